@@ -1,0 +1,118 @@
+"""What a graph backend is, and which one a device gets."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.errors import ConfigError
+
+Iterate = Callable[[], list[Tensor]]  # runs one iteration, returns its detached results
+Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the recording touch it?"
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What a recording turned out to be.
+
+    Attributes:
+        num_nodes: Nodes of the graph; None where the driver does not tell.
+        num_ops: Operator calls that the iteration made while it was recorded.
+        op_counts: Recorded calls by operator name.
+        pool_bytes: Bytes of the graph's private memory pool; 0 on a CPU.
+        num_escapes: Results that outlive the iteration (tensors the model kept).
+    """
+
+    num_nodes: int | None
+    num_ops: int
+    op_counts: dict[str, int] = field(default_factory=dict)
+    pool_bytes: int = 0
+    num_escapes: int = 0
+
+
+class Graph(Protocol):
+    """A recorded iteration.
+
+    Attributes:
+        facts: What was recorded.
+    """
+
+    facts: GraphFacts
+
+    def replay(self) -> list[Tensor]:
+        """Run the recording once; the results are the caller's to keep."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; no replay after this."""
+        ...
+
+
+class GraphBackend(Protocol):
+    """Runs and records iterations on one kind of device.
+
+    Attributes:
+        name: "cpu" or "cuda".
+        device: The device.
+    """
+
+    name: str
+    device: torch.device
+
+    def on_capture_stream(self) -> AbstractContextManager[None]:
+        """Run the body on the stream that captures, ordered with the current one."""
+        ...
+
+    def record(
+        self, iterate: Iterate, model: nn.Module, check: Check
+    ) -> tuple[Graph, list[Tensor]]:
+        """Record one iteration, which also takes effect exactly once.
+
+        Args:
+            iterate: The iteration.
+            model: Names the modules in error messages.
+            check: Called when all is recorded; raises if the iteration left something behind
+                that a replay could not repeat.
+
+        Returns:
+            The graph and the results of this first iteration.
+
+        Raises:
+            CaptureError: the iteration does what a graph cannot hold. Every tensor and
+                generator is then as it was before.
+        """
+        ...
+
+
+def make_backend(name: str, device: torch.device) -> GraphBackend:
+    """Return the backend for a device.
+
+    Args:
+        name: "auto", "cuda" or "cpu".
+        device: Where the model lies.
+
+    Raises:
+        ConfigError: unknown name, or a backend that cannot run on that device.
+    """
+    if name not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"unknown backend {name!r}; expected 'auto', 'cuda' or 'cpu'")
+    if name == "auto":
+        name = device.type
+    if name != device.type or name not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"the {name!r} backend cannot capture a model on {device}; expected a model on one "
+            f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
+        )
+    if name == "cuda":
+        from graphfsdp._capture.cuda_graph import CudaGraphBackend
+
+        return CudaGraphBackend(device)
+    from graphfsdp._capture.cpu_graph import CpuGraphBackend
+
+    return CpuGraphBackend(device)
+
+
+__all__ = ["Check", "Graph", "GraphBackend", "GraphFacts", "Iterate", "make_backend"]

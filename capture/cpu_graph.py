@@ -1,0 +1,106 @@
+"""The CPU backend: the same capture semantics without a GPU."""
+
+import gc
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
+from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
+from graphfsdp._capture.cpu_recorder import Recorder, Value
+from graphfsdp.errors import CaptureError
+
+
+class CpuGraph:
+    """A replayable program over operators."""
+
+    def __init__(self, replay: Replay, facts: GraphFacts) -> None:
+        self._replay: Replay | None = replay
+        self.facts = facts
+
+    def replay(self) -> list[Tensor]:
+        """Run the program.
+
+        Below autograd and autocast: both have done their part when the operators were recorded.
+        """
+        if self._replay is None:
+            raise CaptureError("the graph is closed")
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            return list(self._replay())
+
+    def close(self) -> None:
+        """Drop the program and with it every tensor that it holds."""
+        self._replay = None
+
+
+class CpuGraphBackend:
+    """Records under a dispatch mode and replays straight-line Python."""
+
+    name = "cpu"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def on_capture_stream(self) -> AbstractContextManager[None]:
+        """Return nothing to enter: a CPU has no streams."""
+        return nullcontext()
+
+    def record(
+        self, iterate: Iterate, model: nn.Module, check: Check
+    ) -> tuple[Graph, list[Tensor]]:
+        """Record one iteration while it runs; see GraphBackend.record."""
+        recorder = Recorder(model, self.device)
+        try:
+            results, values = _run(recorder, iterate)
+            # Cyclic garbage would look like tensors that somebody keeps.
+            gc.collect()
+            _refuse_replaced_tensors(recorder)
+            check(recorder.has_touched)
+            builder = ProgramBuilder(recorder, values)
+            replay = builder.build()
+        except BaseException:
+            recorder.undo.roll_back()
+            raise
+        counts = Counter(str(node.op) for node in builder.nodes)
+        facts = GraphFacts(
+            num_nodes=len(builder.nodes),
+            num_ops=recorder.num_ops,
+            op_counts=dict(counts),
+            num_escapes=len(builder.escapes),
+        )
+        return CpuGraph(replay, facts), results
+
+
+def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
+    """Run the iteration; return copies of its results, and their Values."""
+    with recorder.watching():
+        outputs = iterate()
+    values = [recorder.value_of(tensor, "output") for tensor in outputs]
+    # Copies, so that the recorded results die here and do not look like escapes.
+    return [tensor.clone() for tensor in outputs], values
+
+
+def _refuse_replaced_tensors(recorder: Recorder) -> None:
+    """Refuse an iteration that read a tensor from before it and then let it go.
+
+    Whoever does that has put a new tensor in its place for the next iteration to read (a running
+    average kept by assignment, say); a replay would read the old one for ever.
+
+    Raises:
+        CaptureError: there is such a tensor.
+    """
+    for info in recorder.storages:
+        if info.external and not info.alive:
+            raise CaptureError(
+                "the iteration read a tensor that existed before it and then dropped it: either "
+                "a new tensor was assigned in its place (a replay would go on reading the old "
+                "one), or it was made outside torch's operators (torch.from_numpy). Remedy: "
+                "update kept tensors in place (copy_, mul_, add_), and make constants outside "
+                "the iteration",
+                source=info.first_use,
+            )
+
+
+__all__ = ["CpuGraph", "CpuGraphBackend"]

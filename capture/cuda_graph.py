@@ -1,0 +1,165 @@
+"""The CUDA backend: the iteration as one torch.cuda.CUDAGraph."""
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
+from graphfsdp._capture.cuda_errors import explain
+from graphfsdp._capture.watcher import Watcher
+from graphfsdp.errors import CaptureError
+from graphfsdp.streams import forked
+
+
+class CudaGraph:
+    """A captured iteration and the fixed tensors in which it leaves its results."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, outputs: list[Tensor], facts: GraphFacts
+    ) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._outputs = outputs
+        self.facts = facts
+
+    def replay(self) -> list[Tensor]:
+        """Launch the graph on the current stream; return copies of its results."""
+        if self._graph is None:
+            raise CaptureError("the graph is closed")
+        self._graph.replay()
+        # The next replay overwrites the graph's own results.
+        return [output.clone() for output in self._outputs]
+
+    def close(self) -> None:
+        """Give the graph back, and then the pool that its tensors lie in."""
+        if self._graph is not None:
+            # CUDA rule: memory of a graph may be reused only when no launch is in flight.
+            torch.cuda.synchronize()
+            self._graph.reset()
+            self._graph = None
+            self._outputs = []
+
+
+class CudaGraphBackend:
+    """Captures on a stream of its own, on which the warm-up runs too."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        # CUDA rule: a capture cannot run on the default stream, and autograd nodes remember the
+        # stream that they were made on; so warm-up and capture share this one.
+        self._stream = torch.cuda.Stream(self.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def on_capture_stream(self) -> AbstractContextManager[None]:
+        """Fork to the capture stream and join back."""
+        return forked(self._stream)
+
+    def record(
+        self, iterate: Iterate, model: nn.Module, check: Check
+    ) -> tuple[Graph, list[Tensor]]:
+        """Capture one iteration, then launch it once; see GraphBackend.record."""
+        watcher = Watcher(model, self.device)
+        graph = _new_graph()
+        _register_generators(graph, model)
+        before = torch.cuda.memory_reserved(self.device)
+        # Finalisers of cyclic garbage may free CUDA memory, which a capture does not permit.
+        gc.collect()
+        try:
+            with _stale_streams_redirected(), watcher.watching():
+                outputs = self._capture(graph, iterate)
+            check(watcher.has_touched)
+        except BaseException as error:
+            with suppress(RuntimeError):  # a capture that never ended cannot be reset either
+                graph.reset()
+            self._pool = torch.cuda.graph_pool_handle()
+            self._translate(error, watcher)
+            raise
+        num_nodes = _num_nodes(graph)
+        if num_nodes is not None:  # kept graphs are instantiated by hand, or by the first replay
+            graph.instantiate()
+        pool_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
+        facts = GraphFacts(num_nodes=num_nodes, num_ops=watcher.num_ops, pool_bytes=pool_bytes)
+        captured = CudaGraph(graph, outputs, facts)
+        # A capture runs nothing: this launch is the iteration that was recorded.
+        return captured, captured.replay()
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, iterate: Iterate) -> list[Tensor]:
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            # thread_local: an illegal call on another thread (a loader that pins memory) is no
+            # business of this capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                return iterate()
+        finally:
+            # torch.cuda.graph leaves its stream current when ending a broken capture raises.
+            torch.cuda.set_stream(stream)
+
+    def _translate(self, error: BaseException, watcher: Watcher) -> None:
+        """Raise a CaptureError in place of an error of the driver."""
+        if watcher.failure is not None and error is not watcher.failure:
+            raise watcher.failure from error
+        meaning = explain(error)
+        if meaning is not None and not isinstance(error, CaptureError):
+            raise CaptureError(str(meaning), op=watcher.last_op) from error
+
+
+def _new_graph() -> torch.cuda.CUDAGraph:
+    try:
+        return torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
+    except TypeError:
+        return torch.cuda.CUDAGraph()
+
+
+def _num_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
+    """Return the number of nodes by asking the driver, None where that is not possible."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        handle = ctypes.c_void_p(graph.raw_cuda_graph())
+    except (AttributeError, OSError, RuntimeError):
+        return None
+    count = ctypes.c_size_t(0)
+    status = driver.cuGraphGetNodes(handle, None, ctypes.byref(count))
+    return int(count.value) if status == 0 else None
+
+
+def _register_generators(graph: torch.cuda.CUDAGraph, model: nn.Module) -> None:
+    """Register the CUDA generators that modules hold as attributes.
+
+    The default generator registers itself; torch before 2.13 must be told of others, or their
+    state would be baked in.
+    """
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator) and value.device.type == "cuda":
+                graph.register_generator_state(value)
+
+
+@contextmanager
+def _stale_streams_redirected() -> Iterator[None]:
+    """Let autograd nodes that remember another stream run on the capturing one.
+
+    A parameter whose AccumulateGrad node is still held by an old loss would otherwise make
+    autograd wait on a stream that does not capture (error 906).
+    """
+    graph_module: Any = torch.autograd.graph
+    override = getattr(graph_module, "set_override_stale_capture_stream", None)
+    if override is None:  # torch before 2.13
+        yield
+        return
+    override(True)
+    try:
+        yield
+    finally:
+        override(False)  # torch has no getter; this is the state that a process starts in
+
+
+__all__ = ["CudaGraph", "CudaGraphBackend"]

@@ -1,0 +1,199 @@
+"""Gradients that are views of persistent flat buffers, whatever autograd hands out."""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.flat_buffer import FlatBuffer
+
+
+class Binding(enum.Enum):
+    """Where the optimizer finds a persistent gradient."""
+
+    GRAD = "grad"  # param.grad, in the parameter's dtype
+    WIDENED_GRAD = "widened_grad"  # param.grad, in another dtype than the parameter's
+    DECOUPLED_GRAD = "decoupled_grad"  # param.decoupled_grad, in any dtype
+
+
+class _Entry:
+    """One parameter, its persistent view, and whether this iteration has written it."""
+
+    __slots__ = ("binding", "landed", "name", "param", "view")
+
+    def __init__(self, name: str, param: nn.Parameter, view: Tensor, binding: Binding) -> None:
+        self.name = name
+        self.param = param
+        self.view = view
+        self.binding = binding
+        self.landed = False
+
+    def land(self, param: Tensor) -> None:
+        """Move what autograd has just accumulated into the persistent view.
+
+        The first gradient of an iteration overwrites the view, so nothing is ever zeroed.
+
+        Capture: one copy or add per parameter and microbatch, on the stream that autograd
+            accumulates on; no allocation of ours.
+        """
+        grad = param.grad
+        if grad is self.view or grad is None:
+            return  # a later microbatch: AccumulateGrad added to the bound view in place
+        if grad.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {self.name!r} has layout {grad.layout}; a persistent buffer "
+                "holds strided gradients only. Remedy: build the module without sparse "
+                "gradients (nn.Embedding(..., sparse=False))"
+            )
+        if self.landed and self.binding is not Binding.GRAD:
+            self.view.add_(grad)
+        else:
+            # Also right when autograd accumulated out of place (create_graph=True): `grad`
+            # then holds the view's value plus the new gradient.
+            self.view.copy_(grad)
+        self.landed = True
+        param.grad = self.view if self.binding is Binding.GRAD else None
+
+    def bind(self) -> None:
+        """Put the view where the optimizer and the user look for it."""
+        if self.binding is Binding.DECOUPLED_GRAD:
+            self.param.decoupled_grad = self.view  # type: ignore[attr-defined]
+        else:
+            self.param.grad = self.view
+
+    def unbind(self) -> None:
+        """Take every gradient off the parameter; the view keeps its storage."""
+        self.param.grad = None
+        if self.binding is Binding.DECOUPLED_GRAD:
+            self.param.decoupled_grad = None  # type: ignore[attr-defined]
+        self.landed = False
+
+    @property
+    def bound(self) -> bool:
+        if self.binding is Binding.DECOUPLED_GRAD:
+            return getattr(self.param, "decoupled_grad", None) is self.view
+        return self.param.grad is self.view
+
+
+class PersistentGradients:
+    """The gradients of a model as views of one flat buffer per dtype, at fixed addresses.
+
+    Note [Gradient landing]: autograd gives a parameter whose ``.grad`` is None the tensor that
+    the backward kernel made ("stealing"). An iteration therefore starts with ``.grad = None``;
+    a hook copies each stolen gradient into its view as soon as it exists, and binds the view.
+    Later microbatches are added in place by autograd itself. So there is no memset, and at
+    most one gradient exists twice at a time.
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        *,
+        dtype_of: Callable[[nn.Parameter], torch.dtype],
+        use_decoupled_grad: bool,
+    ) -> None:
+        """Allocate the buffers and hook the parameters.
+
+        Args:
+            named_params: Trainable parameters by full name, each once.
+            dtype_of: Dtype of a parameter's persistent gradient.
+            use_decoupled_grad: Bind to ``decoupled_grad`` instead of ``grad``.
+
+        Raises:
+            ConfigError: this torch cannot hold a gradient of another dtype in ``.grad``.
+        """
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in named_params.items():
+            groups.setdefault((dtype_of(param), param.device), []).append((name, param))
+        self.buffers: list[FlatBuffer] = []
+        entries: dict[str, _Entry] = {}
+        for (dtype, device), members in groups.items():
+            buffer = FlatBuffer([param for _, param in members], dtype=dtype, device=device)
+            self.buffers.append(buffer)
+            for (name, param), view in zip(members, buffer.views, strict=True):
+                binding = _binding(name, param, dtype, use_decoupled_grad)
+                entries[name] = _Entry(name, param, view, binding)
+        self._entries = [entries[name] for name in named_params]
+        self._handles: list[RemovableHandle] = [
+            entry.param.register_post_accumulate_grad_hook(entry.land) for entry in self._entries
+        ]
+
+    def begin(self) -> None:
+        """Start an iteration: whatever was in the gradients is over.
+
+        Capture: Python only; no kernel.
+        """
+        for entry in self._entries:
+            entry.unbind()
+
+    def finish(self) -> None:
+        """Bind the view of every parameter that got a gradient in this iteration."""
+        for entry in self._entries:
+            if entry.landed:
+                entry.bind()
+
+    def rebind(self) -> None:
+        """Bind again what ``zero_grad(set_to_none=True)`` or the user took off since."""
+        for entry in self._entries:
+            if entry.landed and not entry.bound:
+                entry.bind()
+
+    def landed_views(self) -> list[Tensor]:
+        """Return the views that the last iteration wrote."""
+        return [entry.view for entry in self._entries if entry.landed]
+
+    def without_gradient(self) -> Sequence[str]:
+        """Return the full names of trainable parameters that the last iteration did not reach."""
+        return [entry.name for entry in self._entries if not entry.landed]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the persistent buffers."""
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    def save_bindings(self) -> Callable[[], None]:
+        """Return a function that puts today's gradients back on the parameters."""
+        saved = [
+            (entry, entry.param.grad, getattr(entry.param, "decoupled_grad", None), entry.landed)
+            for entry in self._entries
+        ]
+
+        def restore() -> None:
+            for entry, grad, decoupled_grad, landed in saved:
+                entry.param.grad = grad
+                if entry.binding is Binding.DECOUPLED_GRAD:
+                    entry.param.decoupled_grad = decoupled_grad  # type: ignore[attr-defined]
+                entry.landed = landed
+
+        return restore
+
+    def close(self) -> None:
+        """Unhook the parameters. Bound gradients stay, and keep their buffer alive."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _binding(
+    name: str, param: nn.Parameter, dtype: torch.dtype, use_decoupled_grad: bool
+) -> Binding:
+    if use_decoupled_grad:
+        return Binding.DECOUPLED_GRAD
+    if dtype == param.dtype:
+        return Binding.GRAD
+    if not hasattr(param, "grad_dtype"):
+        raise ConfigError(
+            f"the gradient of {name!r} must be {dtype} while the parameter is {param.dtype}, "
+            f"which .grad cannot hold in torch {torch.__version__}. Remedy: use decoupled "
+            "gradients (FusedAdam(use_decoupled_grad=True)) or torch >= 2.11"
+        )
+    # None lifts autograd's demand that .grad has the parameter's dtype: autograd goes on
+    # producing its own dtype, and the landing copy widens it.
+    param.grad_dtype = None
+    return Binding.WIDENED_GRAD
+
+
+__all__ = ["Binding", "PersistentGradients"]

@@ -1,0 +1,113 @@
+"""The host side of an iteration's state: what Python objects point at which tensors."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp.errors import CaptureError
+
+
+class HostState:
+    """Which tensors the model, the optimizer and the gradients held before a recording.
+
+    A replay runs no Python, so whatever an iteration re-points, a replay leaves alone. This
+    compares before and after, and can put everything back.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, gradients: PersistentGradients
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._attributes = {
+            (module_name, name): (module, value)
+            for module_name, module in model.named_modules()
+            for name, value in _tensor_attributes(module)
+        }
+        self._state = {param: dict(state) for param, state in optimizer.state.items()}
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._restore_gradients = gradients.save_bindings()
+
+    def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
+        """Refuse an iteration that re-pointed or created state.
+
+        Args:
+            was_read: Tells whether the recording touched a tensor's storage.
+
+        Raises:
+            CaptureError: a module holds another tensor than before, or the optimizer made new
+                state while it was recorded.
+        """
+        for (module_name, name), (module, before) in self._attributes.items():
+            if _lookup(module, name) is before:
+                continue
+            # A plain attribute that is overwritten without being read (a kept activation) is
+            # harmless: replays write into what the recorded iteration has put there.
+            if _is_registered(module, name) or was_read(before):
+                raise CaptureError(
+                    f"the iteration replaced {_join(module_name, name)!r} by a new tensor; a "
+                    "replay runs no Python and would go on reading the old one. Remedy: update "
+                    "it in place (copy_, mul_, add_, lerp_)",
+                    module_path=module_name,
+                )
+        for param, state in self._optimizer.state.items():
+            before_state = self._state.get(param, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and before_state.get(key) is not value:
+                    raise CaptureError(
+                        f"the optimizer made new state {key!r} for a parameter of shape "
+                        f"{tuple(param.shape)} while the iteration was recorded; each replay "
+                        "would start it anew. Remedy: more warm-up steps, so that every "
+                        "parameter has been stepped once before the capture"
+                    )
+
+    def restore(self) -> None:
+        """Point everything back at the tensors that it pointed at."""
+        for (_, name), (module, before) in self._attributes.items():
+            if _lookup(module, name) is not before:
+                _assign(module, name, before)
+        for param in list(self._optimizer.state):
+            if param not in self._state:
+                del self._optimizer.state[param]
+            else:
+                self._optimizer.state[param].clear()
+                self._optimizer.state[param].update(self._state[param])
+        for group, before_group in zip(self._optimizer.param_groups, self._groups, strict=False):
+            group.clear()
+            group.update(before_group)
+        self._restore_gradients()
+
+
+def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, p) for name, p in module._parameters.items() if p is not None)
+    yield from ((name, b) for name, b in module._buffers.items() if b is not None)
+    yield from ((name, v) for name, v in vars(module).items() if isinstance(v, Tensor))
+
+
+def _is_registered(module: nn.Module, name: str) -> bool:
+    return name in module._parameters or name in module._buffers
+
+
+def _lookup(module: nn.Module, name: str) -> object:
+    for table in (module._parameters, module._buffers, vars(module)):
+        if name in table:
+            return table[name]
+    return None
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    if isinstance(value, nn.Parameter):
+        module._parameters[name] = value
+    elif name in module._buffers:
+        module._buffers[name] = value
+    else:
+        vars(module)[name] = value
+
+
+def _join(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
+
+
+__all__ = ["HostState"]

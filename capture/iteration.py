@@ -1,0 +1,167 @@
+"""The Python that is captured: microbatches, forward, backward, norm, clip, optimizer step."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.static_inputs import StaticInputs
+from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp.errors import InvalidLossError
+from graphfsdp.nvtx import nvtx_range
+
+LossFunction = Callable[..., Any]
+
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
+
+def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return what the model returns, or its ``.loss`` where the output has one."""
+    output = model(*args, **kwargs)
+    loss = getattr(output, "loss", None)
+    return output if loss is None else loss
+
+
+class Iteration:
+    """One training iteration over static inputs. The same Python runs eagerly and recorded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: CapturableOptimizer,
+        gradients: PersistentGradients,
+        *,
+        loss_fn: LossFunction,
+        num_microbatches: int,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._loss_fn = loss_fn
+        self._num_microbatches = num_microbatches
+        self._max_grad_norm = max_grad_norm
+
+    def forward_backward(self, inputs: StaticInputs) -> Any:
+        """Run forward and backward of every microbatch.
+
+        Returns:
+            What the loss function returned, detached: the loss as the mean over microbatches;
+            other results stacked on a new dim 0 if there are several microbatches.
+
+        Raises:
+            InvalidLossError: the loss function returned no scalar that needs a gradient.
+
+        Capture: no host sync; gradients land in the persistent buffers.
+        """
+        self._gradients.begin()
+        if torch.is_autocast_enabled(_device_type(self._model)):
+            # The cache of casted weights outlives an iteration if autocast does: stale weights.
+            torch.clear_autocast_cache()
+        outputs = [self._microbatch(inputs, index) for index in range(self._num_microbatches)]
+        self._gradients.finish()
+        return outputs[0] if len(outputs) == 1 else _merge(outputs)
+
+    def optimizer_step(self) -> Tensor | None:
+        """Compute the norm if asked for, and step.
+
+        Returns:
+            [] float32, global norm of the gradients before clipping; None if not asked for.
+
+        Capture: no host sync; norm and clip coefficient stay on the device.
+        """
+        with nvtx_range("optimizer"), torch.no_grad():
+            grad_norm = self._global_norm()
+            self._optimizer.step(self._clip_coefficient(grad_norm))
+        return grad_norm
+
+    def _microbatch(self, inputs: StaticInputs, index: int) -> Any:
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or self._num_microbatches == 1:
+                return leaf
+            length = leaf.shape[0] // self._num_microbatches
+            return leaf.narrow(0, index * length, length)
+
+        args, kwargs = pytree.tree_map(part, (inputs.args, inputs.kwargs))
+        with torch.enable_grad():
+            with nvtx_range("forward"):
+                output = self._loss_fn(self._model, *args, **kwargs)
+                loss = _loss_of(output)
+                scaled = loss / self._num_microbatches if self._num_microbatches > 1 else loss
+            with nvtx_range("backward"):
+                torch.autograd.backward(scaled)
+        return pytree.tree_map(_detached, output)
+
+    def _global_norm(self) -> Tensor | None:
+        if self._max_grad_norm is None:
+            return None
+        views = self._gradients.landed_views()
+        if not views:
+            return torch.zeros((), device=_device(self._model))
+        norms = torch._foreach_norm(views, 2, torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
+
+    def _clip_coefficient(self, grad_norm: Tensor | None) -> Tensor | None:
+        """Return [] float32 by which every gradient is to be multiplied, or None.
+
+        Source: Pascanu et al. 2013, Algorithm 1 (arXiv:1211.5063), as torch's
+            clip_grad_norm_ computes it.
+        """
+        if grad_norm is None or self._max_grad_norm is None or math.isinf(self._max_grad_norm):
+            return None
+        return (self._max_grad_norm / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _device_type(model: nn.Module) -> str:
+    return _device(model).type
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output[0] if isinstance(output, tuple) and output else output
+    problem = None
+    if not isinstance(loss, Tensor):
+        problem = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        problem = f"a tensor of shape {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        problem = "a tensor that no trainable parameter contributed to (requires_grad=False)"
+    if problem is not None:
+        raise InvalidLossError(
+            f"the loss is {problem}; expected a scalar tensor that requires a gradient. Remedy: "
+            "return the loss, or (loss, aux), from loss_fn(model, *batch); without loss_fn the "
+            "model must return the loss, or an output with .loss"
+        )
+    for leaf in pytree.tree_leaves(output):
+        if not isinstance(leaf, Tensor):
+            raise InvalidLossError(
+                f"loss_fn returned a {type(leaf).__name__} beside the loss; expected tensors "
+                "only, since a replay recomputes nothing else. Remedy: return it as a tensor"
+            )
+    return loss
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _merge(outputs: list[Any]) -> Any:
+    """Return the mean loss, and other results stacked, over the microbatches."""
+    specs = [pytree.tree_structure(output) for output in outputs]
+    stacked = [
+        torch.stack(leaves)
+        for leaves in zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
+    ]
+    stacked[0] = stacked[0].mean(dim=0)
+    return pytree.tree_unflatten(stacked, specs[0])
+
+
+__all__ = ["Iteration", "LossFunction", "default_loss"]

@@ -1,0 +1,38 @@
+"""The life of a captured step."""
+
+import enum
+
+from graphfsdp.errors import PhaseError
+
+
+class Phase(enum.Enum):
+    """What the next call of a captured step does."""
+
+    WARMUP = "warmup"  # runs eagerly; after enough of these, the next call captures
+    CAPTURE = "capture"  # is recording now
+    REPLAY = "replay"  # launches the graph
+    EAGER = "eager"  # scope "none": runs eagerly for ever
+    CLOSED = "closed"  # refuses
+
+    def to(self, target: "Phase") -> "Phase":
+        """Return ``target`` if this phase may be followed by it.
+
+        Raises:
+            PhaseError: the transition is not legal.
+        """
+        if target is not Phase.CLOSED and target not in _LEGAL[self]:
+            raise PhaseError(f"a captured step cannot go from {self.value} to {target.value}")
+        return target
+
+
+# WARMUP follows CAPTURE when a capture failed: everything was rolled back, another may be tried.
+_LEGAL: dict[Phase, frozenset[Phase]] = {
+    Phase.WARMUP: frozenset({Phase.CAPTURE}),
+    Phase.CAPTURE: frozenset({Phase.REPLAY, Phase.WARMUP}),
+    Phase.REPLAY: frozenset(),
+    Phase.EAGER: frozenset(),
+    Phase.CLOSED: frozenset(),
+}
+
+
+__all__ = ["Phase"]

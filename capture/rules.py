@@ -1,0 +1,239 @@
+"""What a capture may not do, in one place for both backends.
+
+Each rule answers with a reason and a remedy, or None. The CUDA column of DESIGN's contract is
+enforced by the driver too (errors 900 to 908); these rules speak first, and in names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Varies = Callable[[Tensor], bool]
+
+_HOST_READ_REMEDY = (
+    "keep the value on the device (torch.where instead of `if`, a 0-D tensor instead of a "
+    "number), or move the read outside the captured iteration"
+)
+_SHAPE_REMEDY = (
+    "use a fixed-shape form: multiply by the mask or torch.where instead of boolean indexing, "
+    "torch.topk or a padded capacity instead of nonzero, output_size= for repeat_interleave"
+)
+_GENERATOR_REMEDY = (
+    "set the state before the loop; for torch.utils.checkpoint pass preserve_rng_state=False "
+    "if nothing random runs inside it"
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a graph cannot hold an operation, and what to do."""
+
+    what: str
+    remedy: str
+
+    @property
+    def message(self) -> str:
+        """Both as one sentence each."""
+        return f"{self.what}. Remedy: {self.remedy}"
+
+
+def host_read(how: str) -> Refusal:
+    """Return the refusal of a read of an iteration's value on the host."""
+    return Refusal(
+        f"{how} reads a value of the iteration on the host; a replay runs recorded kernels and "
+        "no Python, so every later iteration would go on with the value of this one",
+        _HOST_READ_REMEDY,
+    )
+
+
+def generator_state(how: str) -> Refusal:
+    """Return the refusal of reading or setting the state of a random generator."""
+    return Refusal(
+        f"{how} reads or sets the state of a random generator inside the iteration; a replay "
+        "advances the generator by itself and never runs this Python",
+        _GENERATOR_REMEDY,
+    )
+
+
+def compiled_region(name: str) -> Refusal:
+    """Return the refusal of a region made by torch.compile, which a CPU recording cannot see."""
+    return Refusal(
+        f"{name} is compiled by torch.compile; its kernels are invisible to a recording on a CPU "
+        "and would be missing from every replay",
+        "capture the uncompiled module on a CPU (on CUDA compiled kernels are recorded)",
+    )
+
+
+def higher_order(name: str) -> Refusal:
+    """Return the refusal of an operator that takes functions (torch.cond and its like)."""
+    return Refusal(
+        f"{name} is a higher-order operator; which of its functions runs is decided in Python",
+        "write it with tensor operations, such as torch.where on both results",
+    )
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _transfer(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Refusal | None:
+    """Judge copies between host and device, which a capture permits from pinned memory only."""
+    if op._schema.name == "aten::_to_copy":
+        source, target = args[0].device, kwargs.get("device")
+        host_pinned = args[0].device.type == "cpu" and args[0].is_pinned()
+    elif op._schema.name == "aten::copy_":
+        source, target = args[1].device, args[0].device
+        host_pinned = any(t.device.type == "cpu" and t.is_pinned() for t in args[:2])
+    else:
+        return None
+    if target is None or source.type == torch.device(target).type or host_pinned:
+        return None
+    if torch.device(target).type == "cpu":
+        return host_read(f"{op} to the host")
+    return Refusal(
+        f"{op} copies a tensor from pageable host memory to the device inside the iteration; "
+        "CUDA does not permit that during a capture (error 900), and a replay would repeat the "
+        "old contents",
+        "make the tensor on the device (device=x.device), or before the iteration",
+    )
+
+
+def _host_scalar(
+    op: torch._ops.OpOverload, inputs: Sequence[Tensor], varies: Varies
+) -> Refusal | None:
+    """Judge CPU scalar tensors among device tensors: their value becomes a kernel argument."""
+    if not any(tensor.device.type == "cuda" for tensor in inputs):
+        return None
+    for tensor in inputs:
+        if tensor.device.type == "cpu" and tensor.dim() == 0 and varies(tensor):
+            return Refusal(
+                f"{op} reads a 0-D CPU tensor beside CUDA tensors; its value is baked into the "
+                "kernel's arguments and later changes never reach a replay",
+                "keep the scalar on the device (tensor.to(device) before the loop)",
+            )
+    return None
+
+
+def _has_bool_mask(indices: object) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(indices))
+
+
+def _has_dynamic_shape(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    name = op._schema.name
+    if name == "aten::index":
+        return _has_bool_mask(args[1])
+    if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        # With one value to write, torch fills under the mask and needs no host read.
+        return _has_bool_mask(args[1]) and args[2].numel() != 1
+    if name == "aten::repeat_interleave":
+        size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
+        return isinstance(args[0], Tensor) and size is None
+    if name == "aten::nonzero_static":
+        return False
+    return torch.Tag.dynamic_output_shape in op.tags
+
+
+def refuse_op(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Varies
+) -> Refusal | None:
+    """Judge an operator call.
+
+    Args:
+        op: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        varies: Tells whether a tensor's contents differ from replay to replay.
+
+    Returns:
+        The refusal, or None if a graph can hold the call.
+    """
+    namespace = op.namespace
+    if namespace == "c10d":
+        return Refusal(
+            f"{op} is a collective that writes tensors without saying so in its schema",
+            "use functional collectives (torch.distributed._functional_collectives) or run the "
+            "collective outside the captured iteration",
+        )
+    inputs = _tensors(list(args)) + _tensors(list(kwargs.values()))
+    crossing = _transfer(op, args, kwargs) or _host_scalar(op, inputs, varies)
+    if crossing is not None:
+        return crossing
+    dynamic = _has_dynamic_shape(op, args, kwargs)
+    if not dynamic and torch.Tag.data_dependent_output not in op.tags:
+        return None
+    if not any(varies(tensor) for tensor in inputs):
+        return None  # the same in every replay
+    if dynamic:
+        return Refusal(
+            f"{op} returns a tensor whose shape depends on values; a graph's shapes are fixed",
+            _SHAPE_REMEDY,
+        )
+    return host_read(str(op))
+
+
+_Function = Callable[..., Any]
+
+
+def _host_read_functions() -> dict[_Function, str]:
+    tensor = torch.Tensor
+    names = ["tolist", "numpy", "cpu", "__array__", "__repr__", "__format__", "__dlpack__"]
+    return {getattr(tensor, name): f"Tensor.{name}" for name in names}
+
+
+class HostReadFunctions:
+    """Host reads that never reach the dispatcher: judged by the Python function called."""
+
+    def __init__(self, device_type: str) -> None:
+        self._functions = _host_read_functions()
+        self._device_type = device_type
+
+    def refuse(
+        self,
+        function: _Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        varies: Varies,
+    ) -> tuple[str, Refusal] | None:
+        """Judge a call of a torch function from Python.
+
+        Returns:
+            The function's name and the refusal, or None.
+        """
+        name = self._functions.get(function)
+        if name is None and function is torch.Tensor.to and self._goes_to_cpu(args, kwargs):
+            name = "Tensor.to('cpu')"
+        if name is None or not isinstance(args[0], Tensor) or not varies(args[0]):
+            return None
+        return name, host_read(name)
+
+    def _goes_to_cpu(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        target = kwargs.get("device", args[1] if len(args) > 1 else None)
+        if isinstance(target, str):
+            return torch.device(target).type == "cpu"
+        # On a CPU, `x.to(y.device)` is the device-agnostic idiom and no host read on CUDA.
+        return (
+            self._device_type != "cpu" and isinstance(target, torch.device) and target.type == "cpu"
+        )
+
+
+__all__ = [
+    "HostReadFunctions",
+    "Refusal",
+    "Varies",
+    "compiled_region",
+    "generator_state",
+    "higher_order",
+    "host_read",
+    "refuse_op",
+]

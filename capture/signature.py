@@ -1,0 +1,153 @@
+"""What a batch must look like for a graph: structure, shapes, dtypes, devices, plain values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphfsdp.errors import BatchMismatchError, ConfigError
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """The metadata of one tensor of a batch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorLeaf":
+        """Return the metadata of a tensor."""
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    def matches(self, leaf: object) -> bool:
+        """Tell whether a leaf is a tensor of just this metadata."""
+        return (
+            isinstance(leaf, Tensor)
+            and leaf.shape == self.shape
+            and leaf.dtype == self.dtype
+            and leaf.device == self.device
+        )
+
+    def __str__(self) -> str:
+        return f"a {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}"
+
+
+@dataclass(frozen=True)
+class PlainLeaf:
+    """A value of a batch that is no tensor: the graph has it baked in."""
+
+    value: Any
+
+    def matches(self, leaf: object) -> bool:
+        """Tell whether a leaf is the same value."""
+        if leaf is self.value:
+            return True
+        if type(leaf) is not type(self.value):
+            return False
+        try:
+            return bool(leaf == self.value)
+        except (TypeError, ValueError, RuntimeError):
+            return False
+
+    def __str__(self) -> str:
+        return f"{self.value!r} ({type(self.value).__name__})"
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a batch and its structure."""
+    return pytree.tree_flatten((args, kwargs))
+
+
+class BatchSignature:
+    """Metadata of every leaf of the batch that a graph was made for."""
+
+    def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        """Read the metadata.
+
+        Raises:
+            ConfigError: a leaf cannot be a static input.
+        """
+        self._spec = spec
+        self.names = _leaf_names(leaves, spec)
+        self.leaves: list[TensorLeaf | PlainLeaf] = []
+        for name, leaf in zip(self.names, leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                _check_tensor(name, leaf)
+                self.leaves.append(TensorLeaf.of(leaf))
+            else:
+                self.leaves.append(PlainLeaf(leaf))
+
+    def check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        """Compare a batch with the signature.
+
+        Raises:
+            BatchMismatchError: it differs; the message names the first leaf that does.
+        """
+        if spec == self._spec and all(
+            expected.matches(leaf) for expected, leaf in zip(self.leaves, leaves, strict=True)
+        ):
+            return
+        raise BatchMismatchError(self._difference(leaves, spec))
+
+    def _difference(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
+        names = _leaf_names(leaves, spec)
+        if names != self.names or spec != self._spec:
+            missing = [name for name in self.names if name not in names]
+            extra = [name for name in names if name not in self.names]
+            parts = [
+                *(f"{name} is missing" for name in missing),
+                *(f"{name} is new" for name in extra),
+            ]
+            what = ", ".join(parts) or f"the containers differ: expected {self._spec}, got {spec}"
+            return (
+                f"the batch has another structure than the one that was captured: {what}. "
+                "Remedy: pass every batch with the same arguments, keys and lengths"
+            )
+        for name, expected, leaf in zip(names, self.leaves, leaves, strict=True):
+            if expected.matches(leaf):
+                continue
+            got = TensorLeaf.of(leaf) if isinstance(leaf, Tensor) else PlainLeaf(leaf)
+            remedy = (
+                "pad or drop the batch that differs (drop_last=True in a DataLoader), or make "
+                "another captured step for it"
+                if isinstance(expected, TensorLeaf)
+                else "a value that is no tensor is baked into the graph: keep it equal, or pass "
+                "it as a tensor"
+            )
+            return f"batch leaf {name}: expected {expected}, got {got}. Remedy: {remedy}"
+        raise AssertionError("the batch matches")  # only called when it does not
+
+
+def _check_tensor(name: str, leaf: Tensor) -> None:
+    if leaf.layout is not torch.strided or type(leaf) not in (Tensor, torch.nn.Parameter):
+        raise ConfigError(
+            f"batch leaf {name} is a {type(leaf).__name__} of layout {leaf.layout}; a static "
+            "input must be a plain strided tensor. Remedy: pass its dense parts"
+        )
+    if leaf.requires_grad:
+        raise ConfigError(
+            f"batch leaf {name} requires a gradient, which would be left in a copy that you "
+            "never see. Remedy: detach it, or make it a parameter"
+        )
+
+
+def _leaf_names(leaves: Sequence[Any], spec: pytree.TreeSpec) -> list[str]:
+    tree = pytree.tree_unflatten(list(leaves), spec)
+    return [_render(path) for path, _ in pytree.tree_leaves_with_path(tree)]
+
+
+def _render(path: Sequence[Any]) -> str:
+    """Write a path as the caller wrote the argument: args[0]['ids'], mask."""
+    which, first, *rest = path
+    tail = pytree.keystr(tuple(rest))
+    if which.idx == 0:
+        return f"args[{first.idx}]{tail}"
+    return f"{first.key}{tail}"
+
+
+__all__ = ["BatchSignature", "PlainLeaf", "TensorLeaf", "flatten"]

@@ -1,0 +1,80 @@
+"""Where in the user's program an operation comes from: module path and source line."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from graphfsdp.errors import SourceLine
+
+_TORCH = str(Path(torch.__file__).parent)
+_FLOOR = Path(inspect.getfile(SourceLine)).parent
+# The trainer's models and scripts are a user's code as far as an error message goes.
+_OURS = tuple(
+    {str(Path(__file__).parent), str(_FLOOR / "_capture"), str(_FLOOR / "optim")}
+    | {str(_FLOOR.parent / folder) for folder in ("capture", "optim")}
+)
+_SKIPPED = (_TORCH, *_OURS)
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<") or file.startswith(_SKIPPED):
+        return False
+    return str(Path(file).parent) != str(_FLOOR)
+
+
+def user_source_line() -> SourceLine | None:
+    """Return the innermost line of the running program that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            code = frame.f_code
+            return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class ModuleTracker:
+    """Knows the full name of the module whose forward is running."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._stack: list[str] = []
+
+    @property
+    def path(self) -> str | None:
+        """Full name of the running module, "" for the root, None outside any."""
+        return self._stack[-1] if self._stack else None
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Follow forward calls while the body runs."""
+
+        def enter(module: nn.Module, args: object) -> None:
+            name = self._names.get(id(module))
+            if name is None:
+                name = f"{self._stack[-1] if self._stack else ''}<{type(module).__name__}>"
+            self._stack.append(name)
+
+        def leave(module: nn.Module, args: object, output: object) -> None:
+            if self._stack:
+                self._stack.pop()
+
+        handles = [
+            torch_module.register_module_forward_pre_hook(enter),
+            torch_module.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._stack.clear()
+
+
+__all__ = ["ModuleTracker", "user_source_line"]

@@ -1,0 +1,84 @@
+"""What a recording knows of every storage that it meets, without keeping any of them alive."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphfsdp.errors import CaptureError, SourceLine
+
+
+@dataclass(eq=False)
+class StorageInfo:
+    """One storage.
+
+    Attributes:
+        ref: Weak reference; while it exists, torch cannot reuse the storage's identity.
+        external: It existed before the recording.
+        varies: Its contents differ from replay to replay, because they derive from an existing
+            tensor or from the RNG. Constants made inside the iteration do not vary.
+        first_use: The user's line at which an external storage was first seen.
+    """
+
+    ref: StorageWeakRef
+    external: bool
+    varies: bool
+    first_use: SourceLine | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything but this recording still holds the storage."""
+        return not self.ref.expired()
+
+    def get(self) -> torch.UntypedStorage:
+        """Return the storage.
+
+        Raises:
+            ReferenceError: it has been freed.
+        """
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+        if storage is None:
+            raise ReferenceError("the storage has been freed")
+        return storage
+
+
+def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
+    """Return the storage under a plain tensor.
+
+    Raises:
+        CaptureError: the tensor has none (sparse and other special layouts).
+    """
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        raise CaptureError(
+            f"a tensor of layout {tensor.layout} has no storage that a graph could hold at a "
+            "fixed address. Remedy: use strided (dense) tensors inside the iteration",
+            op=op,
+        ) from None
+
+
+class StorageTable:
+    """All storages of a recording by identity."""
+
+    def __init__(self) -> None:
+        self._infos: dict[int, StorageInfo] = {}
+
+    def find(self, tensor: Tensor, op: str) -> StorageInfo | None:
+        """Return what is known of the tensor's storage, None if it was never seen."""
+        return self._infos.get(storage_of(tensor, op)._cdata)
+
+    def add(self, tensor: Tensor, op: str, *, external: bool, varies: bool) -> StorageInfo:
+        """Register the storage of a tensor that was never seen before."""
+        storage = storage_of(tensor, op)
+        info = StorageInfo(StorageWeakRef(storage), external, varies)
+        self._infos[storage._cdata] = info
+        return info
+
+    def __iter__(self) -> Iterator[StorageInfo]:
+        return iter(self._infos.values())
+
+
+__all__ = ["StorageInfo", "StorageTable", "storage_of"]

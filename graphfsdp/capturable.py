@@ -1,0 +1,73 @@
+"""What the capture leg asks of an optimizer; `graphfsdp.optim.backends` adapts optimizers to it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+
+
+class CapturableOptimizer(Protocol):
+    """An optimizer whose step can be recorded once and replayed.
+
+    Attributes:
+        optimizer: The user's optimizer object.
+        use_decoupled_grad: It reads ``param.decoupled_grad`` instead of ``param.grad``.
+    """
+
+    optimizer: torch.optim.Optimizer
+    use_decoupled_grad: bool
+
+    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
+        ...
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what this optimizer cannot step on, before anything runs.
+
+        Args:
+            named_params: Every trainable parameter by its full name.
+            policy: Precision of the main weights and main grads.
+            scope: The optimizer is inside the graph only for ``FULL_ITERATION``.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer as a casted copy.
+            ConfigError: the optimizer cannot be captured; the message says what can.
+        """
+        ...
+
+    def step(self, grad_scale: Tensor | None) -> None:
+        """Run one optimizer step on the gradients that are bound now.
+
+        Args:
+            grad_scale: [] float32, multiplies every gradient (the clip coefficient), or None.
+
+        Capture: no host sync; every address is fixed after the first call.
+        """
+        ...
+
+    def bake(self) -> None:
+        """Remember the Python values that the recording is about to bake in."""
+        ...
+
+    def before_replay(self) -> None:
+        """Upload hyper-parameters that changed; refuse a change of a baked one.
+
+        Raises:
+            GuardError: a value that the recording has baked in was changed; it is named.
+        """
+        ...
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        ...
+
+
+__all__ = ["CapturableOptimizer"]

@@ -1,0 +1,97 @@
+"""The command line: ``graphfsdp COMMAND ...``, also as ``python -m graphfsdp COMMAND ...``."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+
+import graphfsdp
+from graphfsdp.errors import ConfigError, GraphFSDPError
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word after ``graphfsdp`` and what it does."""
+
+    name: str
+    summary: str
+    run: Callable[[Sequence[str]], None]
+
+
+def _train(arguments: Sequence[str]) -> None:
+    # Here, since the trainer is much to import for another command's help.
+    from graphfsdp.training.arguments import parse_train_arguments
+    from graphfsdp.training.loop import train
+
+    train(parse_train_arguments(arguments), Console())
+
+
+COMMANDS = (Command("train", "train a GPT with the whole iteration in one graph", _train),)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Words after the program's name; None takes those of this process.
+
+    Returns:
+        Exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    errors = Console(stderr=True)
+    try:
+        return _dispatch(arguments)
+    except SystemExit as done:  # argparse, after printing a help
+        return done.code if isinstance(done.code, int) else 0
+    except KeyboardInterrupt:
+        _complain(errors, "interrupted; what was logged so far is kept")
+        return EXIT_INTERRUPTED
+    except ConfigError as error:
+        _complain(errors, f"error: {' '.join(str(error).split())}")
+        return EXIT_BAD_INPUT
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        _complain(errors, f"error: {reason}; try a smaller --micro-batch-size or --bf16")
+        return EXIT_FAILED
+    except (GraphFSDPError, OSError) as error:
+        _complain(errors, f"error: {error}")
+        return EXIT_FAILED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] in (["-h"], ["--help"]):
+        Console().print(_usage(), markup=False, highlight=False, soft_wrap=True)
+        return 0
+    if arguments[:1] == ["--version"]:
+        Console().print(f"graphfsdp {graphfsdp.__version__}", highlight=False)
+        return 0
+    known = ", ".join(command.name for command in COMMANDS)
+    if not arguments:
+        raise ConfigError(f"no command given; expected {known}: graphfsdp --help explains")
+    for command in COMMANDS:
+        if command.name == arguments[0]:
+            command.run(arguments[1:])
+            return 0
+    raise ConfigError(f"unknown command {arguments[0]!r}; expected {known}")
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {command.name:<8} {command.summary}" for command in COMMANDS)
+    return (
+        f"usage: graphfsdp COMMAND ...\n\ncommands:\n{commands}\n\n"
+        f"'graphfsdp COMMAND --help' lists a command's flags; --version prints the version"
+    )
+
+
+def _complain(errors: Console, text: str) -> None:
+    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+__all__ = ["COMMANDS", "Command", "main"]

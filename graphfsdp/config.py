@@ -1,0 +1,86 @@
+"""Frozen, self-validating options that the legs share."""
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from graphfsdp.errors import ConfigError
+
+
+class Scope(enum.Enum):
+    """How much of an iteration is in the graph."""
+
+    NONE = "none"
+    FORWARD_BACKWARD = "forward_backward"
+    FULL_ITERATION = "full_iteration"
+
+    @classmethod
+    def parse(cls, value: "str | Scope") -> "Scope":
+        """Return the scope of that name.
+
+        Raises:
+            ConfigError: there is no such scope.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            known = ", ".join(repr(scope.value) for scope in cls)
+            raise ConfigError(f"unknown scope {value!r}; expected one of {known}") from None
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtype each copy of a parameter and of its gradient has. None means "as it is".
+
+    Attributes:
+        param_dtype: Dtype that forward and backward compute in; None is the parameter's own.
+        main_params_dtype: Dtype of the weights that the optimizer updates; None is the dtype
+            of the optimizer's main weights, or the parameter's own where it keeps none.
+        main_grads_dtype: Dtype of the persistent gradient buffers; None is the main weights'.
+        grad_comm_dtype: Dtype in which gradients are reduced; None is the main grads'.
+        use_decoupled_grad: The optimizer reads ``param.decoupled_grad`` instead of
+            ``param.grad``, so that the gradient's dtype need not be the weight's.
+    """
+
+    param_dtype: torch.dtype | None = None
+    main_params_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    use_decoupled_grad: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ConfigError(
+                    f"MixedPrecisionPolicy.{name} must be a floating-point dtype, got {dtype}"
+                )
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """The numbers that shape a captured step; see ``graphfsdp.capture`` for their meaning."""
+
+    scope: Scope = Scope.FULL_ITERATION
+    warmup_steps: int = 3
+    microbatches: int = 1
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        minimum = 1 if self.scope is Scope.FULL_ITERATION else 0
+        _at_least("warmup_steps", self.warmup_steps, minimum)
+        _at_least("microbatches", self.microbatches, 1)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"max_grad_norm must be a positive number (or None for no clipping), "
+                f"got {self.max_grad_norm!r}"
+            )
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+__all__ = ["CaptureOptions", "MixedPrecisionPolicy", "Scope"]

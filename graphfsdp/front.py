@@ -1,0 +1,118 @@
+"""`graphfsdp.capture`: checks the arguments and joins the legs into a captured step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphfsdp._capture.backend import make_backend
+from graphfsdp._capture.iteration import default_loss
+from graphfsdp._capture.step import CapturedStep
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.backends import adapt
+
+
+def capture(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    scope: str | Scope = "full_iteration",
+    warmup_steps: int = 3,
+    microbatches: int = 1,
+    max_grad_norm: float | None = None,
+    backend: str = "auto",
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> CapturedStep:
+    """Turn a model and its optimizer into a step that trains with one graph launch.
+
+    Call it before the train loop. The first ``warmup_steps`` calls of the result train eagerly,
+    the next one records the iteration (and trains too), every later call replays. After n calls
+    the parameters are bit for bit those of n eager calls (``scope="none"``).
+
+    From now on the step owns the gradients: every trainable parameter's ``.grad`` (or
+    ``.decoupled_grad``) is a view of one persistent buffer, and ``zero_grad`` is not needed.
+
+    Args:
+        model: Any module, on one CPU or CUDA device.
+        optimizer: FusedAdam, or a torch optimizer that can be captured.
+        loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the scalar loss, or ``(loss, aux)``
+            with any nesting of tensors. Default: what the model returns, or its ``.loss``.
+        scope: "full_iteration"; "forward_backward", which leaves any optimizer eager; or "none",
+            the same code run eagerly, which is the reference.
+        warmup_steps: Eager iterations before the capture, at least 1; each is a real training
+            step on its batch.
+        microbatches: Equal parts into which dim 0 of every tensor of the batch is split; their
+            gradients are averaged, and one optimizer step follows.
+        max_grad_norm: Clip the global gradient norm to this, on the device; ``inf`` only
+            computes the norm.
+        backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
+        mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
+
+    Returns:
+        The step. Call it once per batch, ``close()`` it at the end.
+
+    Raises:
+        ConfigError: an argument, or a combination with the optimizer, cannot work.
+        PrecisionError: the optimizer would read a casted copy of a gradient.
+    """
+    options = CaptureOptions(
+        scope=Scope.parse(scope),
+        warmup_steps=warmup_steps,
+        microbatches=microbatches,
+        max_grad_norm=max_grad_norm,
+    )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    named_params = _trainable(model, optimizer)
+    policy = mp_policy or MixedPrecisionPolicy()
+    graph_backend = make_backend(backend, _only_device(model, named_params))
+    adapted = adapt(optimizer)
+    adapted.check(named_params, policy, options.scope)
+    return CapturedStep(
+        model,
+        adapted,
+        graph_backend,
+        named_params=named_params,
+        loss_fn=loss_fn or default_loss,
+        policy=policy,
+        options=options,
+    )
+
+
+def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of the model, and the optimizer's own, each once."""
+    found = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    known = {id(param) for param in model.parameters()}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if id(param) not in known and param.requires_grad:
+                found[f"optimizer.param_groups[{group_index}]['params'][{index}]"] = param
+    if not found:
+        raise ConfigError(
+            "there is nothing to train: no parameter of the model or optimizer requires a "
+            "gradient. Remedy: requires_grad_(True) on what is to be trained"
+        )
+    return found
+
+
+def _only_device(model: nn.Module, named_params: dict[str, nn.Parameter]) -> torch.device:
+    named = {**named_params, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    first: dict[torch.device, str] = {}
+    for name, tensor in named.items():
+        first.setdefault(tensor.device, name)
+    if len(first) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in first.items())
+        raise ConfigError(
+            f"one graph lies on one device, but the model has {where}. Remedy: model.to(device)"
+        )
+    return next(iter(first))
+
+
+__all__ = ["capture"]
