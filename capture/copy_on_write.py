@@ -1,4 +1,4 @@
-"""Undoes a failed CPU recording: storages and generators as they were before the first write."""
+"""Undoes a failed CPU recording: memory and generators as they were before the first write."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.storages import StorageInfo
+from graphfsdp._capture.undo_arena import UndoArena
+
+_Range = tuple[int, int]  # first byte, byte after the last
 
 
 class CopyOnWrite:
@@ -17,13 +20,29 @@ class CopyOnWrite:
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[int, tuple[StorageInfo, Tensor]] = {}
+        self._arena = UndoArena()
+        self._saved: list[tuple[StorageInfo, int, Tensor]] = []  # storage, first byte, contents
+        self._ranges: dict[int, set[_Range]] = {}  # by id of the StorageInfo
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
-    def save(self, info: StorageInfo) -> None:
-        """Keep the contents of a storage that is about to be written."""
-        if id(info) not in self._bytes:
-            self._bytes[id(info)] = (info, _as_bytes(info.get()).clone())
+    def save(self, info: StorageInfo, tensor: Tensor) -> None:
+        """Keep the contents of the memory that a tensor looks at and that is about to change.
+
+        Args:
+            info: The tensor's storage.
+            tensor: What will be written.
+        """
+        start, end = _byte_range(tensor)
+        ranges = self._ranges.setdefault(id(info), set())
+        if any(first <= start and end <= last for first, last in ranges):
+            return
+        ranges.add((start, end))
+        contents = _as_bytes(info.get())
+        while start < end:
+            piece = self._arena.take(end - start)
+            piece.copy_(contents[start : start + piece.numel()])
+            self._saved.append((info, start, piece))
+            start += piece.numel()
 
     def save_generators(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep the state of the generators that an operator is about to draw from."""
@@ -34,21 +53,25 @@ class CopyOnWrite:
 
     def roll_back(self) -> None:
         """Write everything back, at the addresses that it had."""
-        for info, old in self._bytes.values():
+        # Newest first: where ranges overlap, the copy that was made first is the oldest contents.
+        for info, first, old in reversed(self._saved):
             if info.alive:
-                _as_bytes(info.get()).copy_(old)
+                _as_bytes(info.get())[first : first + old.numel()].copy_(old)
         for generator, state in self._generators.values():
             generator.set_state(state)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes copied so far."""
-        return sum(old.numel() for _, old in self._bytes.values())
+
+def _byte_range(tensor: Tensor) -> _Range:
+    if tensor.numel() == 0:
+        return (0, 0)
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in pairs)
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return (start, start + span * tensor.element_size())
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 __all__ = ["CopyOnWrite"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.cpu_recorder import Node, Recorder, Value
+from graphfsdp._capture.direct_calls import direct_call
 from graphfsdp._capture.storages import StorageInfo
 
 Replay = Callable[[], tuple[Tensor, ...]]
@@ -33,7 +34,7 @@ class ProgramBuilder:
         """
         self._recorder = recorder
         self._outputs = outputs
-        self._namespace: dict[str, Any] = {}
+        self._namespace: dict[str, Any] = {"_torch": torch._C._VariableFunctions}
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
         self.escapes = [
@@ -57,16 +58,11 @@ class ProgramBuilder:
         for value in self.escapes:
             target = self._constant(_materialise(value), "e")
             lines.append(f"    {target}.copy_({self._name(value)})")
-        lines.append(f"    return ({''.join(self._result(v) + ', ' for v in self._outputs)})")
+        lines.append(f"    return ({''.join(self._name(v) + ', ' for v in self._outputs)})")
         code = compile("\n".join(lines), "<graphfsdp cpu graph>", "exec")
         exec(code, self._namespace)
         replay: Replay = self._namespace["replay"]
         return replay
-
-    def _result(self, value: Value) -> str:
-        # An output in fixed storage would change under the caller's hands at the next replay.
-        fixed = value.node is None
-        return f"{self._name(value)}.clone()" if fixed else self._name(value)
 
     def _last_uses(self) -> dict[int, list[str]]:
         """Return the local names whose last use is at each node."""
@@ -101,10 +97,7 @@ class ProgramBuilder:
         return name
 
     def _line(self, node: Node) -> str:
-        function = self._constant(node.op._op, "op")
-        parts = [self._argument(value) for value in node.args]
-        parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
-        call = f"{function}({', '.join(parts)})"
+        call = self._call(node)
         inputs = {id(value) for value in _values_in(node)}
         targets = [
             self._name(value)
@@ -120,6 +113,16 @@ class ProgramBuilder:
         names = ", ".join(target or "_" for target in targets)
         line = f"[{names}] = {call}"
         return f"{line}; _ = None" if None in targets else line
+
+    def _call(self, node: Node) -> str:
+        parts = [self._argument(value) for value in node.args]
+        if not node.kwargs:
+            listed = len(parts) > 1 and isinstance(node.args[1], list)
+            call = direct_call(node.op, parts, parts[1][1:-1] if listed else None)
+            if call is not None:
+                return call
+        parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
+        return f"{self._constant(node.op._op, 'op')}({', '.join(parts)})"
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, Value):

@@ -96,7 +96,7 @@ class Recorder(Watcher):
         for tensor in written:
             info = self._known(tensor, name)
             if info.external:
-                self.undo.save(info)
+                self.undo.save(info, tensor)
         if torch.Tag.nondeterministic_seeded in op.tags:
             self.undo.save_generators(args, kwargs)
         if op.namespace in _TRUSTED_NAMESPACES:
@@ -241,7 +241,7 @@ class Recorder(Watcher):
         for tensor in secret:
             info = self._known(tensor, str(op))
             if info.external:
-                self.undo.save(info)
+                self.undo.save(info, tensor)
         result = run()
         for tensor, old in zip(secret, before, strict=True):
             if not torch.equal(_bytes_of(tensor), old):

@@ -71,12 +71,6 @@ class _Entry:
             self.param.decoupled_grad = None  # type: ignore[attr-defined]
         self.landed = False
 
-    @property
-    def bound(self) -> bool:
-        if self.binding is Binding.DECOUPLED_GRAD:
-            return getattr(self.param, "decoupled_grad", None) is self.view
-        return self.param.grad is self.view
-
 
 class PersistentGradients:
     """The gradients of a model as views of one flat buffer per dtype, at fixed addresses.
@@ -117,6 +111,8 @@ class PersistentGradients:
                 binding = _binding(name, param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
         self._entries = [entries[name] for name in named_params]
+        self._decoupled = use_decoupled_grad
+        self._landed: list[tuple[nn.Parameter, Tensor, _Entry]] | None = None
         self._handles: list[RemovableHandle] = [
             entry.param.register_post_accumulate_grad_hook(entry.land) for entry in self._entries
         ]
@@ -126,6 +122,7 @@ class PersistentGradients:
 
         Capture: Python only; no kernel.
         """
+        self._landed = None
         for entry in self._entries:
             entry.unbind()
 
@@ -137,9 +134,15 @@ class PersistentGradients:
 
     def rebind(self) -> None:
         """Bind again what ``zero_grad(set_to_none=True)`` or the user took off since."""
-        for entry in self._entries:
-            if entry.landed and not entry.bound:
-                entry.bind()
+        if self._landed is None:
+            self._landed = [(e.param, e.view, e) for e in self._entries if e.landed]
+        # Runs before every replay: one comparison per parameter, no call.
+        if self._decoupled:
+            loose = [e for p, view, e in self._landed if _decoupled_grad(p) is not view]
+        else:
+            loose = [e for p, view, e in self._landed if p.grad is not view]
+        for entry in loose:
+            entry.bind()
 
     def landed_views(self) -> list[Tensor]:
         """Return the views that the last iteration wrote."""
@@ -157,11 +160,12 @@ class PersistentGradients:
     def save_bindings(self) -> Callable[[], None]:
         """Return a function that puts today's gradients back on the parameters."""
         saved = [
-            (entry, entry.param.grad, getattr(entry.param, "decoupled_grad", None), entry.landed)
+            (entry, entry.param.grad, _decoupled_grad(entry.param), entry.landed)
             for entry in self._entries
         ]
 
         def restore() -> None:
+            self._landed = None
             for entry, grad, decoupled_grad, landed in saved:
                 entry.param.grad = grad
                 if entry.binding is Binding.DECOUPLED_GRAD:
@@ -175,6 +179,10 @@ class PersistentGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _decoupled_grad(param: nn.Parameter) -> Tensor | None:
+    return getattr(param, "decoupled_grad", None)
 
 
 def _binding(

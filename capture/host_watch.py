@@ -27,8 +27,8 @@ def host_watch(refuse: Callable[[str, Refusal], None]) -> Iterator[None]:
     previous = sys.getprofile()
     generator_type = torch.Generator
 
-    def hook(frame: FrameType, event: str, arg: Any) -> None:
-        if previous is not None:
+    def hook(frame: FrameType, event: Any, arg: Any) -> None:
+        if callable(previous):
             previous(frame, event, arg)
         if event == "c_call":
             owner = getattr(arg, "__self__", None)
@@ -42,7 +42,10 @@ def host_watch(refuse: Callable[[str, Refusal], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(previous)
+        if previous is None or callable(previous):
+            sys.setprofile(previous)
+        else:  # a profiler written in C (cProfile), which pauses meanwhile
+            previous.enable()
 
 
 def _enters_compiled(frame: FrameType) -> bool:

@@ -1,7 +1,7 @@
 """The Python that is captured: microbatches, forward, backward, norm, clip, optimizer step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class Iteration:
                 scaled = loss / self._num_microbatches if self._num_microbatches > 1 else loss
             with nvtx_range("backward"):
                 torch.autograd.backward(scaled)
-        return pytree.tree_map(_detached, output)
+        return pytree.tree_map(_own, output)
 
     def _global_norm(self) -> Tensor | None:
         if self._max_grad_norm is None:
@@ -102,9 +102,9 @@ class Iteration:
         views = self._gradients.landed_views()
         if not views:
             return torch.zeros((), device=_device(self._model))
-        norms = torch._foreach_norm(views, 2, torch.float32)
+        norms = torch._foreach_norm(views, 2, _norm_dtype(views))
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
+        return norm.float()
 
     def _clip_coefficient(self, grad_norm: Tensor | None) -> Tensor | None:
         """Return [] float32 by which every gradient is to be multiplied, or None.
@@ -115,6 +115,15 @@ class Iteration:
         if grad_norm is None or self._max_grad_norm is None or math.isinf(self._max_grad_norm):
             return None
         return (self._max_grad_norm / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+
+
+def _norm_dtype(gradients: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the dtype in which squares are summed, None for the gradients' own."""
+    dtypes = {gradient.dtype for gradient in gradients}
+    if torch.float64 in dtypes:
+        return torch.float64
+    # Naming the dtype costs a cast per gradient even where it is float32 already.
+    return None if dtypes == {torch.float32} else torch.float32
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -146,11 +155,14 @@ def _loss_of(output: Any) -> Tensor:
                 f"loss_fn returned a {type(leaf).__name__} beside the loss; expected tensors "
                 "only, since a replay recomputes nothing else. Remedy: return it as a tensor"
             )
-    return loss
+    scalar: Tensor = loss
+    return scalar
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _own(leaf: Any) -> Any:
+    # A copy, because a result may look at a weight or a buffer that this iteration updates, and
+    # so that two results never share memory.
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _merge(outputs: list[Any]) -> Any:

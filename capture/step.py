@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -59,6 +60,7 @@ class CapturedStep:
             num_microbatches=options.microbatches,
             max_grad_norm=options.max_grad_norm,
         )
+        self._trained = list(named_params.values())
         self._phase = Phase.EAGER if options.scope is Scope.NONE else Phase.WARMUP
         self._inputs: StaticInputs | None = None
         self._graph: Graph | None = None
@@ -93,6 +95,11 @@ class CapturedStep:
             raise PhaseError(
                 "the captured step was called while it records itself. Remedy: loss_fn and the "
                 "model must not call the step"
+            )
+        if torch.is_inference_mode_enabled():
+            raise PhaseError(
+                "the captured step was called under torch.inference_mode, where nothing can be "
+                "trained. Remedy: call it outside (torch.no_grad is fine)"
             )
         with nvtx_range("copy-in"):
             self._load(args, kwargs)
@@ -196,8 +203,7 @@ class CapturedStep:
     def _run_eagerly(self) -> list[Tensor]:
         eager = self._phase is Phase.EAGER
         with nvtx_range("eager" if eager else "warm-up"), self._backend.on_capture_stream():
-            # Copies: a result may look at memory that the next iteration writes.
-            results = [tensor.clone() for tensor in self._graphed()]
+            results = self._graphed()
         self._step_outside()
         self._num_calls["eager" if eager else "warmup"] += 1
         return results
@@ -233,6 +239,9 @@ class CapturedStep:
         self._gradients.rebind()
         with nvtx_range("replay"):
             results = self._graph.replay()
+        # A replay writes the parameters behind autograd's back. With this, a backward pass
+        # through a graph that was made before the replay is an error, as it is in eager mode.
+        torch.autograd.graph.increment_version(self._trained)
         self._step_outside()
         self._num_calls["replay"] += 1
         return results

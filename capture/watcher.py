@@ -174,7 +174,7 @@ class Watcher:
 
 class _DispatchMode(TorchDispatchMode):
     def __init__(self, watcher: Watcher) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watcher = watcher
 
     def __torch_dispatch__(
@@ -193,7 +193,7 @@ class _DispatchMode(TorchDispatchMode):
 
 class _FunctionMode(TorchFunctionMode):
     def __init__(self, watcher: Watcher) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watcher = watcher
 
     def __torch_function__(

@@ -71,9 +71,9 @@ def capture(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     named_params = _trainable(model, optimizer)
-    policy = mp_policy or MixedPrecisionPolicy()
     graph_backend = make_backend(backend, _only_device(model, named_params))
     adapted = adapt(optimizer)
+    policy = mp_policy or MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
     adapted.check(named_params, policy, options.scope)
     return CapturedStep(
         model,

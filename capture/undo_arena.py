@@ -1,0 +1,45 @@
+"""Memory for undo copies that raises the peak of a recording as little as possible."""
+
+import ctypes
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_CHUNK_BYTES = 16 << 20
+
+
+class UndoArena:
+    """Hands out bytes from mappings of its own.
+
+    Note [Undo memory]: a recording on a CPU copies what the iteration is about to overwrite,
+    while the backward pass frees the activations. Small copies on the heap would break up the
+    freed blocks, and the C library would keep the freed pages anyway: the peak would grow by all
+    of the copies. So they lie in separate mappings, and before each new mapping the freed pages
+    of the heap are given back to the system.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return [B] uint8, B being at most ``num_bytes`` and at least 1."""
+        if self._used == self._chunk.numel():
+            _give_back_freed_pages()
+            self._chunk = torch.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), dtype=torch.uint8)
+            self._used = 0
+        end = min(self._used + num_bytes, self._chunk.numel())
+        piece = self._chunk[self._used : end]
+        self._used = end
+        return piece
+
+
+def _give_back_freed_pages() -> None:
+    # glibc only; elsewhere the peak is a little higher.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+__all__ = ["UndoArena"]
