@@ -1,4 +1,4 @@
-"""What a graph backend is, and which one a device gets."""
+"""What a graph backend is: the words that both kinds of graph share."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-from graphfsdp.errors import ConfigError
 
 Iterate = Callable[[], list[Tensor]]  # runs one iteration, returns its detached results
 Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the recording touch it?"
@@ -87,32 +85,4 @@ class GraphBackend(Protocol):
         ...
 
 
-def make_backend(name: str, device: torch.device) -> GraphBackend:
-    """Return the backend for a device.
-
-    Args:
-        name: "auto", "cuda" or "cpu".
-        device: Where the model lies.
-
-    Raises:
-        ConfigError: unknown name, or a backend that cannot run on that device.
-    """
-    if name not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"unknown backend {name!r}; expected 'auto', 'cuda' or 'cpu'")
-    if name == "auto":
-        name = device.type
-    if name != device.type or name not in ("cuda", "cpu"):
-        raise ConfigError(
-            f"the {name!r} backend cannot capture a model on {device}; expected a model on one "
-            f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
-        )
-    if name == "cuda":
-        from graphfsdp._capture.cuda_graph import CudaGraphBackend
-
-        return CudaGraphBackend(device)
-    from graphfsdp._capture.cpu_graph import CpuGraphBackend
-
-    return CpuGraphBackend(device)
-
-
-__all__ = ["Check", "Graph", "GraphBackend", "GraphFacts", "Iterate", "make_backend"]
+__all__ = ["Check", "Graph", "GraphBackend", "GraphFacts", "Iterate"]

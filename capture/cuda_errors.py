@@ -86,17 +86,17 @@ _ERRORS = (
 )
 
 # Texts of cudaGetErrorString, for builds that print no code.
-_TEXTS = {
-    "not permitted when stream is capturing": 900,
-    "due to a previous error during capture": 901,
-    "merge of two independent capture": 902,
-    "capture was not initiated in this stream": 903,
-    "unjoined work": 904,
-    "dependency created on uncaptured work": 905,
-    "implicit dependency": 906,
-    "operation not permitted on an event last recorded in a capturing stream": 907,
-    "attempted to terminate a thread-local capture sequence from another thread": 908,
-}
+_TEXTS = (
+    ("not permitted when stream is capturing", 900),
+    ("due to a previous error during capture", 901),
+    ("merge of two independent capture", 902),
+    ("capture was not initiated in this stream", 903),
+    ("unjoined work", 904),
+    ("dependency created on uncaptured work", 905),
+    ("implicit dependency", 906),
+    ("operation not permitted on an event last recorded in a capturing stream", 907),
+    ("attempted to terminate a thread-local capture sequence from another thread", 908),
+)
 
 
 def find_capture_error(text: str) -> CudaCaptureError | None:
@@ -109,7 +109,7 @@ def find_capture_error(text: str) -> CudaCaptureError | None:
     for error in _ERRORS:
         if error.name in text:
             return error
-    for part, code in _TEXTS.items():
+    for part, code in _TEXTS:
         if part in text:
             return by_code[code]
     match = re.search(r"CUDA error:? \(?(90[0-8])\b", text)

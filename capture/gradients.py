@@ -1,12 +1,14 @@
 """Gradients that are views of persistent flat buffers, whatever autograd hands out."""
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from graphfsdp.dtensors import local_part, wrap_like
 from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.flat_buffer import FlatBuffer
 
@@ -22,7 +24,7 @@ class Binding(enum.Enum):
 class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
-    __slots__ = ("binding", "landed", "name", "param", "view")
+    __slots__ = ("__weakref__", "binding", "landed", "name", "param", "view")
 
     def __init__(self, name: str, param: nn.Parameter, view: Tensor, binding: Binding) -> None:
         self.name = name
@@ -48,6 +50,8 @@ class _Entry:
                 "holds strided gradients only. Remedy: build the module without sparse "
                 "gradients (nn.Embedding(..., sparse=False))"
             )
+        if grad.requires_grad:  # made with create_graph=True
+            grad = grad.detach()
         if self.landed and self.binding is not Binding.GRAD:
             self.view.add_(grad)
         else:
@@ -105,16 +109,19 @@ class PersistentGradients:
         self.buffers: list[FlatBuffer] = []
         entries: dict[str, _Entry] = {}
         for (dtype, device), members in groups.items():
-            buffer = FlatBuffer([param for _, param in members], dtype=dtype, device=device)
+            parts = [local_part(param) for _, param in members]
+            buffer = FlatBuffer(parts, dtype=dtype, device=device)
             self.buffers.append(buffer)
-            for (name, param), view in zip(members, buffer.views, strict=True):
+            for (name, param), local_view in zip(members, buffer.views, strict=True):
+                view = wrap_like(local_view, param)
                 binding = _binding(name, param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
         self._entries = [entries[name] for name in named_params]
         self._decoupled = use_decoupled_grad
         self._landed: list[tuple[nn.Parameter, Tensor, _Entry]] | None = None
         self._handles: list[RemovableHandle] = [
-            entry.param.register_post_accumulate_grad_hook(entry.land) for entry in self._entries
+            entry.param.register_post_accumulate_grad_hook(_landing(entry))
+            for entry in self._entries
         ]
 
     def begin(self) -> None:
@@ -183,6 +190,22 @@ class PersistentGradients:
 
 def _decoupled_grad(param: nn.Parameter) -> Tensor | None:
     return getattr(param, "decoupled_grad", None)
+
+
+def _landing(entry: _Entry) -> Callable[[Tensor], None]:
+    """Return a hook that does not keep the entry alive.
+
+    The entry holds the parameter: torch cannot collect a cycle through a parameter's hooks, so
+    a step that is dropped without being closed would never free the model.
+    """
+    reference = weakref.ref(entry)
+
+    def land(param: Tensor) -> None:
+        target = reference()
+        if target is not None:
+            target.land(param)
+
+    return land
 
 
 def _binding(

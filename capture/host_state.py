@@ -26,6 +26,12 @@ class HostState:
             for module_name, module in model.named_modules()
             for name, value in _tensor_attributes(module)
         }
+        # What `tensor.data = ...` would take away; an alias keeps the memory, not the tensor.
+        self._data = {
+            key: tensor.detach()
+            for key, (_, tensor) in self._attributes.items()
+            if _is_plain(tensor)
+        }
         self._state = {param: dict(state) for param, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._restore_gradients = gradients.save_bindings()
@@ -42,6 +48,13 @@ class HostState:
         """
         for (module_name, name), (module, before) in self._attributes.items():
             if _lookup(module, name) is before:
+                if self._has_new_data((module_name, name)):
+                    raise CaptureError(
+                        f"the iteration gave {_join(module_name, name)!r} new memory (.data = or "
+                        "set_); a replay would go on reading the old one. Remedy: update it in "
+                        "place (copy_, mul_, add_, lerp_)",
+                        module_path=module_name,
+                    )
                 continue
             # A plain attribute that is overwritten without being read (a kept activation) is
             # harmless: replays write into what the recorded iteration has put there.
@@ -65,9 +78,11 @@ class HostState:
 
     def restore(self) -> None:
         """Point everything back at the tensors that it pointed at."""
-        for (_, name), (module, before) in self._attributes.items():
-            if _lookup(module, name) is not before:
-                _assign(module, name, before)
+        for key, (module, before) in self._attributes.items():
+            if _lookup(module, key[1]) is not before:
+                _assign(module, key[1], before)
+            if self._has_new_data(key):
+                before.data = self._data[key]
         for param in list(self._optimizer.state):
             if param not in self._state:
                 del self._optimizer.state[param]
@@ -78,6 +93,18 @@ class HostState:
             group.clear()
             group.update(before_group)
         self._restore_gradients()
+
+    def _has_new_data(self, key: tuple[str, str]) -> bool:
+        old = self._data.get(key)
+        if old is None:
+            return False
+        new = self._attributes[key][1]
+        return bool(new.untyped_storage()._cdata != old.untyped_storage()._cdata)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor lies in one storage of its own class's making."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

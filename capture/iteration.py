@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.static_inputs import StaticInputs
 from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp.dtensors import full_value
 from graphfsdp.errors import InvalidLossError
 from graphfsdp.nvtx import nvtx_range
 
@@ -104,7 +105,7 @@ class Iteration:
             return torch.zeros((), device=_device(self._model))
         norms = torch._foreach_norm(views, 2, _norm_dtype(views))
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm.float()
+        return full_value(norm).float()
 
     def _clip_coefficient(self, grad_norm: Tensor | None) -> Tensor | None:
         """Return [] float32 by which every gradient is to be multiplied, or None.

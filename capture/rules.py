@@ -21,6 +21,7 @@ _SHAPE_REMEDY = (
     "use a fixed-shape form: multiply by the mask or torch.where instead of boolean indexing, "
     "torch.topk or a padded capacity instead of nonzero, output_size= for repeat_interleave"
 )
+_INDEX_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _GENERATOR_REMEDY = (
     "set the state before the loop; for torch.utils.checkpoint pass preserve_rng_state=False "
     "if nothing random runs inside it"
@@ -133,7 +134,7 @@ def _has_dynamic_shape(
     name = op._schema.name
     if name == "aten::index":
         return _has_bool_mask(args[1])
-    if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+    if name in _INDEX_PUT:
         # With one value to write, torch fills under the mask and needs no host read.
         return _has_bool_mask(args[1]) and args[2].numel() != 1
     if name == "aten::repeat_interleave":
@@ -142,6 +143,15 @@ def _has_dynamic_shape(
     if name == "aten::nonzero_static":
         return False
     return torch.Tag.dynamic_output_shape in op.tags
+
+
+def _deciding(
+    op: torch._ops.OpOverload, args: Sequence[Any], inputs: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Return the tensors whose values decide a shape, or are read on the host."""
+    if op._schema.name in (*_INDEX_PUT, "aten::index", "aten::masked_select"):
+        return _tensors([args[1]])  # the masks
+    return inputs
 
 
 def refuse_op(
@@ -172,7 +182,7 @@ def refuse_op(
     dynamic = _has_dynamic_shape(op, args, kwargs)
     if not dynamic and torch.Tag.data_dependent_output not in op.tags:
         return None
-    if not any(varies(tensor) for tensor in inputs):
+    if not any(varies(tensor) for tensor in _deciding(op, args, inputs)):
         return None  # the same in every replay
     if dynamic:
         return Refusal(

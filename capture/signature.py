@@ -82,45 +82,54 @@ class BatchSignature:
             else:
                 self.leaves.append(PlainLeaf(leaf))
 
-    def check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Compare a batch with the signature.
+
+        Returns:
+            Its leaves in the order of the signature: keys may come in any order.
 
         Raises:
             BatchMismatchError: it differs; the message names the first leaf that does.
         """
-        if spec == self._spec and all(
-            expected.matches(leaf) for expected, leaf in zip(self.leaves, leaves, strict=True)
-        ):
-            return
-        raise BatchMismatchError(self._difference(leaves, spec))
+        leaves, spec = flatten(args, kwargs)
+        if spec != self._spec:
+            names = _leaf_names(leaves, spec)
+            if sorted(names) != sorted(self.names):
+                raise BatchMismatchError(self._other_structure(names, spec))
+            try:
+                leaves = self._spec.flatten_up_to((args, kwargs))
+            except ValueError:
+                raise BatchMismatchError(self._other_structure(names, spec)) from None
+        pairs = zip(self.leaves, leaves, strict=True)
+        for index, (expected, leaf) in enumerate(pairs):
+            if not expected.matches(leaf):
+                raise BatchMismatchError(_other_leaf(self.names[index], expected, leaf))
+        return leaves
 
-    def _difference(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
-        names = _leaf_names(leaves, spec)
-        if names != self.names or spec != self._spec:
-            missing = [name for name in self.names if name not in names]
-            extra = [name for name in names if name not in self.names]
-            parts = [
-                *(f"{name} is missing" for name in missing),
-                *(f"{name} is new" for name in extra),
-            ]
-            what = ", ".join(parts) or f"the containers differ: expected {self._spec}, got {spec}"
-            return (
-                f"the batch has another structure than the one that was captured: {what}. "
-                "Remedy: pass every batch with the same arguments, keys and lengths"
-            )
-        for name, expected, leaf in zip(names, self.leaves, leaves, strict=True):
-            if expected.matches(leaf):
-                continue
-            got = TensorLeaf.of(leaf) if isinstance(leaf, Tensor) else PlainLeaf(leaf)
-            remedy = (
-                "pad or drop the batch that differs (drop_last=True in a DataLoader), or make "
-                "another captured step for it"
-                if isinstance(expected, TensorLeaf)
-                else "a value that is no tensor is baked into the graph: keep it equal, or pass "
-                "it as a tensor"
-            )
-            return f"batch leaf {name}: expected {expected}, got {got}. Remedy: {remedy}"
-        raise AssertionError("the batch matches")  # only called when it does not
+    def _other_structure(self, names: Sequence[str], spec: pytree.TreeSpec) -> str:
+        missing = [name for name in self.names if name not in names]
+        extra = [name for name in names if name not in self.names]
+        parts = [
+            *(f"{name} is missing" for name in missing),
+            *(f"{name} is new" for name in extra),
+        ]
+        what = ", ".join(parts) or f"the containers differ: expected {self._spec}, got {spec}"
+        return (
+            f"the batch has another structure than the one that was captured: {what}. "
+            "Remedy: pass every batch with the same arguments, keys and lengths"
+        )
+
+
+def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> str:
+    got = TensorLeaf.of(leaf) if isinstance(leaf, Tensor) else PlainLeaf(leaf)
+    remedy = (
+        "pad or drop the batch that differs (drop_last=True in a DataLoader), or make another "
+        "captured step for it"
+        if isinstance(expected, TensorLeaf)
+        else "a value that is no tensor is baked into the graph: keep it equal, or pass it as a "
+        "tensor"
+    )
+    return f"batch leaf {name}: expected {expected}, got {got}. Remedy: {remedy}"
 
 
 def _check_tensor(name: str, leaf: Tensor) -> None:

@@ -86,10 +86,8 @@ class StaticInputs:
         Raises:
             BatchMismatchError: the batch is not like the first one. Nothing was copied.
         """
-        leaves, spec = flatten(args, kwargs)
         # copy_ would broadcast a batch of 1 and cast another dtype without a word.
-        self._signature.check(leaves, spec)
-        self._copy(leaves)
+        self._copy(self._signature.match(args, kwargs))
 
     def _copy(self, leaves: list[Any]) -> None:
         with torch.no_grad():

@@ -18,13 +18,14 @@ from graphfsdp.errors import CaptureError
 # Python hands these a tensor whose data it has just filled in, outside any operator.
 _LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
 # Operators that write arguments without saying so in their schema.
-_SILENT_WRITES: dict[str, tuple[int, ...]] = {
-    "aten::native_batch_norm": (3, 4),
-    "aten::cudnn_batch_norm": (3, 4),
-    "aten::miopen_batch_norm": (3, 4),
-    "aten::batch_norm_gather_stats": (3, 4),
-    "aten::batch_norm_gather_stats_with_counts": (3, 4),
-}
+_SILENT_WRITERS = (
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+    "aten::batch_norm_gather_stats",
+    "aten::batch_norm_gather_stats_with_counts",
+)
+_RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
 
 Run = Callable[[], Any]
 
@@ -173,6 +174,9 @@ class Watcher:
 
 
 class _DispatchMode(TorchDispatchMode):
+    # So that torch.cond and its like arrive here, to be refused by name.
+    supports_higher_order_operators = True
+
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watcher = watcher
@@ -232,8 +236,8 @@ def written_tensors(
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written.extend(flat_tensors([value]))
-    silent = _SILENT_WRITES.get(op._schema.name, ())
-    written.extend(flat_tensors([args[index] for index in silent if index < len(args)]))
+    if op._schema.name in _SILENT_WRITERS:
+        written.extend(flat_tensors(args[_RUNNING_STATISTICS]))
     return written
 
 

@@ -29,6 +29,35 @@ class Scope(enum.Enum):
             raise ConfigError(f"unknown scope {value!r}; expected one of {known}") from None
 
 
+class ShardingStrategy(enum.Enum):
+    """What is cut into one part per rank. The numbers are those of the ZeRO stages."""
+
+    NO_SHARD = "no_shard"  # nothing: gradients are averaged, every rank steps on everything
+    OPTIM = "optim"  # main weights and optimizer state; gradients are reduced once an iteration
+    OPTIM_GRADS = "optim_grads"  # also main grads: reduced in every microbatch
+    OPTIM_GRADS_PARAMS = "optim_grads_params"  # also the weights that a forward pass computes with
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return list(ShardingStrategy).index(self)
+
+    @classmethod
+    def parse(cls, value: "str | int | ShardingStrategy") -> "ShardingStrategy":
+        """Return the strategy of that name or ZeRO stage.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if isinstance(value, cls):
+            return value
+        for strategy in cls:
+            if value in (strategy.value, strategy.stage, str(strategy.stage)):
+                return strategy
+        known = ", ".join(f"{strategy.value!r} ({strategy.stage})" for strategy in cls)
+        raise ConfigError(f"unknown sharding strategy {value!r}; expected one of {known}")
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Which dtype each copy of a parameter and of its gradient has. None means "as it is".
@@ -83,4 +112,4 @@ def _at_least(name: str, value: int, minimum: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
-__all__ = ["CaptureOptions", "MixedPrecisionPolicy", "Scope"]
+__all__ = ["CaptureOptions", "MixedPrecisionPolicy", "Scope", "ShardingStrategy"]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphfsdp._capture.backend import make_backend
+from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.iteration import default_loss
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope

@@ -1,0 +1,67 @@
+# The two commands of the README are `make train` and `make test`. On a fresh machine each makes
+# a virtual environment in .venv, installs into it what constraints.txt pins, and runs; later
+# calls only run. A machine without a GPU saves gigabytes with torch's CPU build:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Options for the program that a target runs, such as ARGS="--preset tiny --train-iters 100".
+ARGS   ?=
+# Where `make train` puts its run; a new directory each time, since a run is never overwritten.
+RUN    ?= runs/$(shell date +%Y%m%d-%H%M%S)
+# Where `make wheel` puts the wheel.
+DIST   ?= dist
+
+bin := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format bench gpu-check wheel clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
+
+train: $(VENV)/.train  ## train the default GPT on Python's own source files (ARGS="..." for more)
+	$(bin)/python -m graphfsdp train --out "$(RUN)" $(ARGS)
+
+test: $(VENV)/.dev  ## run the test suite (ARGS="-k name" for a part of it)
+	$(bin)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy --strict
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+format: $(VENV)/.dev  ## mend what ruff can mend
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+bench: $(VENV)/.train  ## paired speed and memory of the scopes on this CPU, into the README
+	$(bin)/python -m benchmarks.paired $(ARGS)
+	$(bin)/python -m benchmarks.readme_table
+
+# From a bare checkout: nothing is installed or downloaded.
+gpu-check:  ## tests, parity and speed on a machine with a GPU; writes a JSON file into $OUT
+	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+# An earlier build/ would put modules that are gone into the wheel.
+wheel: $(VENV)/.train  ## build the wheel into DIST
+	rm -rf build
+	$(bin)/python -m pip wheel . --quiet --no-deps --wheel-dir "$(DIST)"
+
+clean:  ## remove the environment and every build product; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(bin)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	  "graphfsdp needs Python 3.11 or newer, got " + sys.version.split()[0] \
+	  + "; name one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }  # half an environment is none
+
+# A stamp for each set of packages, so that `make train` does not wait for the developer's tools.
+$(VENV)/.train: pyproject.toml constraints.txt | $(bin)/python
+	$(bin)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
+	$(bin)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@ $(VENV)/.train

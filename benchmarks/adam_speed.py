@@ -1,0 +1,100 @@
+"""FusedAdam beside torch's fused AdamW on the parameters of a GPT: memory traffic per second."""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.timing import as_record, interleave, window_seconds
+from graphfsdp.optim import FusedAdam
+from graphfsdp.training.gpt import GPT, GPTConfig
+
+# Read gradient, weight and two moments, write weight and two moments, 4 bytes each. With a bf16
+# model weight: a bf16 gradient and a bf16 weight to write instead of the fp32 gradient.
+BYTES_PER_PARAMETER = 28
+LR, BETAS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 0.1
+CHECK_STEPS = 5
+TOLERANCE = 1e-5
+
+
+def parameters_of(
+    config: GPTConfig, device: torch.device, dtype: torch.dtype
+) -> list[nn.Parameter]:
+    """Return random parameters in the shapes of a GPT, with random gradients."""
+    with torch.device("meta"):
+        shapes = [parameter.shape for parameter in GPT(config).parameters()]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(shape: torch.Size) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    parameters = [nn.Parameter(random(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = random(parameter.shape)
+    return parameters
+
+
+def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
+    """Return the traffic of a large copy, read and written bytes together: the ceiling."""
+    source = torch.randn(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    for _ in range(3):
+        target.copy_(source)
+    windows = [window_seconds(lambda: target.copy_(source), 5, device) for _ in range(5)]
+    return 2 * num_bytes / statistics.median(windows)
+
+
+def compare_optimizers(
+    config: GPTConfig, device: torch.device, num_rounds: int, num_steps: int
+) -> Iterator[tuple[str, str, bool, dict[str, object]]]:
+    """Yield what was looked at, what was seen, whether it is right, and the numbers."""
+    ours = parameters_of(config, device, torch.float32)
+    theirs = parameters_of(config, device, torch.float32)
+    mixed = parameters_of(config, device, torch.bfloat16)
+    contenders: dict[str, Callable[[], object]] = {
+        "torch AdamW(fused=True), fp32": torch.optim.AdamW(
+            theirs,
+            lr=LR,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+            capturable=device.type == "cuda",  # torch's own is capturable on accelerators only
+        ).step,
+        "FusedAdam, fp32": FusedAdam(ours, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY).step,
+        "FusedAdam, bf16 with fp32 main weights": FusedAdam(
+            mixed, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, master_weights=True
+        ).step,
+    }
+    for step in contenders.values():
+        for _ in range(CHECK_STEPS):
+            step()
+    gaps = (
+        (one.detach() - two.detach()).abs().max() for one, two in zip(ours, theirs, strict=True)
+    )
+    gap = torch.stack(list(gaps)).max().item()
+    yield (
+        f"FusedAdam against torch's AdamW, {CHECK_STEPS} steps",
+        f"largest difference {gap:.2g}",
+        gap <= TOLERANCE,
+        {"largest_difference": gap, "tolerance": TOLERANCE},
+    )
+    num_parameters = sum(parameter.numel() for parameter in ours)
+    num_bytes = BYTES_PER_PARAMETER * num_parameters
+    ceiling = copy_bytes_per_s(device, num_bytes)
+    reference = next(iter(contenders))
+    record = as_record(interleave(contenders, num_rounds, num_steps, device), reference)
+    for name, numbers in record.items():
+        assert isinstance(numbers, dict)
+        rate = num_bytes / numbers["step_ms"] * 1e3
+        text = (
+            f"{numbers['step_ms']:.3f} ms, {rate / 1e9:,.0f} GB/s ({rate / ceiling:.0%} of a copy)"
+        )
+        if numbers["speedup"]:
+            text += f"; {numbers['speedup']['median']:.3f} times as fast as torch's"
+        yield (
+            f"{name}, {num_parameters / 1e6:.1f}M parameters in {len(ours)} tensors",
+            text,
+            True,
+            {**numbers, "bytes_per_s": rate, "copy_bytes_per_s": ceiling},
+        )

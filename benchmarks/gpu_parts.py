@@ -1,0 +1,181 @@
+"""The parts of the GPU check that train: parity with eager, paired speed, the optimizer alone.
+
+``python -m benchmarks.gpu_parts PART DEVICE`` runs one part and prints its rows as JSON. Each
+part has a process of its own, since a CUDA error makes every later call in a process fail.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks import workloads
+from benchmarks.adam_speed import compare_optimizers
+from benchmarks.timing import as_record, interleave, speedups
+from benchmarks.workloads import SCOPES, Run, Workload
+
+PARITY_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        what: What was looked at.
+        result: What was seen.
+        ok: Whether that is what should be seen.
+        data: The numbers behind it.
+    """
+
+    what: str
+    result: str
+    ok: bool = True
+    data: Mapping[str, object] = field(default_factory=dict)
+
+
+def _train(workload: Workload, scope: str, device: torch.device) -> dict[str, Tensor]:
+    """Train some steps, with dropout, clipping and a moving learning rate; return everything."""
+    with Run(workload, scope, device, dropout=0.1) as run:
+        seen: dict[str, Tensor] = {}
+        for index in range(PARITY_STEPS):
+            for group in run.optimizer.param_groups:
+                group["lr"] = 1e-3 * (1 - index / PARITY_STEPS)
+            seen[f"loss of step {index}"] = run()
+            norm = run.step.grad_norm
+            assert norm is not None
+            seen[f"gradient norm of step {index}"] = norm.clone()
+        for name, parameter in run.model.named_parameters():
+            seen[f"parameter {name}"] = parameter.detach().clone()
+    return seen
+
+
+def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str | None:
+    """Name the first value that is not equal, and by how much; None if all are."""
+    for name, value in expected.items():
+        if not torch.equal(value, got[name]):
+            gap = (value.double() - got[name].double()).abs().max().item()
+            return f"{name} differs by {gap:.3g}"
+    return None
+
+
+def parity(workload: Workload, device: torch.device) -> list[Row]:
+    """Compare every loss, gradient norm and final parameter with eager's, bit for bit."""
+    precision = "bf16" if workload.bf16 else "fp32"
+    eager = _train(workload, "none", device)
+    rows = []
+    for scope in SCOPES:
+        difference = first_difference(eager, _train(workload, scope, device))
+        other = "eager again" if scope == "none" else scope
+        rows.append(
+            Row(
+                f"{workload.name} {precision}: {other} against eager, {PARITY_STEPS} steps",
+                difference or "equal bit for bit",
+                ok=difference is None,
+                data={"final_loss": eager[f"loss of step {PARITY_STEPS - 1}"].item()},
+            )
+        )
+    return rows
+
+
+def _peak_memory(workload: Workload, scope: str, device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {}
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    with Run(workload, scope, device) as run:
+        run.warm_up()
+        torch.cuda.synchronize(device)
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        }
+
+
+def speed(workload: Workload, device: torch.device, num_rounds: int, num_steps: int) -> list[Row]:
+    """Time the scopes in turns; their memory was measured before, each scope alone."""
+    memory = {scope: _peak_memory(workload, scope, device) for scope in SCOPES}
+    runs = {scope: Run(workload, scope, device) for scope in SCOPES}
+    for run in runs.values():
+        run.warm_up()
+    seconds = interleave(runs, num_rounds, num_steps, device)
+    for run in runs.values():
+        run.close()
+    record, ratios = as_record(seconds, "none"), speedups(seconds, "none")
+    precision = "bf16" if workload.bf16 else "fp32"
+    rows = []
+    for scope in SCOPES:
+        numbers = record[scope]
+        assert isinstance(numbers, dict)
+        tokens_per_s = workload.tokens_per_step / numbers["step_ms"] * 1e3
+        text = f"{numbers['step_ms']:.3f} ms/step, {tokens_per_s:,.0f} tokens/s"
+        if memory[scope]:
+            text += f", peak {memory[scope]['peak_allocated_bytes'] / 2**30:.2f} GiB allocated"
+            text += f", {memory[scope]['peak_reserved_bytes'] / 2**30:.2f} GiB reserved"
+        if scope in ratios:
+            text += f"; {ratios[scope]} times as fast as eager"
+        rows.append(
+            Row(
+                f"{workload.name} {precision}, {workload.shape} tokens: {scope}",
+                text,
+                data={**numbers, **memory[scope], "tokens_per_s": tokens_per_s},
+            )
+        )
+    return rows
+
+
+def run_part(name: str, device: torch.device) -> list[Row]:
+    """Run the part of that name. A CPU rehearses all of them on the smallest model."""
+    rehearsal = device.type == "cpu"
+    tiny = workloads.TINY
+    small = (tiny,) if rehearsal else (tiny, workloads.TINY_LLAMA, workloads.GPT_11M)
+    large = tiny if rehearsal else workloads.GPT2_124M
+    table: dict[str, Callable[[], list[Row]]] = {
+        "parity-fp32": lambda: [row for each in small for row in parity(each, device)],
+        "parity-bf16": lambda: [
+            row for each in small for row in parity(replace(each, bf16=True), device)
+        ],
+        "speed-launch-bound": lambda: speed(tiny, device, *((2, 2) if rehearsal else (20, 50))),
+        "speed-compute-bound": lambda: speed(large, device, *((2, 1) if rehearsal else (8, 5))),
+        "optimizer": lambda: compare_as_rows(large, device, *((2, 1) if rehearsal else (20, 10))),
+    }
+    return table[name]()
+
+
+def compare_as_rows(
+    workload: Workload, device: torch.device, num_rounds: int, num_steps: int
+) -> list[Row]:
+    """Return the comparison of optimizers as rows."""
+    return [
+        Row(what, result, ok, data)
+        for what, result, ok, data in compare_optimizers(
+            workload.model, device, num_rounds, num_steps
+        )
+    ]
+
+
+def main() -> None:
+    """Run one part; the last line of the output is the result."""
+    name, device = sys.argv[1], torch.device(sys.argv[2])
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    if name.startswith("parity"):
+        # Replay can equal eager only as far as eager equals itself.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    document: dict[str, object]
+    try:
+        document = {"rows": [asdict(row) for row in run_part(name, device)], "error": None}
+    except Exception:
+        document = {"rows": [], "error": traceback.format_exc()}
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

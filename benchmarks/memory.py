@@ -1,0 +1,76 @@
+"""Peak resident memory of one workload under one scope, measured in a process of its own.
+
+``python -m benchmarks.memory WORKLOAD SCOPE`` prints two numbers as JSON: the peak of a run from
+the making of the model on, with the recording in it, and the peak of later steps alone.
+"""
+
+import ctypes
+import gc
+import json
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+
+import torch
+
+from benchmarks.environment import ROOT
+from benchmarks.workloads import TINY, Run, Workload, find
+
+NUM_STEPS = 6
+
+
+def measure(workload: Workload, scope: str) -> dict[str, int]:
+    """Run a child process and return its ``peak_bytes`` and ``replay_peak_bytes``."""
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory", workload.name, scope],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise RuntimeError(f"memory of {workload.name} under {scope}:\n{result.stderr}")
+    numbers: dict[str, int] = json.loads(result.stdout)
+    return numbers
+
+
+def _status_bytes(field: str) -> int:
+    status = pathlib.Path("/proc/self/status")
+    if not status.exists():
+        raise RuntimeError("peak memory is read from /proc/self/status, which only Linux has")
+    match = re.search(rf"^{field}:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+    if match is None:  # some sandboxes leave the peak out
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(match[1]) * 1024
+
+
+def _forget_peak() -> None:
+    gc.collect()
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # "5" resets VmHWM to VmRSS
+
+
+def _child(workload: Workload, scope: str) -> dict[str, int]:
+    device = torch.device("cpu")
+    torch.set_num_threads(workload.num_threads)
+    # Libraries that are loaded at first use are not what the workload needs.
+    with Run(TINY, scope, device) as run:
+        run.warm_up()
+    del run
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    baseline = _status_bytes("VmRSS")
+    _forget_peak()
+    with Run(workload, scope, device) as run:
+        run.warm_up()
+        peak = _status_bytes("VmHWM")
+        _forget_peak()
+        for _ in range(NUM_STEPS):
+            run()
+        replay_peak = _status_bytes("VmHWM")
+    return {"peak_bytes": peak - baseline, "replay_peak_bytes": replay_peak - baseline}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_child(find(sys.argv[1]), sys.argv[2])))

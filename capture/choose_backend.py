@@ -1,0 +1,33 @@
+"""Which graph backend a device gets."""
+
+import torch
+
+from graphfsdp._capture.backend import GraphBackend
+from graphfsdp._capture.cpu_graph import CpuGraphBackend
+from graphfsdp._capture.cuda_graph import CudaGraphBackend
+from graphfsdp.errors import ConfigError
+
+
+def make_backend(name: str, device: torch.device) -> GraphBackend:
+    """Return the backend for a device.
+
+    Args:
+        name: "auto", "cuda" or "cpu".
+        device: Where the model lies.
+
+    Raises:
+        ConfigError: unknown name, or a backend that cannot run on that device.
+    """
+    if name not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"unknown backend {name!r}; expected 'auto', 'cuda' or 'cpu'")
+    if name == "auto":
+        name = device.type
+    if name != device.type or name not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"the {name!r} backend cannot capture a model on {device}; expected a model on one "
+            f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
+        )
+    return CudaGraphBackend(device) if name == "cuda" else CpuGraphBackend(device)
+
+
+__all__ = ["make_backend"]

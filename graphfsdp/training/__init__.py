@@ -1,0 +1,1 @@
+"""The trainer behind ``graphfsdp train``: model, data, loop, run directory, console."""

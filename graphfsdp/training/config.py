@@ -1,0 +1,199 @@
+"""Everything that decides a training run, frozen and validated; one field per flag."""
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
+
+DtypeName = Literal["fp32", "bf16"]
+LrDecayStyle = Literal["constant", "linear", "cosine"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+ScopeName = Literal["none", "forward_backward", "full_iteration"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. Field ``some_name`` is the flag ``--some-name``; see its help.
+
+    Messages name flags, since that is what a user of the trainer can change.
+    """
+
+    preset: str = "default"
+    # Model.
+    num_layers: int = 4
+    hidden_size: int = 192
+    num_attention_heads: int = 6
+    ffn_hidden_size: int | None = None
+    position_embedding_type: PositionEmbeddingType = "rope"
+    normalization: Normalization = "RMSNorm"
+    swiglu: bool = True
+    untie_embeddings_and_output_weights: bool = False
+    disable_bias_linear: bool = True
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    vocab_size: int | None = None
+    # Data and length of the run.
+    seq_length: int = 256
+    micro_batch_size: int = 8
+    global_batch_size: int | None = None
+    train_iters: int = 320
+    data: str | None = None
+    seed: int = 1234
+    # Optimizer and schedule.
+    lr: float = 3e-3
+    lr_decay_style: LrDecayStyle = "cosine"
+    lr_warmup_iters: int = 20
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    # Precision.
+    bf16: bool = False
+    use_precision_aware_optimizer: bool = False
+    main_params_dtype: DtypeName = "fp32"
+    main_grads_dtype: DtypeName = "fp32"
+    # Capture.
+    cuda_graph_scope: ScopeName = "full_iteration"
+    cuda_graph_warmup_steps: int = 3
+    device: DeviceChoice = "auto"
+    # What is seen of it.
+    log_interval: int = 10
+    eval_interval: int = 80
+    eval_iters: int = 10
+    sample_tokens: int = 200
+    out: str | None = None
+    no_progress: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        self._check_counts()
+        self._check_schedule()
+        self._check_precision()
+
+    def _check_model(self) -> None:
+        try:
+            self.gpt(self.vocab_size if self.vocab_size is not None else 256)
+        except ConfigError as error:
+            raise ConfigError(_in_flags(str(error))) from None
+
+    def _check_counts(self) -> None:
+        for name in ("micro_batch_size", "train_iters", "log_interval", "eval_iters"):
+            self._at_least(name, 1)
+        for name in ("seed", "lr_warmup_iters", "eval_interval", "sample_tokens"):
+            self._at_least(name, 0)
+        self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)
+        if self.global_batch_size is not None:
+            self._at_least("global_batch_size", 1)
+            if self.global_batch_size % self.micro_batch_size:
+                raise ConfigError(
+                    f"--global-batch-size {self.global_batch_size} is not divisible by "
+                    f"--micro-batch-size {self.micro_batch_size}: the batch of an iteration is a "
+                    f"whole number of micro-batches; make it a multiple"
+                )
+
+    def _check_schedule(self) -> None:
+        self._in_range("lr", self.lr > 0, "greater than 0")
+        self._in_range("min_lr", 0 <= self.min_lr <= self.lr, f"in [0, --lr {self.lr}]")
+        self._in_range("weight_decay", self.weight_decay >= 0, "at least 0")
+        self._in_range("adam_beta1", 0 <= self.adam_beta1 < 1, "in [0, 1)")
+        self._in_range("adam_beta2", 0 <= self.adam_beta2 < 1, "in [0, 1)")
+        self._in_range("adam_eps", self.adam_eps >= 0, "at least 0")
+        self._in_range("clip_grad", self.clip_grad >= 0, "at least 0 (0 turns clipping off)")
+        if self.lr_warmup_iters >= self.train_iters and self.lr_warmup_iters > 0:
+            raise ConfigError(
+                f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
+                f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
+            )
+
+    def _check_precision(self) -> None:
+        if self.main_params_dtype == "bf16" and not self.bf16:
+            raise ConfigError(
+                "--main-params-dtype bf16 asks for main weights that are narrower than the "
+                "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
+            )
+
+    def _at_least(self, name: str, minimum: int) -> None:
+        self._in_range(name, getattr(self, name) >= minimum, f"at least {minimum}")
+
+    def _in_range(self, name: str, holds: bool, expected: str) -> None:
+        value = getattr(self, name)
+        if not holds or not math.isfinite(value):
+            raise ConfigError(f"{_flag(name)} must be {expected}, got {value}")
+
+    def gpt(self, vocab_size: int) -> GPTConfig:
+        """Return the model's shape.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        shared = {field.name for field in fields(GPTConfig)} & {
+            field.name for field in fields(self)
+        }
+        values = {name: getattr(self, name) for name in shared - {"vocab_size"}}
+        return GPTConfig(vocab_size=vocab_size, **values)
+
+    @property
+    def scope(self) -> Scope:
+        """How much of an iteration is in the graph."""
+        return Scope.parse(self.cuda_graph_scope)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of one iteration."""
+        return self.global_batch_size or self.micro_batch_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that an iteration's batch is cut into; there is one data-parallel rank."""
+        return self.batch_size // self.micro_batch_size
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Tokens that one iteration trains on."""
+        return self.batch_size * self.seq_length
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype of the model weights, in which forward and backward compute."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def master_weights(self) -> bool:
+        """The optimizer keeps float32 main weights beside narrower model weights."""
+        return self.bf16 and self.main_params_dtype == "fp32"
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """Which dtype each copy of a weight and of its gradient has."""
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype,
+            main_params_dtype=_dtype(self.main_params_dtype),
+            main_grads_dtype=_dtype(self.main_grads_dtype),
+            use_decoupled_grad=self.use_precision_aware_optimizer,
+        )
+
+
+def _dtype(name: DtypeName) -> torch.dtype:
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _in_flags(message: str) -> str:
+    """Spell the fields of the model's shape as the flags that set them."""
+    for field in fields(GPTConfig):
+        message = re.sub(rf"\b{field.name}\b", _flag(field.name), message)
+    return message
+
+
+__all__ = ["DeviceChoice", "DtypeName", "LrDecayStyle", "ScopeName", "TrainConfig"]

@@ -1,0 +1,129 @@
+"""What a training run prints: banner, log lines, progress bar, summary."""
+
+import platform
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+import graphfsdp
+from graphfsdp.training.build import TrainingRun
+from graphfsdp.training.metrics import Metrics
+from graphfsdp.training.utilization import describe_mfu
+
+
+class TrainingConsole:
+    """Prints a run to a terminal, or plain lines to a file or a pipe."""
+
+    def __init__(self, console: Console, train_iters: int, *, show_progress: bool) -> None:
+        self._console = console
+        self._train_iters = train_iters
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=2,
+            transient=True,
+            disable=not (show_progress and console.is_terminal),
+        )
+        self._task = self.progress.add_task("training", total=train_iters)
+
+    def banner(self, run: TrainingRun) -> None:
+        """Print what is about to be trained, on what, and how."""
+        table = Table.grid(padding=(0, 2))
+        for label, fact in _facts(run):
+            table.add_row(Text(label, style="bold"), Text(fact))
+        title = f"graphfsdp train, preset {run.config.preset}"
+        self._console.print(Panel(table, title=title, expand=False))
+        if run.config.out is None:
+            self.line("nothing of this run is kept; --out DIR keeps metrics and parameters")
+
+    def advance(self) -> None:
+        """Count one iteration."""
+        self.progress.advance(self._task)
+
+    def log(self, metrics: Metrics) -> None:
+        """Print the line of a logged step."""
+        self.line(metrics.describe(self._train_iters))
+
+    def summary(self, run: TrainingRun, validation_loss: float) -> None:
+        """Print the result of the run beside the loss of a model without context."""
+        entropy = run.corpus.unigram_entropy
+        self.line(
+            f"validation loss {validation_loss:.4f} nats per token; unigram entropy of the "
+            f"corpus {entropy:.4f} (a model that knows only how frequent each token is)"
+        )
+        self.line(str(run.step.report()))
+
+    def sample(self, prompt: str, continuation: str) -> None:
+        """Print a generated sample after its prompt."""
+        text = Text.assemble((prompt, "dim"), continuation)
+        self._console.print(Panel(text, title="sample (prompt from the held-out part)"))
+
+    def line(self, text: str) -> None:
+        """Print one line, not wrapped and not coloured."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _facts(run: TrainingRun) -> list[tuple[str, str]]:
+    """Return the banner's lines, label first."""
+    config, corpus, model = run.config, run.corpus, run.model
+    num_params = sum(param.numel() for param in model.parameters())
+    precision = f"{_name(config.param_dtype)} model weights"
+    precision += f", {config.main_params_dtype} main weights, {config.main_grads_dtype} main grads"
+    if config.use_precision_aware_optimizer:
+        precision += ", decoupled"
+    batch = f"{config.batch_size} x {config.seq_length} tokens"
+    if config.num_microbatches > 1:
+        batch += f" in {config.num_microbatches} micro-batches"
+    shape = f"{config.num_layers} layers, width {config.hidden_size}, "
+    shape += f"{config.num_attention_heads} heads, vocabulary {model.config.vocab_size}"
+    scope: str = config.cuda_graph_scope
+    if scope != "none":
+        scope += f" after {config.cuda_graph_warmup_steps} warm-up iterations"
+    facts = [
+        ("versions", _describe_versions()),
+        ("device", _describe_device(run.device)),
+        ("model", f"{num_params:,} parameters ({shape})"),
+        ("precision", precision),
+        ("scope", scope),
+        ("iteration", f"{config.tokens_per_iteration:,} tokens ({batch})"),
+        ("data", corpus.name),
+        ("", f"{len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out"),
+    ]
+    if run.device.type == "cuda":
+        name = torch.cuda.get_device_name(run.device)
+        facts.append(("MFU", describe_mfu(model, name, config.param_dtype)))
+    return facts
+
+
+def _describe_versions() -> str:
+    python = platform.python_version()
+    return f"graphfsdp {graphfsdp.__version__}, torch {torch.__version__}, Python {python}"
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    return f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp32"
+
+
+__all__ = ["TrainingConsole"]

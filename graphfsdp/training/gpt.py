@@ -1,0 +1,319 @@
+"""A GPT, written for reading: pre-norm blocks, learned or rotary positions, GELU or SwiGLU.
+
+Shapes: B = sequences, T = tokens of a sequence, C = hidden size, H = heads, D = C / H,
+F = width of the feed-forward layer, V = vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from graphfsdp.errors import ConfigError
+
+PositionEmbeddingType = Literal["learned_absolute", "rope"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT; names are those of the command line's flags.
+
+    Attributes:
+        vocab_size: Number of different tokens.
+        seq_length: Longest sequence the model accepts.
+        ffn_hidden_size: Width of the feed-forward layer; None is 4 C, or 8/3 C rounded up to a
+            multiple of 64 with ``swiglu``, which has three matrices instead of two.
+        untie_embeddings_and_output_weights: Use a matrix of its own for the output layer
+            instead of the token embedding's.
+        disable_bias_linear: No bias in any linear layer.
+        hidden_dropout: Dropout after the embedding and after each branch of a block.
+        attention_dropout: Dropout of the attention weights.
+        rotary_base: The longest wavelength of RoPE, in tokens, over 2 pi.
+        init_std: Standard deviation of the initial weights.
+    """
+
+    vocab_size: int
+    seq_length: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int | None = None
+    position_embedding_type: PositionEmbeddingType = "learned_absolute"
+    normalization: Normalization = "LayerNorm"
+    swiglu: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    disable_bias_linear: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    rotary_base: float = 10_000.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        positive = ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
+            raise ConfigError(f"ffn_hidden_size must be at least 1, got {self.ffn_hidden_size}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
+                f"{self.num_attention_heads}; every head needs the same width, so change one"
+            )
+        if self.position_embedding_type not in ("learned_absolute", "rope"):
+            raise ConfigError(
+                f"position_embedding_type must be 'learned_absolute' or 'rope', "
+                f"got {self.position_embedding_type!r}"
+            )
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ConfigError(
+                f"normalization must be 'LayerNorm' or 'RMSNorm', got {self.normalization!r}"
+            )
+        if self.position_embedding_type == "rope" and self.head_size % 2:
+            raise ConfigError(
+                f"position_embedding_type rope rotates pairs of channels, but a head has "
+                f"{self.head_size} of them; change hidden_size or num_attention_heads"
+            )
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer, with the default filled in."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.swiglu:
+            return 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+        return 4 * self.hidden_size
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates each pair of channels of a query or key by an angle that grows with the position.
+
+    Source: Su et al. 2021, section 3.2 (arXiv:2104.09864); pairs are (d, d + D/2).
+    """
+
+    cos: Tensor  # [T, D] float32
+    sin: Tensor  # [T, D] float32, first half negated
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        half = config.head_size // 2
+        frequencies = config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(config.seq_length, dtype=torch.float64)[:, None] * frequencies
+        cos, sin = angles.cos().float(), angles.sin().float()
+        # Tables can be computed again, so a checkpoint need not hold them.
+        self.register_buffer("cos", torch.cat([cos, cos], dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat([-sin, sin], dim=-1), persistent=False)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, H, T, D] any float dtype
+    ) -> Tensor:  # [B, H, T, D] same dtype
+        """Rotate queries or keys.
+
+        Capture: no host sync; the tables are read at fixed addresses.
+        """
+        seq_length, half = x.shape[2], x.shape[3] // 2
+        wide = x.float()  # bf16 angles would be off by several degrees
+        swapped = torch.cat([wide[..., half:], wide[..., :half]], dim=-1)
+        return (wide * self.cos[:seq_length] + swapped * self.sin[:seq_length]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one matrix for queries, keys and values."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        bias = not config.disable_bias_linear
+        self.num_heads = config.num_attention_heads
+        self.dropout = config.attention_dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=bias)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
+        rope = config.position_embedding_type == "rope"
+        self.rotary = RotaryEmbedding(config) if rope else None
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, C]
+    ) -> Tensor:  # [B, T, C]
+        """Mix each token with those before it.
+
+        Capture: no host sync; dropout draws from the device's default generator.
+        """
+        batch, seq_length, width = x.shape
+        qkv = self.qkv(x).view(batch, seq_length, 3, self.num_heads, width // self.num_heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, D]
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq_length, width))
+        return merged
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with GELU between, or SwiGLU with a third as the gate.
+
+    Source: Shazeer 2020 (arXiv:2002.05202) for SwiGLU.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        bias = not config.disable_bias_linear
+        self.gate = (
+            nn.Linear(config.hidden_size, config.ffn_size, bias=bias) if config.swiglu else None
+        )
+        self.up = nn.Linear(config.hidden_size, config.ffn_size, bias=bias)
+        self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, C]
+    ) -> Tensor:  # [B, T, C]
+        """Transform each token alone.
+
+        Capture: no host sync.
+        """
+        inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        outer: Tensor = self.down(inner)
+        return outer
+
+
+def _make_norm(config: GPTConfig) -> nn.Module:
+    if config.normalization == "RMSNorm":
+        return nn.RMSNorm(config.hidden_size, eps=1e-5)
+    return nn.LayerNorm(config.hidden_size, eps=1e-5)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy and added to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = _make_norm(config)
+        self.attention = Attention(config)
+        self.ffn_norm = _make_norm(config)
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, C]
+    ) -> Tensor:  # [B, T, C]
+        """Run one layer.
+
+        Capture: no host sync; dropout draws from the device's default generator.
+        """
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return x
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer that returns its loss when it is given targets."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = (
+            nn.Embedding(config.seq_length, config.hidden_size)
+            if config.position_embedding_type == "learned_absolute"
+            else None
+        )
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = _make_norm(config)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if not config.untie_embeddings_and_output_weights:
+            self.output.weight = self.token_embedding.weight
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Draw normal weights; what writes into the residual stream starts smaller.
+
+        Source: Radford et al. 2019, section 2.3 (GPT-2): 1/sqrt(number of residual branches).
+        """
+        std = self.config.init_std
+        residual_std = std / math.sqrt(2 * self.config.num_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                into_residual = name.endswith(("attention.out", "ffn.down"))
+                nn.init.normal_(module.weight, std=residual_std if into_residual else std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, T] int64
+        targets: Tensor | None = None,  # [B, T] int64, the token that follows each one
+    ) -> Tensor:  # [] float32 loss in nats per token, or [B, T, V] logits without targets
+        """Predict the next token at each position.
+
+        Raises:
+            ValueError: the sequence is longer than ``config.seq_length``.
+
+        Capture: no host sync and no data-dependent shape; positions are a slice at a fixed
+            address; dropout draws from the device's default generator.
+        """
+        seq_length = tokens.shape[1]
+        if seq_length > self.config.seq_length:
+            raise ValueError(
+                f"the sequence has {seq_length} tokens, the model was made for at most "
+                f"{self.config.seq_length}; shorten it or make the model with a larger seq_length"
+            )
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[:seq_length]
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.output(self.final_norm(x))
+        if targets is None:
+            return logits
+        # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
+        loss: Tensor = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,  # [B, T] int64, at least one token
+        num_tokens: int,
+        *,
+        temperature: float = 0.8,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # [B, T + num_tokens] int64, on the prompt's device
+        """Continue a prompt, token by token, eagerly; dropout is off meanwhile.
+
+        Args:
+            num_tokens: How many tokens to add.
+            temperature: Divides the logits; lower is more predictable.
+            generator: A CPU generator to draw from, so that sampling need not disturb the
+                global one.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(num_tokens):
+                logits = self(prompt[:, -self.config.seq_length :])[:, -1].float().cpu()
+                probabilities = (logits / temperature).softmax(dim=-1)
+                token = torch.multinomial(probabilities, 1, generator=generator)
+                prompt = torch.cat([prompt, token.to(prompt.device)], dim=1)
+        finally:
+            self.train(was_training)
+        return prompt
+
+
+__all__ = ["GPT", "Block", "GPTConfig", "Normalization", "PositionEmbeddingType"]

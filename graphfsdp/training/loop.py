@@ -1,0 +1,185 @@
+"""The training loop: one captured step per iteration, nothing read from the device between."""
+
+import dataclasses
+import platform
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import graphfsdp
+from graphfsdp.training.build import TrainingRun, build_run
+from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.console import TrainingConsole
+from graphfsdp.training.evaluation import generate_sample, validation_loss
+from graphfsdp.training.metrics import Metrics, peak_memory_bytes
+from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
+from graphfsdp.training.utilization import flops_per_token, peak_tflops
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a finished run found.
+
+    Attributes:
+        validation_loss: Nats per token of the held-out part, after the last iteration.
+        unigram_entropy: Nats per token of the corpus without context.
+        metrics: The last logged step.
+    """
+
+    validation_loss: float
+    unigram_entropy: float
+    metrics: Metrics
+
+
+def train(config: TrainConfig, console: Console) -> TrainResult:
+    """Train, print, and keep the run in ``config.out`` if that is given.
+
+    Raises:
+        ConfigError: the run cannot start; nothing was written then.
+    """
+    if config.out is not None:
+        refuse_used_directory(config.out)  # before the minutes that a large model takes
+    run = build_run(config)
+    out = TrainingConsole(console, config.train_iters, show_progress=not config.no_progress)
+    with ExitStack() as stack:
+        stack.callback(run.step.close)
+        directory = None
+        if config.out is not None:
+            entropy = run.corpus.unigram_entropy
+            directory = RunDirectory(config.out, _facts(run), unigram_entropy=entropy)
+            stack.enter_context(directory)
+        out.banner(run)
+        with out.progress:
+            metrics = _iterate(run, out, directory)
+        if directory is not None:
+            directory.write_model(run.model)
+        assert metrics.val_loss is not None
+        out.summary(run, metrics.val_loss)
+        if config.sample_tokens > 0:
+            out.sample(
+                *generate_sample(
+                    run.model,
+                    run.sampler,
+                    run.corpus,
+                    num_tokens=config.sample_tokens,
+                    seed=config.seed,
+                    device=run.device,
+                )
+            )
+        if directory is not None:
+            out.line(f"kept in {directory.path}")
+    return TrainResult(metrics.val_loss, run.corpus.unigram_entropy, metrics)
+
+
+def _iterate(run: TrainingRun, out: TrainingConsole, directory: RunDirectory | None) -> Metrics:
+    """Run every iteration and return the last one's metrics."""
+    config, step = run.config, run.step
+    window = _Window(run)
+    for iteration in range(config.train_iters):
+        tokens, targets = run.sampler.training_batch(iteration)
+        lr = run.optimizer.param_groups[0]["lr"]
+        phase_before = step.phase
+        loss = step(tokens, targets)
+        run.scheduler.step()
+        window.num_steps += 1
+        captured = phase_before is not step.phase
+        out.advance()
+        done = iteration + 1
+        evaluates = done == config.train_iters or _is_due(done, config.eval_interval)
+        if evaluates or done == 1 or _is_due(done, config.log_interval):
+            phase = graphfsdp.Phase.CAPTURE if captured else phase_before
+            metrics = window.measure(done, loss, lr, phase)
+            if evaluates:
+                metrics = dataclasses.replace(metrics, val_loss=_validate(run))
+            out.log(metrics)
+            if directory is not None:
+                directory.add(metrics)
+            window = _Window(run)
+        elif captured:
+            window = _Window(run)  # so that the speed of replay does not include the capture
+    return metrics
+
+
+def _is_due(done: int, interval: int) -> bool:
+    return interval > 0 and done % interval == 0
+
+
+def _validate(run: TrainingRun) -> float:
+    return validation_loss(
+        run.model,
+        run.sampler,
+        num_batches=run.config.eval_iters,
+        batch_size=run.config.micro_batch_size,
+        device=run.device,
+    )
+
+
+class _Window:
+    """Measures speed over the iterations between two moments when the host waits anyway."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._wait()
+        self._start = time.perf_counter()
+        self.num_steps = 0
+
+    def _wait(self) -> None:
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize(self._run.device)
+
+    def measure(self, done: int, loss: Tensor, lr: float, phase: graphfsdp.Phase) -> Metrics:
+        """Read what the device holds of the last iteration."""
+        self._wait()
+        run, seconds = self._run, (time.perf_counter() - self._start) / self.num_steps
+        tokens_per_s = run.config.tokens_per_iteration / seconds
+        assert run.step.grad_norm is not None  # a limit is always given
+        return Metrics(
+            step=done,
+            loss=float(loss),
+            lr=lr,
+            grad_norm=float(run.step.grad_norm),
+            tokens=done * run.config.tokens_per_iteration,
+            tokens_per_s=tokens_per_s,
+            step_ms=1000 * seconds,
+            memory_bytes=peak_memory_bytes(run.device),
+            phase=phase.value,
+            mfu=_mfu(run, tokens_per_s),
+        )
+
+
+def _mfu(run: TrainingRun, tokens_per_s: float) -> float | None:
+    if run.device.type != "cuda":
+        return None
+    peak = peak_tflops(torch.cuda.get_device_name(run.device), run.config.param_dtype)
+    return None if peak is None else tokens_per_s * flops_per_token(run.model) / (peak * 1e12)
+
+
+def _facts(run: TrainingRun) -> dict[str, object]:
+    """Return everything that decides the run, for ``config.json``."""
+    return {
+        **dataclasses.asdict(run.config),
+        "resolved": {
+            "vocab_size": run.model.config.vocab_size,
+            "ffn_hidden_size": run.model.config.ffn_size,
+            "global_batch_size": run.config.batch_size,
+            "num_parameters": sum(param.numel() for param in run.model.parameters()),
+            "device": str(run.device),
+            "num_threads": torch.get_num_threads(),
+            "corpus": run.corpus.name,
+            "train_tokens": len(run.corpus.train),
+            "validation_tokens": len(run.corpus.validation),
+            "unigram_entropy": run.corpus.unigram_entropy,
+        },
+        "versions": {
+            "graphfsdp": graphfsdp.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+__all__ = ["TrainResult", "train"]

@@ -1,0 +1,109 @@
+"""Named starting points of a training run; every flag overrides its value of the preset."""
+
+from dataclasses import dataclass
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named training run.
+
+    Attributes:
+        config: The run; its ``preset`` field is the name.
+        description: One line for the help.
+    """
+
+    config: TrainConfig
+    description: str
+
+    @property
+    def name(self) -> str:
+        """What ``--preset`` takes."""
+        return self.config.preset
+
+
+def _gpt2(name: str, num_layers: int, hidden_size: int, num_attention_heads: int) -> TrainConfig:
+    """Return a run of a GPT-2 size; the vocabulary is padded to a multiple of 128."""
+    return TrainConfig(
+        preset=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        position_embedding_type="learned_absolute",
+        normalization="LayerNorm",
+        swiglu=False,
+        disable_bias_linear=False,
+        vocab_size=50304,
+        seq_length=1024,
+        micro_batch_size=8,
+        train_iters=1000,
+        lr=6e-4,
+        lr_warmup_iters=100,
+        min_lr=6e-5,
+    )
+
+
+def _llama(
+    name: str, num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int
+) -> TrainConfig:
+    """Return a run in the style of Llama: RoPE, RMSNorm, SwiGLU, untied, no bias."""
+    return TrainConfig(
+        preset=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        ffn_hidden_size=ffn_hidden_size,
+        untie_embeddings_and_output_weights=True,
+        vocab_size=32000,
+        seq_length=2048,
+        micro_batch_size=4,
+        train_iters=1000,
+        lr=3e-4,
+        lr_warmup_iters=100,
+        min_lr=3e-5,
+    )
+
+
+PRESETS = (
+    Preset(TrainConfig(), "about two minutes on two CPU cores"),
+    Preset(
+        TrainConfig(
+            preset="tiny",
+            hidden_size=64,
+            num_attention_heads=4,
+            position_embedding_type="learned_absolute",
+            normalization="LayerNorm",
+            swiglu=False,
+            disable_bias_linear=False,
+            seq_length=32,
+            micro_batch_size=4,
+            train_iters=2000,
+            eval_interval=500,
+            log_interval=100,
+        ),
+        "4 layers, width 64, 4 x 32 tokens: bound by launches, not by arithmetic",
+    ),
+    Preset(_gpt2("gpt2-124m", 12, 768, 12), "GPT-2's smallest"),
+    Preset(_gpt2("gpt2-355m", 24, 1024, 16), "GPT-2 medium"),
+    Preset(_gpt2("gpt2-774m", 36, 1280, 20), "GPT-2 large"),
+    Preset(_llama("llama-160m", 12, 768, 12, 2048), "Llama style, small"),
+    Preset(_llama("llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
+)
+
+
+def find_preset(name: str) -> TrainConfig:
+    """Return the run of that name.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    for preset in PRESETS:
+        if preset.name == name:
+            return preset.config
+    known = ", ".join(preset.name for preset in PRESETS)
+    raise ConfigError(f"--preset {name}: there is no such preset; choose one of {known}")
+
+
+__all__ = ["PRESETS", "Preset", "find_preset"]

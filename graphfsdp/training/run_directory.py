@@ -1,0 +1,117 @@
+"""The directory that keeps a run: configuration, metrics, picture, parameters."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from torch import nn
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.metrics import Metrics
+from graphfsdp.training.plot import plot_loss
+from graphfsdp.training.safetensors_file import write_model
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def refuse_used_directory(out: str) -> None:
+    """Check that nothing would be overwritten.
+
+    Raises:
+        ConfigError: ``out`` is a file, or a directory that holds something.
+    """
+    path = Path(out)
+    try:
+        held: Path | None = path if path.exists() else None
+        if path.is_dir():
+            held = next(path.iterdir(), None)
+    except OSError as error:
+        raise _cannot_use(out, error) from None
+    if held is not None:
+        what = "is not a directory" if held == path else f"holds another run ({held.name})"
+        raise ConfigError(
+            f"--out {out} {what}; nothing is overwritten: give a new or an empty directory"
+        )
+
+
+def _cannot_use(out: str, error: OSError) -> ConfigError:
+    reason = error.strerror or str(error)
+    return ConfigError(f"--out {out} cannot be made ({reason}); give a directory that can")
+
+
+class RunDirectory:
+    """Writes a run as it goes, so that whatever ends it leaves what was known until then."""
+
+    def __init__(self, out: str, facts: Mapping[str, object], *, unigram_entropy: float) -> None:
+        """Make the directory and write ``config.json``.
+
+        Args:
+            out: A directory that does not exist or is empty.
+            facts: Everything that decides the run, as JSON values.
+            unigram_entropy: Drawn as a line in the picture.
+
+        Raises:
+            ConfigError: the directory holds something, or cannot be made.
+        """
+        refuse_used_directory(out)
+        self.path = Path(out)
+        self._unigram_entropy = unigram_entropy
+        self._history: list[Metrics] = []
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with (self.path / "config.json").open("x") as file:
+                json.dump(facts, file, indent=2)
+                file.write("\n")
+            self._metrics_file = (self.path / "metrics.jsonl").open("x")
+        except OSError as error:
+            raise _cannot_use(out, error) from None
+        self._tensorboard = _open_tensorboard(self.path)
+
+    def add(self, metrics: Metrics) -> None:
+        """Append a line to ``metrics.jsonl``; it is in the file when this returns."""
+        self._history.append(metrics)
+        self._metrics_file.write(metrics.to_json() + "\n")
+        self._metrics_file.flush()
+        if self._tensorboard is not None:
+            for name in ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "mfu"):
+                value = getattr(metrics, name)
+                if value is not None:
+                    self._tensorboard.add_scalar(name, value, metrics.step)
+
+    def write_model(self, model: nn.Module) -> None:
+        """Write the parameters and persistent buffers as ``model.safetensors``."""
+        write_model(self.path / "model.safetensors", model)
+
+    def close(self) -> None:
+        """Write the picture and close the files; also done when the run was interrupted."""
+        self._metrics_file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._history:
+            plot_loss(self.path / "loss.png", self._history, unigram_entropy=self._unigram_entropy)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _open_tensorboard(path: Path) -> "SummaryWriter | None":
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(log_dir=str(path))
+
+
+__all__ = ["RunDirectory", "refuse_used_directory"]

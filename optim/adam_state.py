@@ -1,0 +1,148 @@
+"""Where FusedAdam keeps its state: slices of one buffer per device and dtype.
+
+Shapes: [...] the parameter's shape; [] is a 0-D tensor.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from graphfsdp.dtensors import local_part, wrap_like
+from graphfsdp.optim.flat_runs import is_dense
+
+State = dict[str, Tensor]
+
+# States that do not continue their neighbour start on a border of this many elements, which is
+# a multiple of 16 bytes in every dtype.
+_BORDER_NUMEL = 64
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def main_weight_dtype(param: Tensor, *, master_weights: bool) -> torch.dtype:
+    """Return the dtype of the weight that the optimizer updates for ``param``."""
+    return torch.float32 if master_weights and param.dtype in _LOW_PRECISION else param.dtype
+
+
+def create_states(
+    params: Sequence[tuple[int, Tensor]],  # row of the group, parameter
+    *,
+    master_weights: bool,
+) -> dict[Tensor, State]:
+    """Allocate the state of parameters, so that neighbouring parameters have neighbouring states.
+
+    Moments are float32 (float64 for a float64 parameter) with the parameter's strides, and start
+    at zero. A main weight starts as the parameter. Step counts are slices of one buffer, so that
+    advancing all of them is one operation.
+
+    Args:
+        master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
+
+    Returns:
+        ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and ``master_param`` [...]
+        where there is one, for each parameter; all but ``step`` are DTensors where it is one.
+    """
+    locals_ = {local: param for _, param in params for local in [local_part(param)]}
+    ordered = sorted(
+        ((row, local) for (row, _), local in zip(params, locals_, strict=True)), key=_memory_order
+    )
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, local in ordered:
+        by_device.setdefault(local.device, []).append(local)
+    states: dict[Tensor, State] = {}
+    for device, members in by_device.items():
+        steps = torch.zeros(len(members), dtype=torch.float32, device=device)
+        for param, step in zip(members, steps.unbind(), strict=True):
+            states[param] = {"step": step}
+        for dtype in sorted({_moment_dtype(param) for param in members}, key=str):
+            same = [param for param in members if _moment_dtype(param) == dtype]
+            for name in ("exp_avg", "exp_avg_sq"):
+                for param, moment in zip(same, _like(same, dtype), strict=True):
+                    states[param][name] = moment
+        with_main = [
+            param
+            for param in members
+            if main_weight_dtype(param, master_weights=master_weights) != param.dtype
+        ]
+        for param, main in zip(with_main, _like(with_main, torch.float32), strict=True):
+            states[param]["master_param"] = main.copy_(param.detach())
+    return {
+        param: {
+            key: value if key == "step" else wrap_like(value, param)
+            for key, value in states[local].items()
+        }
+        for local, param in locals_.items()
+    }
+
+
+def step_classes(states: Mapping[Tensor, State]) -> dict[Tensor, int]:
+    """Number the parameters so that those with equal step counts have equal numbers.
+
+    Reads the counts on the host: not for the hot path.
+    """
+    return {param: int(state["step"].item()) for param, state in states.items()}
+
+
+def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> dict[Tensor, int]:
+    """Return new numbers for the case that only some parameters take the next step.
+
+    Args:
+        classes: Numbers as from ``step_classes`` or this function.
+        stepped: The parameters that take the step; those that ``classes`` does not know yet are
+            new, with a step count of zero.
+
+    Returns:
+        Numbers with which parameters have equal counts after the step if their numbers are equal.
+    """
+    active = set(stepped)
+    keys = {param: (classes.get(param, -1), param in active) for param in {*classes, *active}}
+    numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
+    return {param: numbers[key] for param, key in keys.items()}
+
+
+def _moment_dtype(param: Tensor) -> torch.dtype:
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int]:
+    row, param = item
+    return (
+        str(param.device),
+        str(param.dtype),
+        row,
+        param.untyped_storage().data_ptr(),
+        int(param.storage_offset()),
+    )
+
+
+def _like(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return zeros shaped and strided like ``params``, as slices of one buffer."""
+    offsets: list[int] = []
+    end = 0
+    previous: Tensor | None = None
+    for param in params:
+        if previous is None or not _continues(previous, param):
+            end = -(-end // _BORDER_NUMEL) * _BORDER_NUMEL
+        offsets.append(end)
+        end += param.numel()
+        previous = param
+    if not params:
+        return []
+    buffer = torch.zeros(end, dtype=dtype, device=params[0].device)
+    return [
+        buffer.as_strided(param.shape, param.stride(), offset)
+        if is_dense(param.shape, param.stride())
+        else buffer[offset : offset + param.numel()].view(param.shape)
+        for param, offset in zip(params, offsets, strict=True)
+    ]
+
+
+def _continues(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and left.dtype == right.dtype
+        and left.storage_offset() + left.numel() == right.storage_offset()
+    )
+
+
+__all__ = ["State", "create_states", "main_weight_dtype", "split_classes", "step_classes"]

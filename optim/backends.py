@@ -1,0 +1,267 @@
+"""Adapters that make optimizers capturable; ``adapt`` chooses one."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.errors import ConfigError, GuardError
+from graphfsdp.optim.baked_values import BakedValues
+from graphfsdp.optim.fused_adam import FusedAdam
+from graphfsdp.optim.precision_guard import OptimizerFacts, check_precision, main_grad_dtype
+
+
+def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
+    """Return the adapter that fits an optimizer.
+
+    Args:
+        optimizer: FusedAdam; torch's AdamW, Adam or SGD; or any other, which is accepted with
+            all its numbers guarded.
+
+    Raises:
+        ConfigError: it is no optimizer.
+    """
+    if isinstance(optimizer, FusedAdam):
+        return FusedAdamAdapter(optimizer)
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return TorchAdamAdapter(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return BakedAdapter(optimizer)
+    raise ConfigError(
+        f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; for a custom one, "
+        "derive from torch.optim.Optimizer"
+    )
+
+
+class FusedAdamAdapter:
+    """FusedAdam, all of whose numbers are live in a replay."""
+
+    def __init__(self, optimizer: FusedAdam) -> None:
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.use_decoupled_grad = optimizer.use_decoupled_grad
+        self._fused = optimizer
+        self._facts = OptimizerFacts(
+            name="FusedAdam",
+            use_decoupled_grad=optimizer.use_decoupled_grad,
+            main_weight_dtype=optimizer.main_weight_dtype,
+            mixed_gradients=True,
+            keeps_main_weights=True,
+        )
+        self._baked: list[tuple[int, int | None]] | None = None
+
+    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
+        return main_grad_dtype(param, policy, self._facts)
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what FusedAdam cannot step on.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer as a casted copy.
+        """
+        check_precision(named_params, policy, self._facts)
+
+    def step(self, grad_scale: Tensor | None) -> None:
+        """Take one step.
+
+        Capture: see ``FusedAdam.step``.
+        """
+        self._fused.step(grad_scale=grad_scale)
+
+    def bake(self) -> None:
+        """Remember the groups' sizes, and which lr is which tensor."""
+        self._baked = self._layout()
+
+    def before_replay(self) -> None:
+        """Upload the numbers that changed.
+
+        Raises:
+            GuardError: a group was added, or an lr that is a tensor was replaced.
+            ConfigError: a changed value is out of its range.
+        """
+        if self._baked is not None and self._layout() != self._baked:
+            self._refuse(self._baked)
+        self._fused.upload_hyperparameters()
+        # Schedulers warn when they have not seen a step, and a replay calls none.
+        self._fused._opt_called = True  # type: ignore[attr-defined]
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        yield from _state_tensors(self.optimizer)
+        devices = {param.device for group in self._fused.param_groups for param in group["params"]}
+        for device in sorted(devices, key=str):
+            yield f"hyper-parameter table on {device}", self._fused.hyper_table(device)
+
+    def _layout(self) -> list[tuple[int, int | None]]:
+        return [
+            (len(group["params"]), id(group["lr"]) if isinstance(group["lr"], Tensor) else None)
+            for group in self._fused.param_groups
+        ]
+
+    def _refuse(self, baked: list[tuple[int, int | None]]) -> None:
+        now = self._layout()
+        for index, (old, new) in enumerate(zip(baked, now, strict=False)):
+            if old[1] != new[1]:
+                kinds = ["a number" if lr is None else "a tensor" for lr in (old[1], new[1])]
+                if kinds[0] == kinds[1]:
+                    kinds[1] = "another tensor"
+                raise GuardError(
+                    f"lr of group {index} of FusedAdam was {kinds[0]} when its step was captured "
+                    f"and is now {kinds[1]}; write into the tensor (fill_), keep to numbers, or "
+                    "capture again"
+                )
+        raise GuardError(
+            f"FusedAdam had groups of {[size for size, _ in baked]} parameters when its "
+            f"step was captured, now of {[size for size, _ in now]}: capture again"
+        )
+
+
+class BakedAdapter:
+    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
+
+    use_decoupled_grad = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._name = f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}"
+        self._facts = OptimizerFacts(
+            name=self._name,
+            use_decoupled_grad=False,
+            main_weight_dtype=lambda param: param.dtype,
+            mixed_gradients=False,
+            keeps_main_weights=False,
+        )
+        self._baked: BakedValues | None = None
+
+    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
+        return main_grad_dtype(param, policy, self._facts)
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what this optimizer cannot step on.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer in another dtype.
+            ConfigError: the optimizer's settings cannot be captured.
+        """
+        check_precision(named_params, policy, self._facts)
+        if scope is Scope.FULL_ITERATION:
+            self._check_lr_devices()
+
+    def step(self, grad_scale: Tensor | None) -> None:
+        """Scale the gradients in place, then take one step.
+
+        Capture: as capturable as the optimizer is.
+        """
+        if grad_scale is not None:
+            grads = [
+                param.grad
+                for group in self.optimizer.param_groups
+                for param in group["params"]
+                if param.grad is not None
+            ]
+            if grads:
+                torch._foreach_mul_(grads, grad_scale)
+        self.optimizer.step()
+
+    def bake(self) -> None:
+        """Remember every value of every group."""
+        self._baked = BakedValues(self.optimizer.param_groups)
+
+    def before_replay(self) -> None:
+        """Refuse a changed value.
+
+        Raises:
+            GuardError: a value that the recording has baked in was changed; it is named.
+        """
+        if self._baked is not None:
+            self._baked.check(self.optimizer.param_groups, self._name)
+        # Schedulers warn when they have not seen a step, and a replay calls none.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        yield from _state_tensors(self.optimizer)
+
+    def _check_lr_devices(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            lr = group.get("lr")
+            if not isinstance(lr, Tensor):
+                continue
+            for param in group["params"]:
+                if param.device != lr.device:
+                    raise ConfigError(
+                        f"lr of group {index} of {self._name} is a tensor on {lr.device}, its "
+                        f"parameters are on {param.device}: it would be read on the host and "
+                        "baked. Move lr to the parameters' device, or use "
+                        "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay"
+                    )
+
+
+class TorchAdamAdapter(BakedAdapter):
+    """torch's Adam and AdamW, which are capturable with ``fused=True``."""
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what torch's Adam cannot step on, or not inside a recording.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer in another dtype.
+            ConfigError: ``fused`` or, on CUDA, ``capturable`` is not set.
+        """
+        super().check(named_params, policy, scope)
+        if scope is not Scope.FULL_ITERATION:
+            return
+        for index, group in enumerate(self.optimizer.param_groups):
+            on_cuda = any(param.is_cuda for param in group["params"])
+            missing = [
+                f"{key}=True"
+                for key, needed in (("fused", True), ("capturable", on_cuda))
+                if needed and not group.get(key)
+            ]
+            if missing:
+                self._refuse(index, " and ".join(missing))
+        # Warm-up steps run outside the capture on purpose; torch would warn about that.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def _refuse(self, index: int, missing: str) -> None:
+        made = f"{type(self.optimizer).__name__}(..., {missing.replace(' and ', ', ')})"
+        raise ConfigError(
+            f"{self._name} counts its steps on the host, which a captured step would freeze: "
+            f"group {index} was made without {missing}. Ways out: (1) {made}; "
+            f"(2) graphfsdp.optim.FusedAdam, all of whose "
+            "numbers stay live; (3) scope='forward_backward', which leaves the optimizer outside "
+            "the graph"
+        )
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for row, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                yield f"{key} of group {row}", value
+        for position, param in enumerate(group["params"]):
+            name = names[position] if names else f"parameter {position} of group {row}"
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
+
+
+__all__ = ["BakedAdapter", "FusedAdamAdapter", "TorchAdamAdapter", "adapt"]

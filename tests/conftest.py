@@ -1,0 +1,148 @@
+"""The `device` fixture, seeds, time limits, and what is skipped on a machine without a GPU."""
+
+import contextlib
+import faulthandler
+import os
+import random
+import signal
+import types
+import zlib
+from collections.abc import Generator, Iterator
+
+# Before torch is imported: child processes inherit the first, cuBLAS reads the second once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import hypothesis
+import numpy
+import pytest
+import torch
+
+TIME_LIMIT_S = 120
+SEED_VARIABLE = "GRAPHFSDP_TEST_SEED"
+
+hypothesis.settings.register_profile(
+    "graphfsdp",
+    deadline=None,  # a shared machine stalls; the time limit of a test is below
+    max_examples=25,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "ci", hypothesis.settings.get_profile("graphfsdp"), derandomize=True
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "graphfsdp"))
+
+
+class TimeLimitError(BaseException):
+    """A test ran too long.
+
+    Not an Exception: code under test that catches Exception must not swallow it, and hypothesis
+    must not take it for a failing example and run the test again and again to shrink it.
+    """
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Threads split sums differently, and the tests ask for equal bits on machines of all sizes.
+    torch.set_num_threads(1)
+    # While tests run, pytest holds file descriptor 2; here it still is the terminal.
+    config.stash[_TERMINAL] = os.dup(2)
+
+
+_TERMINAL = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+            if item.get_closest_marker(marker) and num_devices < needed:
+                reason = f"needs {needed} CUDA device(s), this machine has {num_devices}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+    # What only a GPU can tell comes first, so that a run that is cut short has told it.
+    items.sort(key=lambda item: num_devices > 0 and not item.get_closest_marker("gpu"))
+
+
+_DEVICES = [pytest.param("cpu", id="cpu")]
+if torch.cuda.is_available():
+    _DEVICES.append(pytest.param("cuda", id="cuda", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(scope="session", params=_DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU always, and the GPU where there is one."""
+    return torch.device(request.param)
+
+
+def _seed_of(item: pytest.Item) -> int:
+    base = int(os.environ.get(SEED_VARIABLE, "0"))
+    return zlib.crc32(item.nodeid.encode()) ^ base
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give each test its own fixed seed, and the next one the generators as they were."""
+    seed = _seed_of(request.node)
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    cpu_state = torch.get_rng_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    yield
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    torch.set_rng_state(cpu_state)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """On a GPU choose kernels that give equal bits twice, or replay could not equal eager."""
+    on_gpu = request.node.get_closest_marker("gpu") is not None
+    if on_gpu:
+        # Filling every empty tensor would put kernels into the graph that users do not have.
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        torch.use_deterministic_algorithms(True)
+    yield
+    if on_gpu:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def _time_limit(item: pytest.Item) -> Iterator[None]:
+    marker = item.get_closest_marker("time_limit")
+    seconds = float(marker.args[0]) if marker else TIME_LIMIT_S
+
+    def stop(signum: int, frame: types.FrameType | None) -> None:
+        raise TimeLimitError(f"{item.nodeid} ran longer than {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # A signal handler cannot interrupt C code that hangs: then show every stack and end.
+    faulthandler.dump_traceback_later(seconds + 60, exit=True, file=item.config.stash[_TERMINAL])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with _time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        base = os.environ.get(SEED_VARIABLE, "0")
+        text = f"torch.manual_seed({_seed_of(item)}), from {SEED_VARIABLE}={base}"
+        report.sections.append(("seed", text))
+    return report

@@ -1,0 +1,264 @@
+"""Runs of one training program under several scopes, and their comparison bit for bit."""
+
+import atexit
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+
+NUM_STEPS = 14  # 3 warm-up, 1 capture, 10 replays
+OPTIMIZERS = ("fused_adam", "adamw", "sgd")
+
+
+def quick_garbage_collection() -> None:
+    """Leave what exists out of collections: each capture runs one, and imports left a lot."""
+    gc.freeze()
+
+
+atexit.register(gc.unfreeze)  # extension modules complain about what is not collected at the end
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of one call."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Batch":
+        def move(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        return Batch(pytree.tree_map(move, self.args), pytree.tree_map(move, self.kwargs))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches, and how its loss is computed."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    loss_fn: Callable[..., Any] | None = None
+
+
+@dataclass
+class Trace:
+    """What a run left behind: everything that two runs must agree on.
+
+    Attributes:
+        outputs: Tensors that each call returned, kept as they are and read at the end.
+        snapshots: Copies of all state by name, after each call.
+        num_forwards: Calls of the model's forward, after each call of the step.
+        report: Of the step, before it was closed.
+    """
+
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    snapshots: list[dict[str, Tensor]] = field(default_factory=list)
+    num_forwards: list[int] = field(default_factory=list)
+    report: graphfsdp.CaptureReport | None = None
+
+
+def make_optimizer(
+    name: str, params: Iterable[nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """Return an optimizer whose learning rate may change between replays."""
+    on_gpu = device.type == "cuda"
+    if name == "fused_adam":
+        return FusedAdam(params, lr=1e-2, weight_decay=0.1)
+    lr = torch.tensor(1e-2, device=device)
+    if name == "adamw":
+        return torch.optim.AdamW(params, lr=lr, weight_decay=0.1, fused=True, capturable=on_gpu)
+    assert name == "sgd"
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.1, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Change the learning rate of every group, in place where it is a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return copies of everything that an iteration may change, by name."""
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        found[f"parameter {name}"] = param
+        for kind in ("grad", "decoupled_grad"):
+            grad = getattr(param, kind, None)
+            if grad is not None:
+                found[f"{kind} of {name}"] = grad
+    found |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found[f"attribute {path}.{name}"] = value
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(params):
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                found[f"state {name} of parameter {index}"] = value
+    copies = {name: tensor.detach().clone() for name, tensor in found.items()}
+    copies["generator of the cpu"] = torch.get_rng_state()
+    if any(param.is_cuda for param in model.parameters()):
+        copies["generator of the gpu"] = torch.cuda.get_rng_state()
+    return copies
+
+
+def assert_same_state(expected: dict[str, Tensor], got: dict[str, Tensor], when: str = "") -> None:
+    """Compare two snapshots bit for bit."""
+    assert list(expected) == list(got), (
+        f"{when}: {set(expected) ^ set(got)} exist on one side only, or in another order"
+    )
+    for name, tensor in expected.items():
+        assert same_bits(tensor, got[name]), (
+            f"{when}: {name} differs{_difference(tensor, got[name])}"
+        )
+
+
+def _difference(left: Tensor, right: Tensor) -> str:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return f": {left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
+    return f" by up to {float((left.double() - right.double()).abs().max())}"
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Tell whether two tensors are equal in dtype, shape and contents, NaN being equal to NaN."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(left, right) or bool(
+        ((left == right) | (left.isnan() & right.isnan())).all()
+    )
+
+
+def run(
+    case: Case,
+    scope: str,
+    device: torch.device,
+    *,
+    optimizer: str = "fused_adam",
+    num_steps: int = NUM_STEPS,
+    seed: int = 0,
+    **options: Any,
+) -> Trace:
+    """Train a case for some calls; batch, learning rate and generators change between them."""
+    torch.manual_seed(seed)
+    model = case.make().to(device)
+    optim = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad], device)
+    generator = torch.Generator().manual_seed(seed + 1)
+    trace = Trace()
+    num_forwards = count_forwards(model)
+    quick_garbage_collection()
+    with graphfsdp.capture(model, optim, scope=scope, loss_fn=case.loss_fn, **options) as step:
+        for index in range(num_steps):
+            set_lr(optim, 0.02 / (1 + index))
+            torch.rand((), device=device)  # somebody else draws from the generator in between
+            batch = case.batch(generator).to(device)
+            output = step(*batch.args, **batch.kwargs)
+            trace.outputs.append(pytree.tree_leaves(output))
+            state = snapshot(model, optim)
+            if step.grad_norm is not None:
+                state["norm of the gradients"] = step.grad_norm
+            trace.snapshots.append(state)
+            trace.num_forwards.append(num_forwards())
+        trace.report = step.report()
+    return trace
+
+
+def assert_same_run(expected: Trace, got: Trace) -> None:
+    """Compare two runs bit for bit, call by call."""
+    assert len(expected.outputs) == len(got.outputs)
+    calls = zip(expected.outputs, got.outputs, strict=True)
+    for index, (left, right) in enumerate(calls):
+        assert len(left) == len(right)
+        for position, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert same_bits(one, other), f"call {index}: output {position}: {one} and {other}"
+        assert_same_state(expected.snapshots[index], got.snapshots[index], f"call {index}")
+
+
+def assert_alive(trace: Trace) -> None:
+    """Refuse a run in which a frozen value could go unseen: nothing may stand still or explode."""
+    losses = [outputs[0] for outputs in trace.outputs]
+    assert all(loss.isfinite().all() for loss in losses), losses
+    assert len({float(loss) for loss in losses}) == len(losses), "two calls had the same loss"
+    for before, after in zip(trace.snapshots, trace.snapshots[1:], strict=False):
+        changed = [name for name in after if not same_bits(before[name], after[name])]
+        assert any(name.startswith("parameter") for name in changed)
+        assert any("grad of" in name for name in changed)
+
+
+def check_against_eager(
+    case: Case, device: torch.device, *, scope: str = "full_iteration", **options: Any
+) -> Trace:
+    """Run a case captured and eagerly; compare bit for bit; count captures and Python calls."""
+    expected = run(case, "none", device, **options)
+    got = run(case, scope, device, **options)
+    assert_alive(expected)
+    assert_same_run(expected, got)
+    assert got.report is not None
+    assert got.report.num_captures == 1
+    assert got.report.num_calls["replay"] == len(got.outputs) - 4
+    assert got.num_forwards[3:] == [got.num_forwards[3]] * (len(got.outputs) - 3)
+    return got
+
+
+def count_forwards(model: nn.Module) -> Callable[[], int]:
+    """Count the calls of a model's forward from now on; the result returns how many there were."""
+    calls: list[None] = []
+
+    def hook(module: nn.Module, args: object) -> None:
+        calls.append(None)
+
+    model.register_forward_pre_hook(hook)
+    return lambda: len(calls)
+
+
+class OpNames(TorchDispatchMode):
+    """Collects the names of the operators that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_host_sync(device: torch.device) -> Iterator[None]:
+    """Fail if the body reads a device value on the host."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    with OpNames() as seen:
+        yield
+    reads = [name for name in seen.names if "_local_scalar_dense" in name or "nonzero" in name]
+    assert not reads, reads
+    assert seen.names, "no operator was seen at all"
+
+
+def line_of(function: Callable[..., Any], marker: str) -> int:
+    """Return the number of the line of a function that ends with ``# marker``."""
+    lines, first = inspect.getsourcelines(function)
+    found = [first + index for index, line in enumerate(lines) if line.rstrip().endswith(marker)]
+    assert len(found) == 1, (marker, found)
+    return found[0]

@@ -1,0 +1,117 @@
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_parts, suite
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def run_gpu_check(out: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(out)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def only_file(out: pathlib.Path) -> dict[str, Any]:
+    (path,) = out.iterdir()
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: pathlib.Path) -> None:
+    result = run_gpu_check(tmp_path / "out")
+    assert result.returncode == 2
+    assert "torch sees none here" in result.stdout
+    assert result.stderr == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    arguments = ["--device", "cpu", "--tests", str(tmp_path / "test_one.py")]
+    arguments += ["--part", "tests", "--part", "parity-fp32"]
+    result = run_gpu_check(tmp_path / "out", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    document = only_file(tmp_path / "out")
+    assert [part["name"] for part in document["parts"]] == ["tests", "parity-fp32"]
+    assert document["ok"]
+    assert document["environment"]["torch"] == torch.__version__
+    rows = {row["what"]: row for part in document["parts"] for row in part["rows"]}
+    parity = "tiny fp32: full_iteration against eager, 20 steps"
+    assert rows[parity]["result"] == "equal bit for bit"
+    assert parity in result.stdout
+    assert "1 passed, 0 failed, 0 skipped" in result.stdout
+
+
+@pytest.mark.parametrize("name", gpu_check.PART_NAMES)
+def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
+    rows = gpu_parts.run_part(name, torch.device("cpu"))
+    assert rows
+    assert [row for row in rows if not row.ok] == []
+    assert json.dumps([row.data for row in rows])
+
+
+def test_a_difference_is_named() -> None:
+    eager = {"loss of step 0": torch.tensor(1.0), "parameter a": torch.zeros(3)}
+    other = {**eager, "parameter a": torch.tensor([0.0, 0.5, 0.0])}
+    assert gpu_parts.first_difference(eager, eager) is None
+    assert gpu_parts.first_difference(eager, other) == "parameter a differs by 0.5"
+
+
+def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_bad.py").write_text("def test_bad():\n    assert 1 + 1 == 3\n")
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    document = gpu_check.check(
+        torch.device("cpu"), ["no-such-part", "tests"], [str(tmp_path)], tmp_path / "result.json"
+    )
+    assert json.loads((tmp_path / "result.json").read_text()) == document
+    assert not document["ok"]
+    broken, tests = document["parts"]
+    assert "Traceback" in broken["error"]
+    assert "KeyError: 'no-such-part'" in broken["error"]
+    assert [row["result"] for row in tests["rows"]] == [
+        "1 passed, 1 failed, 0 skipped",
+        "assert (1 + 1) == 3",
+    ]
+    assert "def test_bad" in next(iter(tests["data"]["failures"].values()))
+
+
+def test_a_suite_that_takes_too_long_still_reports_what_it_ran(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_long.py").write_text(
+        "import time\ndef test_one():\n    pass\ndef test_two():\n    time.sleep(600)\n"
+    )
+    result = suite.run_suite([str(tmp_path)], limit_s=8)
+    assert result.num_passed == 1
+    assert result.error is not None
+    assert "stopped after 8 s" in result.error
+    assert "test_long.py:5: KeyboardInterrupt" in result.error
+
+
+def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(
+    tmp_path: pathlib.Path,
+) -> None:
+    part = gpu_check.suite_part([str(tmp_path / "missing.py")], limit_s=60)
+    assert part["error"]
+    assert not part["rows"][0]["ok"]
+
+
+def test_the_message_of_a_traceback_is_found() -> None:
+    assert gpu_check.last_line("def f():\nE   ValueError: no\nE   more\n\nx.py:3: E") == (
+        "ValueError: no"
+    )
+    assert gpu_check.last_line("Traceback\n  line\nRuntimeError: CUDA\n") == "RuntimeError: CUDA"
+    assert gpu_check.last_line("") == ""

@@ -1,0 +1,348 @@
+"""Gradients are views of persistent buffers for ever, readable after each call, equal eager's."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import CapturedStep, MixedPrecisionPolicy
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+from zoo import WIDTH, ZOO, Case, Squared, UnusedParameter
+
+CPU = torch.device("cpu")
+
+
+def start(
+    case: Case, device: torch.device, **options: Any
+) -> tuple[CapturedStep, nn.Module, FusedAdam, Callable[[], tuple[Tensor, ...]]]:
+    quick_garbage_collection()
+    torch.manual_seed(3)
+    model = case.make().to(device)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    step = graphfsdp.capture(model, optim, loss_fn=case.loss_fn, **options)
+    generator = torch.Generator().manual_seed(4)
+    return step, model, optim, lambda: case.batch(generator).to(device).args
+
+
+def addresses(model: nn.Module, kind: str = "grad") -> dict[str, int]:
+    """Return where each gradient lies."""
+    found = {name: getattr(param, kind, None) for name, param in model.named_parameters()}
+    return {name: grad.data_ptr() for name, grad in found.items() if grad is not None}
+
+
+@pytest.mark.parametrize("name", ["shared_layer", "channels_last", "odd_shapes", "parametrized"])
+def test_gradients_are_those_of_plain_autograd(name: str, device: torch.device) -> None:
+    """In the same calls, on a copy of the model, by torch alone."""
+    step, model, _, next_batch = start(ZOO[name], device)
+    for _ in range(8):
+        batch = next_batch()
+        # A copy, because a forward pass moves buffers; copies of sliced parameters are dense.
+        twin = copy.deepcopy(model) if list(model.buffers()) else model
+        torch.manual_seed(9)
+        expected = torch.autograd.grad(twin(*batch), list(twin.parameters()))
+        torch.manual_seed(9)
+        step(*batch)
+        for (path, param), grad in zip(model.named_parameters(), expected, strict=True):
+            assert param.grad is not None
+            assert torch.equal(param.grad, grad), path
+
+
+@pytest.mark.parametrize("scope", ["none", "forward_backward", "full_iteration"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_stay_in_one_storage_for_ever(
+    scope: str, microbatches: int, device: torch.device
+) -> None:
+    step, model, _, next_batch = start(
+        ZOO["channels_last"], device, scope=scope, microbatches=microbatches, max_grad_norm=0.1
+    )
+    step(*next_batch())
+    first = addresses(model)
+    assert len(first) == len(list(model.parameters()))
+    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    assert len(storages) == 1
+    for _ in range(7):
+        step(*next_batch())
+        assert addresses(model) == first
+    for param in model.parameters():
+        assert param.grad is not None
+        assert param.grad.stride() == param.stride()
+
+
+def test_a_parameter_that_is_not_dense_has_a_contiguous_gradient(device: torch.device) -> None:
+    step, model, _, next_batch = start(ZOO["odd_shapes"], device)
+    for _ in range(6):
+        step(*next_batch())
+    sliced, transposed = model.sliced, model.transposed
+    assert isinstance(sliced, nn.Parameter)
+    assert isinstance(transposed, nn.Parameter)
+    assert sliced.grad is not None
+    assert sliced.grad.is_contiguous()
+    assert transposed.grad is not None
+    assert transposed.grad.stride() == transposed.stride()
+
+
+def set_to_none(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.zero_grad(set_to_none=True)
+
+
+def set_to_zero(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.zero_grad(set_to_none=False)
+
+
+def model_zero_grad(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def other_tensor(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 7.0)
+
+
+def overwritten(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.fill_(float("nan"))
+
+
+def backward_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    device = next(model.parameters()).device
+    sum(param.float().sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
+    assert device is not None
+
+
+FORMS = [
+    set_to_none,
+    set_to_zero,
+    model_zero_grad,
+    by_hand,
+    other_tensor,
+    overwritten,
+    backward_by_hand,
+]
+
+
+@pytest.mark.parametrize("disturb", FORMS)
+@pytest.mark.parametrize("scope", ["forward_backward", "full_iteration"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_happens_to_gradients_between_calls_does_not_matter(
+    disturb: Callable[[nn.Module, torch.optim.Optimizer], None],
+    scope: str,
+    microbatches: int,
+    device: torch.device,
+) -> None:
+    options = {"microbatches": microbatches, "max_grad_norm": 0.1}
+    step, model, optim, next_batch = start(ZOO["shared_layer"], device, scope="none", **options)
+    expected = []
+    for _ in range(8):
+        step(*next_batch())
+        expected.append(snapshot(model, optim))
+    step, model, optim, next_batch = start(ZOO["shared_layer"], device, scope=scope, **options)
+    first: dict[str, int] = {}
+    for index in range(8):
+        disturb(model, optim)
+        step(*next_batch())
+        assert_same_state(expected[index], snapshot(model, optim), f"call {index}")
+        first = first or addresses(model)
+        assert addresses(model) == first
+
+
+def test_zeroed_gradients_are_gone_until_the_next_call(device: torch.device) -> None:
+    step, model, optim, next_batch = start(ZOO["mlp"], device)
+    for _ in range(6):
+        step(*next_batch())
+    optim.zero_grad()
+    assert addresses(model) == {}
+    step(*next_batch())
+    assert len(addresses(model)) == 4
+
+
+def test_a_parameter_that_no_gradient_reaches_has_none_and_is_named(device: torch.device) -> None:
+    step, model, optim, next_batch = start(ZOO["unused_parameter"], device)
+    for _ in range(7):
+        step(*next_batch())
+    assert isinstance(model, UnusedParameter)
+    assert model.unused.weight.grad is None
+    assert model.frozen.weight.grad is None
+    assert model.used.weight.grad is not None
+    assert model.unused.weight not in optim.state
+    assert step.report().without_gradient == ("unused.weight", "unused.bias")
+    assert "without gradient:  unused.weight, unused.bias" in str(step.report())
+
+
+def test_stale_gradients_from_before_the_capture_are_not_accumulated(device: torch.device) -> None:
+    step, model, _, next_batch = start(ZOO["unused_parameter"], device)
+    assert isinstance(model, UnusedParameter)
+    model.unused.weight.grad = torch.ones_like(model.unused.weight)
+    before = model.unused.weight.detach().clone()
+    for _ in range(6):
+        step(*next_batch())
+        assert model.unused.weight.grad is None
+    assert torch.equal(before, model.unused.weight)
+
+
+@pytest.mark.parametrize("num_calls", [2, 4, 6])
+def test_a_sparse_gradient_is_refused_by_name(num_calls: int, device: torch.device) -> None:
+    """In the first call that has one, and whatever the phase."""
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)).to(device)
+    step = graphfsdp.capture(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=lambda m, x: m(x).mean()
+    )
+    with pytest.raises(graphfsdp.CaptureError, match=r"'0.weight' has layout torch.sparse_coo"):
+        step(torch.tensor([1, 2], device=device))
+    assert num_calls
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_gradient_made_with_create_graph_lands_too(device: torch.device) -> None:
+    """autograd then accumulates out of place: microbatch two must not be counted twice."""
+
+    class CreateGraph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.layer(x).square().mean()
+            return loss
+
+    model = CreateGraph().to(device)
+    gradients = PersistentGradients(
+        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
+    )
+    x = torch.randn(4, WIDTH, device=device)
+    expected = torch.autograd.grad(model(x), model.layer.weight)[0]
+    gradients.begin()
+    for _ in range(3):
+        model(x).backward(create_graph=True)
+    gradients.finish()
+    assert model.layer.weight.grad is gradients.landed_views()[0]
+    torch.testing.assert_close(model.layer.weight.grad, 3 * expected)
+    gradients.close()
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("scope", ["none", "forward_backward", "full_iteration"])
+def test_a_decoupled_gradient_leaves_grad_alone(
+    scope: str, microbatches: int, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model = Squared(nn.Linear(WIDTH, 3)).to(device, torch.bfloat16)
+    optim = FusedAdam(model.parameters(), lr=0.01, use_decoupled_grad=True)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, use_decoupled_grad=True)
+    step = graphfsdp.capture(
+        model, optim, scope=scope, mp_policy=policy, microbatches=microbatches, max_grad_norm=0.1
+    )
+    kinds = []
+    for index in range(8):
+        if index % 2:
+            optim.zero_grad()
+        step(torch.randn(12, WIDTH, device=device).bfloat16())
+        assert addresses(model, "grad") == {}
+        kinds.append(addresses(model, "decoupled_grad"))
+        for param in model.parameters():
+            assert param.decoupled_grad.dtype == torch.float32  # type: ignore[attr-defined]
+    assert len(kinds[0]) == 2
+    assert all(kind == kinds[0] for kind in kinds)
+
+
+def test_microbatches_add_up_in_the_gradients_dtype(device: torch.device) -> None:
+    """In bfloat16, 1 + 2**-9 + 2**-9 is 1."""
+    model = nn.Linear(1, 1, bias=False).to(device, torch.bfloat16)
+    optim = FusedAdam(model.parameters(), lr=0.0, use_decoupled_grad=True)
+    step = graphfsdp.capture(
+        model,
+        optim,
+        loss_fn=lambda m, x: m(x.bfloat16()).sum(),
+        mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32, use_decoupled_grad=True),
+        microbatches=3,
+    )
+    x = torch.tensor([[3.0], [3 * 2.0**-9], [3 * 2.0**-9]], device=device)
+    for _ in range(6):
+        step(x)
+        grad = model.weight.decoupled_grad
+        assert isinstance(grad, Tensor)
+        assert float(grad) == pytest.approx(1 + 2**-8, rel=2**-9)
+        assert float(grad) > 1.002
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_widened_gradient_is_bound_in_float32(microbatches: int, device: torch.device) -> None:
+    """bfloat16 parameters with float32 main weights and main grads, not decoupled."""
+    quick_garbage_collection()
+    runs = []
+    for scope in ("none", "forward_backward", "full_iteration"):
+        torch.manual_seed(0)
+        model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        model.to(device, torch.bfloat16)
+        optim = FusedAdam(model.parameters(), lr=0.01, master_weights=True)
+        step = graphfsdp.capture(
+            model, optim, scope=scope, microbatches=microbatches, max_grad_norm=0.1
+        )
+        generator = torch.Generator().manual_seed(1)
+        states, places = [], []
+        for index in range(14):
+            if index % 3 == 1:
+                optim.zero_grad()
+            step(torch.randn(12, WIDTH, generator=generator).to(device, torch.bfloat16))
+            states.append(snapshot(model, optim))
+            places.append(addresses(model))
+        assert all(place == places[0] for place in places)
+        assert model.layers[0].weight.grad is not None
+        assert model.layers[0].weight.grad.dtype == torch.float32  # type: ignore[union-attr]
+        runs.append(states)
+    for states in runs[1:]:
+        for index, (expected, got) in enumerate(zip(runs[0], states, strict=True)):
+            assert_same_state(expected, got, f"call {index}")
+
+
+def test_bindings_can_be_saved_and_put_back() -> None:
+    model = nn.Linear(2, 2)
+    gradients = PersistentGradients(
+        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
+    )
+    mine = torch.ones(2, 2)
+    model.weight.grad = mine
+    restore = gradients.save_bindings()
+    gradients.begin()
+    model(torch.ones(1, 2)).sum().backward()
+    gradients.finish()
+    assert len(gradients.landed_views()) == 2
+    restore()
+    assert model.weight.grad is mine
+    assert model.bias.grad is None
+    assert gradients.landed_views() == []
+    assert list(gradients.without_gradient()) == ["weight", "bias"]
+
+
+def test_gradients_of_different_dtypes_lie_in_buffers_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    gradients = PersistentGradients(
+        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
+    )
+    assert [buffer.flat.dtype for buffer in gradients.buffers] == [torch.float32, torch.float64]
+    assert gradients.num_bytes == sum(buffer.num_bytes for buffer in gradients.buffers)
+
+
+def test_closing_leaves_the_last_gradients_and_no_hook(device: torch.device) -> None:
+    step, model, optim, next_batch = start(ZOO["mlp"], device)
+    for _ in range(6):
+        step(*next_batch())
+    kept = {name: param.grad for name, param in model.named_parameters()}
+    step.close()
+    for name, param in model.named_parameters():
+        assert param.grad is kept[name]
+        assert not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    optim.zero_grad()
+    model(*next_batch()).backward()
+    assert all(param.grad is not kept[name] for name, param in model.named_parameters())

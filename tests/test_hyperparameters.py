@@ -1,0 +1,320 @@
+"""Hyper-parameters are data: whatever changes between replays takes effect in the next one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+from zoo import ZOO
+
+NUM_STEPS = 14
+
+
+def make_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two groups: matrices with weight decay, the rest without."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.2},
+        {"params": [param for param in params if param.dim() < 2], "lr": 0.05},
+    ]
+
+
+Tick = Callable[[int], None]
+Setup = Callable[[torch.optim.Optimizer], Tick]
+
+
+def train(
+    scope: str, device: torch.device, setup: Setup, make: Callable[..., torch.optim.Optimizer]
+) -> list[dict[str, Tensor]]:
+    """Train with something that happens after each call; return the state after each call."""
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    case = ZOO["mlp"]
+    model = case.make().to(device)
+    optim = make(make_groups(model))
+    tick = setup(optim)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    with graphfsdp.capture(model, optim, scope=scope, max_grad_norm=0.1) as step:
+        for index in range(NUM_STEPS):
+            step(*case.batch(generator).to(device).args)
+            tick(index)
+            found.append(snapshot(model, optim))
+    return found
+
+
+def fused_adam(groups: Any) -> torch.optim.Optimizer:
+    return FusedAdam(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+
+
+def check(setup: Setup, device: torch.device, make: Any = fused_adam) -> None:
+    """Compare captured and eager, and with a run in which nothing is changed."""
+    expected = train("none", device, setup, make)
+    for scope in ("full_iteration", "forward_backward"):
+        for index, (one, other) in enumerate(
+            zip(expected, train(scope, device, setup, make), strict=True)
+        ):
+            assert_same_state(one, other, f"{scope}, call {index}")
+    fixed = train("none", device, lambda optim: lambda index: None, make)
+    name = "parameter layers.0.weight"
+    assert not torch.equal(fixed[-1][name], expected[-1][name]), "the change had no effect"
+
+
+def each_call(change: Callable[[dict[str, Any], int], None]) -> Setup:
+    """Change both groups after every call."""
+
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        def tick(index: int) -> None:
+            for group in optim.param_groups:
+                change(group, index)
+
+        return tick
+
+    return setup
+
+
+CHANGES: dict[str, Callable[[dict[str, Any], int], None]] = {
+    "lr": lambda group, index: group.update(lr=0.1 / (index + 1)),
+    "weight_decay": lambda group, index: group.update(weight_decay=0.1 * index),
+    "beta1": lambda group, index: group.update(betas=(0.9 - 0.05 * index, 0.95)),
+    "beta2": lambda group, index: group.update(betas=(0.9, 0.999 - 0.01 * index)),
+    "eps": lambda group, index: group.update(eps=10.0**-index),
+    "lr_to_zero_and_back": lambda group, index: group.update(lr=0.01 * (index % 2)),
+    "lr_as_integer": lambda group, index: group.update(lr=index % 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_by_hand_takes_effect_in_the_next_replay(name: str, device: torch.device) -> None:
+    check(each_call(CHANGES[name]), device)
+
+
+def test_a_change_in_one_group_leaves_the_other(device: torch.device) -> None:
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        def tick(index: int) -> None:
+            optim.param_groups[index % 2]["lr"] = 0.01 * index
+
+        return tick
+
+    check(setup, device)
+
+
+def test_a_change_in_a_single_call_lasts_for_that_call(device: torch.device) -> None:
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        def tick(index: int) -> None:
+            optim.param_groups[0]["lr"] = 0.5 if index == 9 else 0.01
+
+        return tick
+
+    check(setup, device)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "lambda": lambda optim: lr_scheduler.LambdaLR(optim, lambda epoch: 1 / (1 + epoch)),
+    "cosine": lambda optim: lr_scheduler.CosineAnnealingLR(optim, NUM_STEPS),
+    "one_cycle": lambda optim: lr_scheduler.OneCycleLR(
+        optim, max_lr=[0.1, 0.02], total_steps=NUM_STEPS + 2, cycle_momentum=True
+    ),
+    "warm_restarts": lambda optim: lr_scheduler.CosineAnnealingWarmRestarts(optim, 3),
+    "warmup_then_decay": lambda optim: lr_scheduler.SequentialLR(
+        optim,
+        [
+            lr_scheduler.LinearLR(optim, 0.1, total_iters=5),
+            lr_scheduler.ExponentialLR(optim, 0.8),
+        ],
+        milestones=[5],
+    ),
+}
+
+
+def scheduled(make: Callable[[torch.optim.Optimizer], Any]) -> Setup:
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        scheduler = make(optim)
+        return lambda index: scheduler.step()
+
+    return setup
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_reach_the_replays(name: str, device: torch.device) -> None:
+    check(scheduled(SCHEDULERS[name]), device)
+
+
+@pytest.mark.parametrize("name", ["lambda", "cosine"])
+def test_schedulers_reach_an_lr_that_is_a_tensor(name: str, device: torch.device) -> None:
+    def fused(groups: Any) -> torch.optim.Optimizer:
+        for group in groups:
+            group["lr"] = torch.tensor(group.get("lr", 0.01), device=device)
+        return torch.optim.AdamW(groups, fused=True, capturable=device.type == "cuda")
+
+    def fused_adam_with_tensor(groups: Any) -> torch.optim.Optimizer:
+        for group in groups:
+            group["lr"] = torch.tensor(group.get("lr", 0.01), device=device)
+        return FusedAdam(groups)
+
+    check(scheduled(SCHEDULERS[name]), device, fused)
+    check(scheduled(SCHEDULERS[name]), device, fused_adam_with_tensor)
+
+
+def test_plateau_scheduler_reaches_the_replays(device: torch.device) -> None:
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        scheduler = lr_scheduler.ReduceLROnPlateau(optim, factor=0.5, patience=0)
+        return lambda index: scheduler.step(1.0)
+
+    check(setup, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lr", -1.0, "lr"),
+        ("betas", (1.0, 0.9), "beta"),
+        ("eps", -1e-8, "eps"),
+        ("weight_decay", -0.1, "weight_decay"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_before_the_replay(
+    name: str, value: object, message: str, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    case = ZOO["mlp"]
+    model = case.make().to(device)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    step = graphfsdp.capture(model, optim)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        step(*case.batch(generator).to(device).args)
+    before = snapshot(model, optim)
+    good = optim.param_groups[0][name]
+    optim.param_groups[0][name] = value
+    with pytest.raises(graphfsdp.ConfigError, match=message):
+        step(*case.batch(generator).to(device).args)
+    assert_same_state(before, snapshot(model, optim))
+    optim.param_groups[0][name] = good
+    step(*case.batch(generator).to(device).args)
+
+
+def make_torch(name: str, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    return kind(model.parameters(), lr=0.01, fused=True, capturable=device.type == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "value"),
+    [
+        ("adamw", "lr", 0.02),
+        ("adamw", "weight_decay", 0.3),
+        ("adamw", "betas", (0.8, 0.9)),
+        ("adam", "eps", 1e-4),
+        ("adam", "maximize", True),
+        ("sgd", "lr", 0.02),
+        ("sgd", "momentum", 0.5),
+    ],
+)
+def test_a_changed_value_that_is_baked_in_is_refused_by_name(
+    optimizer: str, key: str, value: object, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    case = ZOO["mlp"]
+    model = case.make().to(device)
+    optim = make_torch(optimizer, model, device)
+    step = graphfsdp.capture(model, optim)
+    batch = case.batch(torch.Generator().manual_seed(1)).to(device).args
+    for _ in range(6):
+        step(*batch)
+    before = snapshot(model, optim)
+    old = optim.param_groups[0][key]
+    optim.param_groups[0][key] = value
+    with pytest.raises(graphfsdp.GuardError, match=key) as caught:
+        step(*batch)
+    assert repr(old) in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert "FusedAdam" in str(caught.value)
+    assert_same_state(before, snapshot(model, optim))
+    optim.param_groups[0][key] = old
+    step(*batch)  # the old value is fine again
+
+
+def test_baked_values_are_free_while_the_optimizer_is_eager(device: torch.device) -> None:
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        def tick(index: int) -> None:
+            optim.param_groups[0]["lr"] = 0.1 / (index + 1)
+            optim.param_groups[1]["weight_decay"] = 0.1 * index
+
+        return tick
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=0.01, foreach=True)
+
+    runs = [train(scope, device, setup, make) for scope in ("none", "forward_backward")]
+    for one, other in zip(*runs, strict=True):
+        assert_same_state(one, other)
+
+
+def test_a_change_during_warm_up_is_what_the_capture_sees(device: torch.device) -> None:
+    """Baked optimizers bake the values of the recording, not those of the first call."""
+
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        def tick(index: int) -> None:
+            if index < 3:
+                optim.param_groups[0]["lr"] = 0.1 / (index + 1)
+
+        return tick
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            groups, lr=0.01, fused=True, capturable=device.type == "cuda"
+        )
+
+    runs = [train(scope, device, setup, make) for scope in ("none", "full_iteration")]
+    for one, other in zip(*runs, strict=True):
+        assert_same_state(one, other)
+
+
+def test_a_group_added_after_the_capture_is_refused(device: torch.device) -> None:
+    case = ZOO["mlp"]
+    model = case.make().to(device)
+    batch = case.batch(torch.Generator()).to(device).args
+    for make in (FusedAdam, lambda params: torch.optim.SGD(params, lr=0.1, fused=True)):
+        optim = make(list(model.parameters()))
+        step = graphfsdp.capture(model, optim)
+        for _ in range(5):
+            step(*batch)
+        extra = nn.Parameter(torch.ones(2, device=device))
+        optim.add_param_group({"params": [extra]})
+        with pytest.raises(graphfsdp.GuardError, match="capture again"):
+            step(*batch)
+        step.close()
+
+
+def test_loading_the_optimizers_state_reaches_the_replays(device: torch.device) -> None:
+    def train_and_load(scope: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        case = ZOO["mlp"]
+        model = case.make().to(device)
+        optim = FusedAdam(model.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(1)
+        step = graphfsdp.capture(model, optim, scope=scope)
+        for index in range(10):
+            if index == 2:
+                saved = {
+                    "model": {k: v.clone() for k, v in model.state_dict().items()},
+                    "optim": torch.utils._pytree.tree_map(
+                        lambda v: v.clone() if isinstance(v, Tensor) else v, optim.state_dict()
+                    ),
+                }
+            if index == 7:
+                model.load_state_dict(saved["model"])
+                optim.load_state_dict(saved["optim"])
+            step(*case.batch(generator).to(device).args)
+        return snapshot(model, optim)
+
+    assert_same_state(train_and_load("none"), train_and_load("full_iteration"))

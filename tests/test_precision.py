@@ -1,0 +1,178 @@
+"""The precision guard, as `graphfsdp.capture` applies it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import ConfigError, MixedPrecisionPolicy, PrecisionError
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+from zoo import WIDTH, Squared
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def make_model(device: torch.device, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    net = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.2), nn.LayerNorm(8), nn.Linear(8, 3))
+    return net.to(device, dtype)
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x.to(next(model.parameters()).dtype))
+    return loss
+
+
+ACCEPTED: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any], torch.dtype]] = {
+    # parameter dtype, FusedAdam's arguments, policy, dtype of the bound gradient
+    "float32": (FP32, {}, {}, FP32),
+    "bfloat16": (BF16, {}, {}, BF16),
+    "main_weights": (BF16, {"master_weights": True}, {}, FP32),
+    "main_weights_named": (
+        BF16,
+        {"master_weights": True},
+        {"main_params_dtype": FP32, "main_grads_dtype": FP32},
+        FP32,
+    ),
+    "decoupled_float32": (
+        BF16,
+        {"use_decoupled_grad": True, "master_weights": True},
+        {"main_grads_dtype": FP32, "use_decoupled_grad": True},
+        FP32,
+    ),
+    "decoupled_bfloat16_with_main_weights": (
+        BF16,
+        {"use_decoupled_grad": True, "master_weights": True},
+        {"main_params_dtype": FP32, "main_grads_dtype": BF16, "use_decoupled_grad": True},
+        BF16,
+    ),
+    "decoupled_bfloat16_for_float32": (
+        FP32,
+        {"use_decoupled_grad": True},
+        {"main_grads_dtype": BF16, "use_decoupled_grad": True},
+        BF16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_accepted_precisions_replay_as_eager_runs(
+    name: str, microbatches: int, device: torch.device
+) -> None:
+    quick_garbage_collection()
+    dtype, arguments, policy, grad_dtype = ACCEPTED[name]
+    runs = []
+    for scope in ("none", "full_iteration", "forward_backward"):
+        model = make_model(device, dtype)
+        optim = FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, **arguments)
+        step = graphfsdp.capture(
+            model,
+            optim,
+            scope=scope,
+            loss_fn=loss_fn,
+            max_grad_norm=0.5,
+            microbatches=microbatches,
+            mp_policy=MixedPrecisionPolicy(**policy),
+        )
+        generator = torch.Generator().manual_seed(1)
+        states = []
+        for index in range(14):
+            optim.param_groups[0]["lr"] = 0.01 / (1 + index)
+            loss = step(torch.randn(8, WIDTH, generator=generator).to(device))
+            assert step.grad_norm is not None
+            assert step.grad_norm.dtype == FP32
+            states.append({**snapshot(model, optim), "loss": loss, "norm": step.grad_norm})
+        kind = "decoupled_grad" if "use_decoupled_grad" in arguments else "grad"
+        for param in model.parameters():
+            assert getattr(param, kind).dtype == grad_dtype
+        runs.append(states)
+        assert step.report().gradient_bytes >= grad_dtype.itemsize * sum(
+            param.numel() for param in model.parameters()
+        )
+    for states in runs[1:]:
+        for index, (expected, got) in enumerate(zip(runs[0], states, strict=True)):
+            assert_same_state(expected, got, f"call {index}")
+
+
+REFUSED: dict[str, tuple[torch.dtype, Any, dict[str, Any], list[str]]] = {
+    # parameter dtype, optimizer, policy, what the message must hold
+    "bfloat16_with_float32_grads": (
+        BF16,
+        FusedAdam,
+        {"main_grads_dtype": FP32},
+        ["main_params_dtype", "bfloat16", "main_grads_dtype is float32", "use_decoupled_grad=True"],
+    ),
+    "float32_with_bfloat16_grads": (
+        FP32,
+        FusedAdam,
+        {"main_grads_dtype": BF16},
+        ["main_grads_dtype is bfloat16", "'layers.0.weight'", "main_grads_dtype=float32"],
+    ),
+    "main_weights_with_bfloat16_grads": (
+        BF16,
+        lambda params: FusedAdam(params, master_weights=True),
+        {"main_params_dtype": FP32, "main_grads_dtype": BF16},
+        ["main_params_dtype is float32", "main_grads_dtype is bfloat16"],
+    ),
+    "main_params_that_nobody_keeps": (
+        BF16,
+        FusedAdam,
+        {"main_params_dtype": FP32},
+        ["main_params_dtype is float32", "bfloat16", "master_weights=True"],
+    ),
+    "policy_decoupled_alone": (
+        BF16,
+        FusedAdam,
+        {"use_decoupled_grad": True},
+        ["use_decoupled_grad is True", "param.grad", "FusedAdam(..., use_decoupled_grad=True)"],
+    ),
+    "optimizer_decoupled_alone": (
+        FP32,
+        lambda params: FusedAdam(params, use_decoupled_grad=True),
+        {"main_grads_dtype": BF16},
+        ["use_decoupled_grad is False", "param.decoupled_grad"],
+    ),
+    "torch_adamw_with_float32_grads": (
+        BF16,
+        lambda params: torch.optim.AdamW(params, fused=True),
+        {"main_grads_dtype": FP32},
+        ["AdamW", "float32", "bfloat16", "FusedAdam"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("scope", ["none", "full_iteration"])
+def test_clashing_precisions_are_refused_before_anything_runs(name: str, scope: str) -> None:
+    dtype, make, policy, parts = REFUSED[name]
+    model = make_model(torch.device("cpu"), dtype)
+    optim = make(model.parameters())
+    before = snapshot(model, optim)
+    with pytest.raises(PrecisionError) as caught:
+        graphfsdp.capture(model, optim, scope=scope, mp_policy=MixedPrecisionPolicy(**policy))
+    assert isinstance(caught.value, ConfigError)
+    for part in parts:
+        assert part in str(caught.value), part
+    assert_same_state(before, snapshot(model, optim))
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())  # type: ignore[attr-defined]
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name", ["param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"]
+)
+def test_a_policy_takes_floating_point_dtypes_only(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} must be a floating-point.*torch.int32"):
+        MixedPrecisionPolicy(**{name: torch.int32})
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
+def test_torch_adam_that_is_not_fused_is_refused_with_the_ways_out(make: Any) -> None:
+    model = make_model(torch.device("cpu"), FP32)
+    with pytest.raises(ConfigError, match=r"fused=True.*FusedAdam.*forward_backward"):
+        graphfsdp.capture(model, make(model.parameters()))
+    graphfsdp.capture(model, make(model.parameters()), scope="forward_backward").close()

@@ -1,0 +1,285 @@
+"""A batch that differs from the first one raises, names the leaf, and copies nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import BatchMismatchError, ConfigError
+from graphfsdp._capture.signature import BatchSignature, flatten
+from graphfsdp.optim import FusedAdam
+from helpers import quick_garbage_collection
+
+
+class Model(nn.Module):
+    """Takes a nested batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, Any], weights: Tensor, *, power: float = 2.0) -> Tensor:
+        x = batch["x"] + batch["nested"][0]
+        loss: Tensor = ((self.layer(x) * weights.unsqueeze(1)).abs() ** power).mean()
+        return loss
+
+
+def good(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments that fit."""
+    x = torch.randn(8, 4, device=device)
+    batch = {"x": x, "nested": [torch.randn(8, 4, device=device), "name"]}
+    return (batch, torch.rand(8, device=device)), {"power": 2.0}
+
+
+Change = Callable[[list[Any], dict[str, Any]], None]
+
+
+def set_x(make: Callable[[Tensor], Any]) -> Change:
+    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
+        args[0]["x"] = make(args[0]["x"])
+
+    return change
+
+
+def set_weights(make: Callable[[Tensor], Any]) -> Change:
+    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
+        args[1] = make(args[1])
+
+    return change
+
+
+def set_power(value: Any) -> Change:
+    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
+        kwargs["power"] = value
+
+    return change
+
+
+def drop_power(args: list[Any], kwargs: dict[str, Any]) -> None:
+    del kwargs["power"]
+
+
+def new_keyword(args: list[Any], kwargs: dict[str, Any]) -> None:
+    kwargs["mask"] = torch.ones(8)
+
+
+def drop_argument(args: list[Any], kwargs: dict[str, Any]) -> None:
+    del args[1]
+
+
+def rename_key(args: list[Any], kwargs: dict[str, Any]) -> None:
+    args[0]["ids"] = args[0].pop("x")
+
+
+def longer_list(args: list[Any], kwargs: dict[str, Any]) -> None:
+    args[0]["nested"].append(torch.ones(8))
+
+
+def list_to_tuple(args: list[Any], kwargs: dict[str, Any]) -> None:
+    args[0]["nested"] = tuple(args[0]["nested"])
+
+
+def other_name(args: list[Any], kwargs: dict[str, Any]) -> None:
+    args[0]["nested"][1] = "other"
+
+
+def tensor_for_name(args: list[Any], kwargs: dict[str, Any]) -> None:
+    args[0]["nested"][1] = torch.ones(2)
+
+
+MISMATCHES: dict[str, tuple[Change, str]] = {
+    "batch_of_1": (
+        set_x(lambda x: x[:1]),
+        r"args\[0\]\['x'\]: expected a torch.float32 tensor of shape \(8, 4\) on \S+ got a "
+        r"torch.float32 tensor of shape \(1, 4\)",
+    ),
+    "last_batch": (set_x(lambda x: x[:5]), r"args\[0\]\['x'\].*\(8, 4\).*\(5, 4\).*drop_last"),
+    "0_dimensional": (set_x(lambda x: x.sum()), r"args\[0\]\['x'\].*shape \(\)"),
+    "more_dimensions": (set_x(lambda x: x[None]), r"args\[0\]\['x'\].*shape \(1, 8, 4\)"),
+    "dtype": (set_weights(lambda w: w.double()), r"args\[1\]: .*float32.*got a torch.float64"),
+    "integers": (set_weights(lambda w: w.long()), r"args\[1\]: .*float32.*got a torch.int64"),
+    "device": (set_weights(lambda w: w.to("meta")), r"args\[1\]: .*got .* on meta"),
+    "number_for_tensor": (set_weights(lambda w: 1.5), r"args\[1\]: .*got 1\.5 \(float\)"),
+    "none_for_tensor": (set_weights(lambda w: None), r"args\[1\]: .*got None \(NoneType\)"),
+    "list_for_tensor": (set_weights(lambda w: [w]), r"args\[1\] is missing, args\[1\]\[0\] is new"),
+    "plain_value": (set_power(3.0), r"power: expected 2\.0 \(float\), got 3\.0 \(float\).*baked"),
+    "type_of_plain_value": (set_power(2), r"power: expected 2\.0 \(float\), got 2 \(int\)"),
+    "tensor_for_value": (set_power(torch.tensor(2.0)), r"power: expected 2\.0 .*got a torch.float"),
+    "missing_keyword": (drop_power, "power is missing"),
+    "new_keyword": (new_keyword, "mask is new"),
+    "missing_argument": (drop_argument, r"args\[1\] is missing"),
+    "renamed_key": (
+        rename_key,
+        r"args\[0\]\['x'\] is missing, args\[0\]\['ids'\] is new",
+    ),
+    "longer_list": (longer_list, r"args\[0\]\['nested'\]\[2\] is new"),
+    "other_container": (list_to_tuple, "containers differ"),
+    "plain_value_deep_inside": (other_name, r"args\[0\]\['nested'\]\[1\]: expected 'name'"),
+    "tensor_deep_inside": (tensor_for_name, r"args\[0\]\['nested'\]\[1\]: expected 'name'"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+@pytest.mark.parametrize("num_calls", [1, 5], ids=["warm-up", "replay"])
+def test_a_mismatch_names_the_leaf_and_copies_nothing(
+    name: str, num_calls: int, device: torch.device
+) -> None:
+    quick_garbage_collection()
+    model = Model().to(device)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
+    for _ in range(num_calls):
+        args, kwargs = good(device)
+        step(*args, **kwargs)
+    assert step._inputs is not None
+    static = [step._inputs.args[0]["x"], step._inputs.args[0]["nested"][0], step._inputs.args[1]]
+    state = [t.clone() for t in (*static, *model.parameters())]
+    phase, calls = step.phase, step.report().num_calls
+    change, message = MISMATCHES[name]
+    args, kwargs = good(device)
+    changed = list(args)
+    change(changed, kwargs)
+    with pytest.raises(BatchMismatchError, match=message) as caught:
+        step(*changed, **kwargs)
+    assert "Remedy: " in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    now = [*static, *model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
+    assert (step.phase, step.report().num_calls) == (phase, calls)
+    args, kwargs = good(device)
+    step(*args, **kwargs)  # and a batch that fits goes on
+
+
+def test_scope_none_checks_batches_too(device: torch.device) -> None:
+    model = nn.Linear(4, 1).to(device)
+    step = graphfsdp.capture(
+        model, FusedAdam(model.parameters()), scope="none", loss_fn=lambda m, x: m(x).mean()
+    )
+    step(torch.randn(8, 4, device=device))
+    with pytest.raises(BatchMismatchError, match=r"args\[0\]"):
+        step(torch.randn(1, 4, device=device))
+
+
+@pytest.mark.parametrize("first", ["contiguous", "transposed", "expanded"])
+def test_other_strides_are_welcome(first: str, device: torch.device) -> None:
+    """Static inputs keep the strides of the first batch, in every scope."""
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        torch.randn(8, 4, generator=generator).to(device),
+        torch.randn(4, 8, generator=generator).to(device).t(),
+        torch.randn(1, 4, generator=generator).to(device).expand(8, 4),
+    ] * 3
+    start = ["contiguous", "transposed", "expanded"].index(first)
+    runs = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).to(device)
+        step = graphfsdp.capture(
+            model, FusedAdam(model.parameters()), scope=scope, loss_fn=lambda m, x: m(x).mean()
+        )
+        losses = []
+        for x in made[start:]:
+            expected = model(x.contiguous()).mean()
+            losses.append(step(x))
+            torch.testing.assert_close(losses[-1], expected.detach())
+        runs.append(torch.stack(losses))
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("nan", [float("nan"), complex(0, float("nan"))])
+def test_nan_is_equal_to_itself_as_a_plain_value(nan: object) -> None:
+    """The same object always; another NaN is another value, as Python says."""
+    step, x = step_with_plain_values()
+    for _ in range(6):
+        step(x, nan)
+    with pytest.raises(BatchMismatchError, match=r"args\[1\]: expected .*nan"):
+        step(x, float("inf"))
+
+
+class Odd:
+    """Compares like an array: with no truth value."""
+
+    def __eq__(self, other: object) -> Any:
+        raise RuntimeError("ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("value", [None, True, 3, "text", b"bytes", torch.float32, Odd()])
+def test_plain_values_of_any_kind_are_compared(value: object) -> None:
+    step, x = step_with_plain_values()
+    for _ in range(6):
+        step(x, value)
+    with pytest.raises(BatchMismatchError, match=r"args\[1\]"):
+        step(x, Odd())
+
+
+def step_with_plain_values() -> tuple[graphfsdp.CapturedStep, Tensor]:
+    model = nn.Linear(4, 1)
+    step = graphfsdp.capture(
+        model, FusedAdam(model.parameters()), loss_fn=lambda m, x, value: m(x).mean()
+    )
+    return step, torch.randn(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.randn(8, 4, requires_grad=True), r"args\[0\] requires a gradient"),
+        (torch.randn(8, 4).to_sparse(), r"args\[0\] is a Tensor of layout torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(4)], layout=torch.jagged), "must be a plain"),
+    ],
+    ids=["requires_grad", "sparse", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_first_batch_that_no_graph_can_hold_is_refused(batch: Tensor, message: str) -> None:
+    model = nn.Linear(4, 1)
+    step = graphfsdp.capture(
+        model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean()
+    )
+    with pytest.raises(ConfigError, match=message):
+        step(batch)
+    step(torch.randn(8, 4))  # a batch that fits starts the step
+
+
+@pytest.mark.parametrize("microbatches", [3, 16])
+def test_a_batch_that_does_not_divide_is_refused(microbatches: int) -> None:
+    model = nn.Linear(4, 1)
+    step = graphfsdp.capture(
+        model,
+        FusedAdam(model.parameters()),
+        loss_fn=lambda m, x, **_: m(x).mean(),
+        microbatches=microbatches,
+    )
+    with pytest.raises(ConfigError, match=rf"args\[0\].*\(8, 4\).*into {microbatches} equal"):
+        step(torch.randn(8, 4))
+    with pytest.raises(ConfigError, match=r"scale.*shape \(\)"):
+        step(torch.randn(3 * 16, 4), scale=torch.tensor(1.0))
+
+
+def test_a_tensor_that_requires_a_gradient_later_is_only_copied(device: torch.device) -> None:
+    """The rule is for the first batch; later ones are copied, never linked to the graph."""
+    model = nn.Linear(4, 1).to(device)
+    step = graphfsdp.capture(
+        model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean()
+    )
+    for _ in range(5):
+        step(torch.randn(8, 4, device=device))
+    x = torch.randn(8, 4, device=device, requires_grad=True)
+    assert not step(x).requires_grad
+    assert x.grad is None
+
+
+def test_names_are_written_as_the_caller_wrote_the_arguments() -> None:
+    args = ([torch.ones(1), {"a": 1}], (2,))
+    kwargs = {"mask": {"b": torch.ones(1)}, "flag": True}
+    leaves, spec = flatten(args, kwargs)
+    assert BatchSignature(leaves, spec).names == [
+        "args[0][0]",
+        "args[0][1]['a']",
+        "args[1][0]",
+        "mask['b']",
+        "flag",
+    ]

@@ -1,0 +1,128 @@
+"""Flags, presets and the checks of a run's configuration."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from graphfsdp.config import Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.arguments import make_parser, parse_train_arguments
+from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.presets import PRESETS, find_preset
+
+
+def parse(line: str) -> TrainConfig:
+    return parse_train_arguments(line.split())
+
+
+def test_no_flag_gives_the_default_preset() -> None:
+    assert parse("") == TrainConfig() == find_preset("default")
+
+
+def test_every_field_has_a_flag_with_help_and_every_flag_a_field() -> None:
+    actions = {action.dest: action for action in make_parser()._actions}
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert actions.keys() - fields == {"help", "cuda_graph_impl"}
+    assert fields <= actions.keys()
+    for action in actions.values():
+        assert action.help is not None
+        assert len(action.help) > 15
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: str(preset.name))
+def test_a_preset_is_found_by_name_and_shown_in_help(preset: object) -> None:
+    assert dataclasses.is_dataclass(preset)
+    name = getattr(preset, "name")  # noqa: B009
+    assert parse(f"--preset {name}") == getattr(preset, "config")  # noqa: B009
+    assert re.search(rf"\n  {name} +\w", make_parser().format_help())
+
+
+def test_tiny_is_the_launch_bound_size() -> None:
+    tiny = find_preset("tiny")
+    assert (tiny.num_layers, tiny.hidden_size, tiny.batch_size, tiny.seq_length) == (4, 64, 4, 32)
+
+
+def test_flags_override_the_preset() -> None:
+    config = parse("--preset gpt2-124m --num-layers 2 --swiglu --lr 0.5 --lr-decay-style linear")
+    expected = dataclasses.replace(
+        find_preset("gpt2-124m"), num_layers=2, swiglu=True, lr=0.5, lr_decay_style="linear"
+    )
+    assert config == expected
+
+
+def test_a_switch_that_a_preset_turns_on_can_be_turned_off() -> None:
+    assert find_preset("llama-160m").swiglu
+    assert not parse("--preset llama-160m --no-swiglu").swiglu
+
+
+def test_global_batch_is_cut_into_micro_batches() -> None:
+    config = parse("--micro-batch-size 4 --global-batch-size 12 --seq-length 10")
+    assert config.num_microbatches == 3
+    assert config.tokens_per_iteration == 120
+    assert parse("--micro-batch-size 4").num_microbatches == 1
+
+
+@pytest.mark.parametrize("flag", ["--cuda-graph-scope", "--cuda-graph-impl"])
+def test_both_spellings_of_the_scope_mean_the_same(flag: str) -> None:
+    assert parse(f"{flag} forward_backward").scope is Scope.FORWARD_BACKWARD
+    assert parse("--cuda-graph-scope none --cuda-graph-impl none").scope is Scope.NONE
+
+
+def test_precision_flags_become_a_policy() -> None:
+    config = parse("--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer")
+    assert config.mp_policy.param_dtype == torch.bfloat16
+    assert config.mp_policy.main_params_dtype == torch.float32
+    assert config.mp_policy.main_grads_dtype == torch.bfloat16
+    assert config.mp_policy.use_decoupled_grad
+    assert config.master_weights
+    assert not parse("--bf16 --main-params-dtype bf16").master_weights
+    assert not parse("").master_weights
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--preset huge", "--preset huge: there is no such preset; choose one of default, tiny"),
+        ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
+        ("--micro-batch-size 4 --global-batch-size 6", "--global-batch-size 6 is not divisible"),
+        ("--cuda-graph-scope none --cuda-graph-impl full_iteration", "two spellings"),
+        ("--cuda-graph-scope some", "argument --cuda-graph-scope: invalid choice"),
+        ("--cuda-graph-warmup-steps 0", "--cuda-graph-warmup-steps must be at least 1"),
+        ("--main-params-dtype bf16", "add --bf16"),
+        ("--main-grads-dtype fp64", "argument --main-grads-dtype: invalid choice"),
+        ("--lr 0", "--lr must be greater than 0, got 0.0"),
+        ("--lr nan", "--lr must be greater than 0, got nan"),
+        ("--lr inf", "--lr must be"),
+        ("--lr fast", "argument --lr: invalid float value"),
+        ("--lr 1e-3 --min-lr 1e-2", r"--min-lr must be in \[0, --lr 0.001\], got 0.01"),
+        ("--train-iters 10 --lr-warmup-iters 10", "--lr-warmup-iters 10 leaves nothing"),
+        ("--train-iters 0", "--train-iters must be at least 1"),
+        ("--micro-batch-size 0", "--micro-batch-size must be at least 1"),
+        ("--global-batch-size 0", "--global-batch-size must be at least 1"),
+        ("--vocab-size 0", "--vocab-size must be at least 1"),
+        ("--clip-grad -1", "--clip-grad must be at least 0"),
+        ("--adam-beta2 1", r"--adam-beta2 must be in \[0, 1\)"),
+        ("--hidden-dropout 1.5", r"--hidden-dropout must be in \[0, 1\)"),
+        ("--log-interval 0", "--log-interval must be at least 1"),
+        ("--seed -1", "--seed must be at least 0"),
+        ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
+    ],
+)
+def test_bad_input_is_refused_by_the_flag_s_name(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_warmup_is_fine_where_nothing_is_captured() -> None:
+    assert parse("--cuda-graph-scope none --cuda-graph-warmup-steps 0").scope is Scope.NONE
+
+
+def test_help_shows_the_default_of_each_flag() -> None:
+    shown = " ".join(make_parser().format_help().split())
+    assert "0 turns clipping off (default: 1.0)" in shown
+    assert "learning rate at the end (default: 0.0)" in shown
+    assert "gated feed-forward layers instead of GELU ones (default: on)" in shown
+    assert "float32 main weights --main-params-dtype" in shown  # off, so nothing to say

@@ -1,0 +1,152 @@
+"""The model: shapes, causality, positions, tying, loss, generation."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.gpt import GPT, GPTConfig, PositionEmbeddingType, RotaryEmbedding
+from graphfsdp.training.presets import find_preset
+
+SMALL = GPTConfig(vocab_size=50, seq_length=16, num_layers=2, hidden_size=32, num_attention_heads=4)
+LLAMA = dataclasses.replace(
+    SMALL,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    untie_embeddings_and_output_weights=True,
+    disable_bias_linear=True,
+)
+
+
+def random_tokens(device: torch.device, *, seq_length: int = 16) -> torch.Tensor:
+    return torch.randint(50, (3, seq_length), device=device)
+
+
+@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
+def test_loss_is_the_cross_entropy_of_the_logits(config: GPTConfig, device: torch.device) -> None:
+    model = GPT(config).to(device)
+    tokens, targets = random_tokens(device), random_tokens(device)
+    logits = model(tokens)
+    assert logits.shape == (3, 16, 50)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(tokens, targets), expected)
+
+
+@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
+def test_a_later_token_does_not_change_earlier_logits(
+    config: GPTConfig, device: torch.device
+) -> None:
+    model = GPT(config).to(device).eval()
+    tokens = random_tokens(device)
+    changed = tokens.clone()
+    changed[:, 10] = (tokens[:, 10] + 1) % 50
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert (before[:, 10:] - after[:, 10:]).abs().amax(dim=(0, 2)).min() > 1e-6
+
+
+@pytest.mark.parametrize("kind", ["learned_absolute", "rope"])
+def test_the_order_of_earlier_tokens_matters(
+    kind: PositionEmbeddingType, device: torch.device
+) -> None:
+    model = GPT(dataclasses.replace(SMALL, position_embedding_type=kind)).to(device).eval()
+    tokens = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]], device=device)
+    first, second = model(tokens)[:, -1]
+    assert (first - second).abs().max() > 1e-5
+
+
+def test_rotary_scores_depend_on_the_distance_alone(device: torch.device) -> None:
+    rotary = RotaryEmbedding(LLAMA).to(device)
+    query, key = torch.randn(2, 1, 1, 1, 8, device=device)
+    everywhere = [vector.expand(1, 1, 16, 8) for vector in (query, key)]
+    scores = rotary(everywhere[0])[0, 0] @ rotary(everywhere[1])[0, 0].T
+    for distance in range(1, 16):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert scores[:, 0].std() > 1e-2
+
+
+def test_rotary_keeps_lengths_and_position_zero(device: torch.device) -> None:
+    x = torch.randn(2, 4, 16, 8, device=device)
+    rotated = RotaryEmbedding(LLAMA).to(device)(x)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(rotated[:, :, 0], x[:, :, 0])
+
+
+def test_rotary_tables_are_not_saved() -> None:
+    assert not [name for name in GPT(LLAMA).state_dict() if "rotary" in name]
+
+
+def test_output_weights_are_the_embedding_unless_untied() -> None:
+    tied, untied = GPT(SMALL), GPT(LLAMA)
+    assert tied.output.weight is tied.token_embedding.weight
+    assert untied.output.weight is not untied.token_embedding.weight
+
+
+def test_loss_of_bf16_weights_is_float32(device: torch.device) -> None:
+    model = GPT(LLAMA).to(device)
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    loss = model(random_tokens(device), random_tokens(device))
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - math.log(50)) < 0.5  # small weights: nearly uniform
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"), [("gpt2-124m", 124_475_904), ("llama-1b", 1_261_529_088)]
+)
+def test_presets_have_the_sizes_that_their_names_say(name: str, num_params: int) -> None:
+    preset = find_preset(name)
+    assert preset.vocab_size is not None
+    with torch.device("meta"):
+        model = GPT(preset.gpt(preset.vocab_size))
+    assert sum(param.numel() for param in model.parameters()) == num_params
+
+
+def test_dropout_acts_in_training_alone(device: torch.device) -> None:
+    config = dataclasses.replace(SMALL, hidden_dropout=0.5, attention_dropout=0.5)
+    model, tokens = GPT(config).to(device), random_tokens(device)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_a_longer_sequence_than_the_model_is_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="17 tokens, the model was made for at most 16"):
+        GPT(SMALL).to(device)(random_tokens(device, seq_length=17))
+
+
+def test_generate_continues_the_prompt_and_disturbs_nothing(device: torch.device) -> None:
+    model = GPT(dataclasses.replace(SMALL, hidden_dropout=0.5)).to(device).train()
+    prompt = random_tokens(device, seq_length=5)
+    before = torch.get_rng_state()
+    first, second = (
+        model.generate(prompt, 20, generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert first.shape == (3, 25)
+    assert torch.equal(first[:, :5], prompt)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 30}, "hidden_size 30 is not divisible by num_attention_heads 4"),
+        ({"hidden_size": 20, "position_embedding_type": "rope"}, "a head has 5"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size must be at least 1"),
+        ({"hidden_dropout": 1.0}, r"hidden_dropout must be in \[0, 1\)"),
+        ({"normalization": "BatchNorm"}, "normalization must be"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type must be"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(SMALL, **change)

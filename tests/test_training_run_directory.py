@@ -1,0 +1,136 @@
+"""What a run leaves behind."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.metrics import Metrics
+from graphfsdp.training.plot import plot_loss
+from graphfsdp.training.run_directory import RunDirectory
+from graphfsdp.training.safetensors_file import write_model, write_tensors
+
+METRICS = Metrics(
+    step=7,
+    loss=float(torch.tensor(1 / 3)),
+    lr=0.1 + 0.2,
+    grad_norm=1e-30,
+    tokens=700,
+    tokens_per_s=1234.5678901234567,
+    step_ms=math.pi,
+    memory_bytes=2**40 + 1,
+    phase="replay",
+)
+
+
+def test_floats_read_back_bit_for_bit() -> None:
+    values = json.loads(METRICS.to_json())
+    assert values == {k: v for k, v in dataclasses.asdict(METRICS).items() if v is not None}
+    assert torch.equal(torch.tensor(values["loss"]), torch.tensor(1 / 3))
+
+
+def test_what_was_not_measured_is_not_written() -> None:
+    assert "val_loss" not in json.loads(METRICS.to_json())
+    validated = dataclasses.replace(METRICS, val_loss=2.5, mfu=0.4)
+    assert json.loads(validated.to_json())["val_loss"] == 2.5
+    assert "validation 2.5000" in validated.describe(10)
+    assert "MFU 40.0%" in validated.describe(10)
+
+
+def test_a_loss_that_is_not_finite_is_said_and_reads_back() -> None:
+    metrics = dataclasses.replace(METRICS, loss=math.nan)
+    assert "not finite" in metrics.describe(10)
+    assert math.isnan(json.loads(metrics.to_json())["loss"])
+
+
+def test_lines_are_in_the_file_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "run"
+    with RunDirectory(str(out), {"seed": 3}, unigram_entropy=3.0) as directory:
+        assert json.loads((out / "config.json").read_text()) == {"seed": 3}
+        directory.add(METRICS)
+        assert (out / "metrics.jsonl").read_text() == METRICS.to_json() + "\n"
+    picture = out / "loss.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        assert not picture.exists()
+    else:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_empty_directory_is_used(tmp_path: Path) -> None:
+    with RunDirectory(str(tmp_path), {}, unigram_entropy=3.0):
+        pass
+    assert (tmp_path / "config.json").exists()
+
+
+def test_a_directory_that_holds_something_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("precious")
+    with pytest.raises(ConfigError, match=r"--out .* holds another run \(metrics.jsonl\)"):
+        RunDirectory(str(tmp_path), {}, unigram_entropy=3.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == "precious"
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_file_in_the_way_is_refused_and_kept(below: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(ConfigError, match=r"--out .* (is not a directory|cannot be made)"):
+        RunDirectory(f"{file}{below}", {}, unigram_entropy=3.0)
+    assert file.read_text() == "precious"
+
+
+def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not plot_loss(tmp_path / "loss.png", [METRICS], unigram_entropy=3.0)
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_every_dtype_and_shape_is_read_by_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3),
+        "strided": torch.randn(4, 6).T,
+        "half": torch.randn(3).half(),
+        "bf16": torch.randn(5).bfloat16(),
+        "double": torch.randn(3).double(),
+        "flags": torch.tensor([True, False, True]),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "count": torch.tensor(3),
+    }
+    path = tmp_path / "tensors.safetensors"
+    write_tensors(path, tensors, metadata={"format": "pt"})
+    read = safetensors.load_file(path)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tied_weights_are_written_once_and_load_again(tmp_path: Path, device: torch.device) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = GPTConfig(
+        vocab_size=30, seq_length=8, num_layers=1, hidden_size=16, num_attention_heads=2
+    )
+    model, other = GPT(config).to(device), GPT(config).to(device)
+    path = tmp_path / "model.safetensors"
+    write_model(path, model)
+    assert "output.weight" not in safetensors.load_file(path)
+    safetensors.load_model(other, path)
+    for name, param in model.state_dict().items():
+        assert torch.equal(param, other.state_dict()[name])
+
+
+def test_buffers_are_written_too(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    write_model(tmp_path / "model", nn.BatchNorm1d(3))
+    expected = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert safetensors.load_file(tmp_path / "model").keys() == expected
