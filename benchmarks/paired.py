@@ -54,7 +54,12 @@ def measure_speed(plan: Plan) -> dict[str, object]:
 
 
 def measure_memory(workload: Workload, num_repeats: int) -> dict[str, dict[str, float]]:
-    """Return the median peaks of each scope and their ratios to eager's; a process each time."""
+    """Return the median peaks of each scope and their ratios to eager's; a process each time.
+
+    Empty where the system does not let a process measure its peak.
+    """
+    if not memory.is_available():
+        return {}
     repeats: dict[str, list[dict[str, int]]] = {scope: [] for scope in SCOPES}
     for _ in range(num_repeats):
         for scope in SCOPES:
@@ -101,7 +106,7 @@ def table_of(results: Sequence[dict[str, object]]) -> Table:
         assert isinstance(peaks, dict)
         for scope in SCOPES:
             ratio = speed[scope]["speedup"]
-            peak = peaks[scope]
+            peak = peaks.get(scope)
             table.add_row(
                 f"{result['name']}, {result['num_threads']} thread(s)" if scope == "none" else "",
                 scope,
@@ -109,6 +114,8 @@ def table_of(results: Sequence[dict[str, object]]) -> Table:
                 str(Spread(**ratio)) if ratio else "1",
                 *(
                     f"{peak[key] / 2**20:.1f} ({peak[f'{key}_ratio']:.2f} of eager's)"
+                    if peak
+                    else "not measured"
                     for key in ("replay_peak_bytes", "peak_bytes")
                 ),
                 end_section=scope == SCOPES[-1],

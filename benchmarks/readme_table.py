@@ -34,7 +34,7 @@ def paired_cpu(results: pathlib.Path) -> str | None:
     for result in document["workloads"]:
         eager = result["speed"]["none"]["step_ms"]
         for scope, speed in result["speed"].items():
-            peak = result["memory"][scope]
+            peak = result["memory"].get(scope)
             if speed["speedup"] is None:
                 continue
             rows.append(
@@ -45,8 +45,8 @@ def paired_cpu(results: pathlib.Path) -> str | None:
                     f"{eager:.2f}",
                     f"{speed['step_ms']:.2f}",
                     str(Spread(**speed["speedup"])),
-                    f"{peak['replay_peak_bytes_ratio']:.2f}",
-                    f"{peak['peak_bytes_ratio']:.2f}",
+                    f"{peak['replay_peak_bytes_ratio']:.2f}" if peak else "",
+                    f"{peak['peak_bytes_ratio']:.2f}" if peak else "",
                 )
             )
     heading = (

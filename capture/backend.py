@@ -65,7 +65,7 @@ class GraphBackend(Protocol):
         ...
 
     def record(
-        self, iterate: Iterate, model: nn.Module, check: Check
+        self, iterate: Iterate, model: nn.Module, check: Check, *, collective: bool
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration, which also takes effect exactly once.
 
@@ -73,7 +73,8 @@ class GraphBackend(Protocol):
             iterate: The iteration.
             model: Names the modules in error messages.
             check: Called when all is recorded; raises if the iteration left something behind
-                that a replay could not repeat.
+                that a replay could not repeat. The last thing that can fail.
+            collective: Other ranks run the same iteration at the same time.
 
         Returns:
             The graph and the results of this first iteration.

@@ -48,18 +48,19 @@ class CpuGraphBackend:
         return nullcontext()
 
     def record(
-        self, iterate: Iterate, model: nn.Module, check: Check
+        self, iterate: Iterate, model: nn.Module, check: Check, *, collective: bool
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration while it runs; see GraphBackend.record."""
-        recorder = Recorder(model, self.device)
+        # A rank that stopped in the middle would leave the others waiting in a collective.
+        recorder = Recorder(model, self.device, defers_refusals=collective)
         try:
             results, values = _run(recorder, iterate)
             # Cyclic garbage would look like tensors that somebody keeps.
             gc.collect()
             _refuse_replaced_tensors(recorder)
-            check(recorder.has_touched)
             builder = ProgramBuilder(recorder, values)
             replay = builder.build()
+            check(recorder.has_touched)
         except BaseException:
             recorder.undo.roll_back()
             raise

@@ -69,8 +69,10 @@ class Recorder(Watcher):
         undo: What was written outside the iteration, as it was before.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__(model, device)
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, defers_refusals: bool = False
+    ) -> None:
+        super().__init__(model, device, defers_refusals=defers_refusals)
         self.nodes: list[Node] = []
         self.undo = CopyOnWrite()
         self._values: dict[tuple[int, Geometry], Value] = {}

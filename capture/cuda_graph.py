@@ -62,7 +62,7 @@ class CudaGraphBackend:
         return forked(self._stream)
 
     def record(
-        self, iterate: Iterate, model: nn.Module, check: Check
+        self, iterate: Iterate, model: nn.Module, check: Check, *, collective: bool
     ) -> tuple[Graph, list[Tensor]]:
         """Capture one iteration, then launch it once; see GraphBackend.record."""
         watcher = Watcher(model, self.device)

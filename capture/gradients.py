@@ -5,12 +5,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from graphfsdp.dtensors import local_part, wrap_like
+from graphfsdp.dtensors import local_part, sharding_group, wrap_like
 from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.flat_buffer import FlatBuffer
+from graphfsdp.sharded import MainGrad
 
 
 class Binding(enum.Enum):
@@ -24,14 +26,34 @@ class Binding(enum.Enum):
 class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
-    __slots__ = ("__weakref__", "binding", "landed", "name", "param", "view")
+    __slots__ = ("__weakref__", "binding", "landed", "name", "param", "sharding", "view")
 
-    def __init__(self, name: str, param: nn.Parameter, view: Tensor, binding: Binding) -> None:
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        view: Tensor,
+        binding: Binding,
+        sharding: MainGrad | None = None,
+    ) -> None:
         self.name = name
         self.param = param
         self.view = view
         self.binding = binding
+        self.sharding = sharding
         self.landed = False
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other rows of the gradient; None if it is whole here."""
+        return sharding_group(self.view) if self.sharding is None else self.sharding.group
+
+    @property
+    def bound(self) -> bool:
+        """Whether the view is where the optimizer looks for it."""
+        if self.binding is Binding.DECOUPLED_GRAD:
+            return _decoupled_grad(self.param) is self.view
+        return self.param.grad is self.view
 
     def land(self, param: Tensor) -> None:
         """Move what autograd has just accumulated into the persistent view.
@@ -92,6 +114,7 @@ class PersistentGradients:
         *,
         dtype_of: Callable[[nn.Parameter], torch.dtype],
         use_decoupled_grad: bool,
+        sharded: Mapping[nn.Parameter, MainGrad] | None = None,
     ) -> None:
         """Allocate the buffers and hook the parameters.
 
@@ -99,15 +122,25 @@ class PersistentGradients:
             named_params: Trainable parameters by full name, each once.
             dtype_of: Dtype of a parameter's persistent gradient.
             use_decoupled_grad: Bind to ``decoupled_grad`` instead of ``grad``.
+            sharded: Parameters whose gradients already have persistent buffers: the sharding
+                binds these itself after each reduction.
 
         Raises:
             ConfigError: this torch cannot hold a gradient of another dtype in ``.grad``.
         """
+        sharded = sharded or {}
+        self._groups = {grad.group for grad in sharded.values() if grad.group is not None}
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in named_params.items():
-            groups.setdefault((dtype_of(param), param.device), []).append((name, param))
-        self.buffers: list[FlatBuffer] = []
         entries: dict[str, _Entry] = {}
+        for name, param in named_params.items():
+            if param not in sharded:
+                groups.setdefault((dtype_of(param), param.device), []).append((name, param))
+                continue
+            main_grad = sharded[param]
+            if main_grad.view is not None:
+                binding = Binding.DECOUPLED_GRAD if main_grad.decoupled else Binding.GRAD
+                entries[name] = _Entry(name, param, main_grad.view, binding, sharding=main_grad)
+        self.buffers: list[FlatBuffer] = []
         for (dtype, device), members in groups.items():
             parts = [local_part(param) for _, param in members]
             buffer = FlatBuffer(parts, dtype=dtype, device=device)
@@ -116,12 +149,14 @@ class PersistentGradients:
                 view = wrap_like(local_view, param)
                 binding = _binding(name, param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
-        self._entries = [entries[name] for name in named_params]
+        self._entries = [entries[name] for name in named_params if name in entries]
+        self._groups.update(e.group for e in self._entries if e.group is not None)
         self._decoupled = use_decoupled_grad
         self._landed: list[tuple[nn.Parameter, Tensor, _Entry]] | None = None
         self._handles: list[RemovableHandle] = [
             entry.param.register_post_accumulate_grad_hook(_landing(entry))
             for entry in self._entries
+            if entry.sharding is None
         ]
 
     def begin(self) -> None:
@@ -136,7 +171,9 @@ class PersistentGradients:
     def finish(self) -> None:
         """Bind the view of every parameter that got a gradient in this iteration."""
         for entry in self._entries:
-            if entry.landed:
+            if entry.sharding is not None:
+                entry.landed = entry.bound  # the reduction has written and bound it, or not
+            elif entry.landed:
                 entry.bind()
 
     def rebind(self) -> None:
@@ -151,9 +188,22 @@ class PersistentGradients:
         for entry in loose:
             entry.bind()
 
-    def landed_views(self) -> list[Tensor]:
-        """Return the views that the last iteration wrote."""
-        return [entry.view for entry in self._entries if entry.landed]
+    def landed_views(self) -> tuple[list[Tensor], dict[dist.ProcessGroup, list[Tensor]]]:
+        """Return what the last iteration wrote, as plain tensors.
+
+        Returns:
+            The gradients that are whole on every rank, and this rank's rows of the others by the
+            group that shares them. Every group is named, also where no row is here.
+        """
+        whole: list[Tensor] = []
+        sharded: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in self._groups}
+        for entry in self._entries:
+            if entry.landed:
+                group = entry.group
+                (whole if group is None else sharded.setdefault(group, [])).append(
+                    local_part(entry.view)
+                )
+        return whole, sharded
 
     def without_gradient(self) -> Sequence[str]:
         """Return the full names of trainable parameters that the last iteration did not reach."""

@@ -1,7 +1,7 @@
 """The Python that is captured: microbatches, forward, backward, norm, clip, optimizer step."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.static_inputs import StaticInputs
 from graphfsdp.capturable import CapturableOptimizer
-from graphfsdp.dtensors import full_value
 from graphfsdp.errors import InvalidLossError
+from graphfsdp.norms import global_norm
 from graphfsdp.nvtx import nvtx_range
+from graphfsdp.sharded import sharded_roots
 
 LossFunction = Callable[..., Any]
 
@@ -63,7 +64,11 @@ class Iteration:
         if torch.is_autocast_enabled(_device_type(self._model)):
             # The cache of casted weights outlives an iteration if autocast does: stale weights.
             torch.clear_autocast_cache()
-        outputs = [self._microbatch(inputs, index) for index in range(self._num_microbatches)]
+        outputs = []
+        for index in range(self._num_microbatches):
+            for root in sharded_roots(self._model):
+                root.set_is_last_microbatch(index == self._num_microbatches - 1)
+            outputs.append(self._microbatch(inputs, index))
         self._gradients.finish()
         return outputs[0] if len(outputs) == 1 else _merge(outputs)
 
@@ -100,12 +105,8 @@ class Iteration:
     def _global_norm(self) -> Tensor | None:
         if self._max_grad_norm is None:
             return None
-        views = self._gradients.landed_views()
-        if not views:
-            return torch.zeros((), device=_device(self._model))
-        norms = torch._foreach_norm(views, 2, _norm_dtype(views))
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return full_value(norm).float()
+        whole, sharded = self._gradients.landed_views()
+        return global_norm(whole, sharded, _device(self._model))
 
     def _clip_coefficient(self, grad_norm: Tensor | None) -> Tensor | None:
         """Return [] float32 by which every gradient is to be multiplied, or None.
@@ -116,15 +117,6 @@ class Iteration:
         if grad_norm is None or self._max_grad_norm is None or math.isinf(self._max_grad_norm):
             return None
         return (self._max_grad_norm / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
-
-
-def _norm_dtype(gradients: Sequence[Tensor]) -> torch.dtype | None:
-    """Return the dtype in which squares are summed, None for the gradients' own."""
-    dtypes = {gradient.dtype for gradient in gradients}
-    if torch.float64 in dtypes:
-        return torch.float64
-    # Naming the dtype costs a cast per gradient even where it is float32 already.
-    return None if dtypes == {torch.float32} else torch.float32
 
 
 def _device(model: nn.Module) -> torch.device:

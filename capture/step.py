@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphfsdp._capture.agreement import Agreement
 from graphfsdp._capture.backend import Graph, GraphBackend
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.host_state import HostState
@@ -20,8 +21,9 @@ from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.static_inputs import StaticInputs
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import PhaseError
+from graphfsdp.errors import CaptureError, PhaseError
 from graphfsdp.nvtx import nvtx_range
+from graphfsdp.sharded import MainGrad, sharded_roots
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -51,6 +53,7 @@ class CapturedStep:
             named_params,
             dtype_of=lambda param: optimizer.main_grad_dtype(param, policy),
             use_decoupled_grad=optimizer.use_decoupled_grad,
+            sharded=_sharded_gradients(model),
         )
         self._iteration = Iteration(
             model,
@@ -60,6 +63,7 @@ class CapturedStep:
             num_microbatches=options.microbatches,
             max_grad_norm=options.max_grad_norm,
         )
+        self._groups = [g for root in sharded_roots(model) for g in root.process_groups()]
         self._trained = list(named_params.values())
         self._phase = Phase.EAGER if options.scope is Scope.NONE else Phase.WARMUP
         self._inputs: StaticInputs | None = None
@@ -212,17 +216,25 @@ class CapturedStep:
         self._phase = self._phase.to(Phase.CAPTURE)
         started = time.perf_counter()
         state = HostState(self._model, self._optimizer.optimizer, self._gradients)
+        agreement = Agreement(self._groups)
+
+        def check(was_read: Callable[[Tensor], bool]) -> None:
+            state.check_unchanged(was_read)
+            agreement.settle(None)
+
         try:
             if self._full:
                 self._optimizer.before_replay()
                 self._optimizer.bake()
             with nvtx_range("capture"):
                 self._graph, results = self._backend.record(
-                    self._graphed, self._model, state.check_unchanged
+                    self._graphed, self._model, check, collective=agreement.is_collective
                 )
-        except BaseException:
+        except BaseException as error:
             state.restore()
             self._phase = self._phase.to(Phase.WARMUP)
+            if isinstance(error, CaptureError):
+                agreement.settle(error)
             raise
         self._step_outside()
         self._phase = self._phase.to(Phase.REPLAY)
@@ -252,6 +264,14 @@ class CapturedStep:
         if len(results) > num_outputs:
             self._grad_norm = results[num_outputs]
         return pytree.tree_unflatten(results[:num_outputs], self._spec)
+
+
+def _sharded_gradients(model: nn.Module) -> dict[nn.Parameter, MainGrad]:
+    found: dict[nn.Parameter, MainGrad] = {}
+    for root in sharded_roots(model):
+        root.prepare_shards()  # before anything remembers an address
+        found.update(root.main_grads())
+    return found
 
 
 __all__ = ["CapturedStep"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,18 @@ class Watcher:
         num_ops: Operators seen.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, defers_refusals: bool = False
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: Names the modules in error messages.
+            device: Where it lies.
+            defers_refusals: Go on after a refusal and raise at the end, so that the iteration's
+                collectives are all issued.
+        """
+        self._defers_refusals = defers_refusals
         self.storages = StorageTable()
         self.failure: CaptureError | None = None
         self.last_op: str | None = None
@@ -87,11 +98,11 @@ class Watcher:
         """Tell whether any operator has read or written a tensor's storage."""
         return self.storages.find(tensor, "has_touched") is not None
 
-    def refuse(self, op: str, refusal: Refusal) -> NoReturn:
-        """Raise the refusal with the module path and the user's line.
+    def refuse(self, op: str, refusal: Refusal) -> None:
+        """Raise the refusal with the module path and the user's line, at once or at the end.
 
         Raises:
-            CaptureError: always.
+            CaptureError: unless refusals are deferred.
         """
         error = CaptureError(
             refusal.message,
@@ -100,7 +111,8 @@ class Watcher:
             source=user_source_line(),
         )
         self.failure = self.failure or error
-        raise error
+        if not self._defers_refusals:
+            raise error
 
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -192,6 +204,7 @@ class _DispatchMode(TorchDispatchMode):
             return NotImplemented  # it desugars itself; its inner operators come back here
         if not isinstance(func, torch._ops.OpOverload):
             self._watcher.refuse(str(func), higher_order(str(func)))
+            return func(*args, **(kwargs or {}))
         return self._watcher.dispatch(func, args, kwargs or {})
 
 

@@ -3,8 +3,10 @@
 from graphfsdp._capture.phase import Phase as Phase
 from graphfsdp._capture.report import CaptureReport as CaptureReport
 from graphfsdp._capture.step import CapturedStep as CapturedStep
+from graphfsdp.clip import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from graphfsdp.config import Scope as Scope
+from graphfsdp.config import ShardingStrategy as ShardingStrategy
 from graphfsdp.errors import BatchMismatchError as BatchMismatchError
 from graphfsdp.errors import CaptureError as CaptureError
 from graphfsdp.errors import ConfigError as ConfigError
@@ -14,5 +16,7 @@ from graphfsdp.errors import InvalidLossError as InvalidLossError
 from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.front import capture as capture
+from graphfsdp.fully_shard import FSDPModule as FSDPModule
+from graphfsdp.fully_shard import fully_shard as fully_shard
 
 __version__ = "0.1.0"

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+
+from graphfsdp.errors import ConfigError
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -19,16 +22,22 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def full_value(tensor: Tensor) -> Tensor:
-    """Return a DTensor's value over all ranks; a plain tensor is returned as it is.
+def sharding_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the other parts of a DTensor; None if each holds all of it.
 
-    Capture: one functional collective where the value is not yet the same on all ranks.
+    Raises:
+        ConfigError: it is sharded over several mesh axes at once.
     """
     if not is_dtensor(tensor):
-        return tensor
+        return None
     dtensor: Any = tensor
-    value: Tensor = dtensor.full_tensor()
-    return value
+    axes = [axis for axis, place in enumerate(dtensor.placements) if not place.is_replicate()]
+    if len(axes) > 1:
+        raise ConfigError(
+            f"a DTensor gradient is sharded over {len(axes)} mesh axes "
+            f"({dtensor.placements}); one axis is supported"
+        )
+    return dtensor.device_mesh.get_group(axes[0]) if axes else None
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
@@ -53,4 +62,4 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     )
 
 
-__all__ = ["full_value", "is_dtensor", "local_part", "wrap_like"]
+__all__ = ["is_dtensor", "local_part", "sharding_group", "wrap_like"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
-
-ALIGNMENT_BYTES = 16  # widest vector load of a GPU thread
+from graphfsdp.layout import alignment_numel
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class FlatBuffer:
             dtype: Element type of the storage.
             device: Where it lies.
         """
-        alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        alignment = alignment_numel(dtype.itemsize)
         slots = []
         end = 0
         for tensor in like:
@@ -108,4 +107,4 @@ class FlatBuffer:
         return self.flat.numel() * self.flat.element_size()
 
 
-__all__ = ["ALIGNMENT_BYTES", "FlatBuffer", "FlatSlot", "contiguous_stride", "is_dense"]
+__all__ = ["FlatBuffer", "FlatSlot", "contiguous_stride", "is_dense"]

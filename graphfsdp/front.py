@@ -12,6 +12,7 @@ from graphfsdp._capture.step import CapturedStep
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.backends import adapt
+from graphfsdp.sharded import sharded_roots
 
 
 def capture(
@@ -70,6 +71,7 @@ def capture(
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
+    _adopt_sharded_parameters(model, optimizer)
     named_params = _trainable(model, optimizer)
     graph_backend = make_backend(backend, _only_device(model, named_params))
     adapted = adapt(optimizer)
@@ -84,6 +86,25 @@ def capture(
         policy=policy,
         options=options,
     )
+
+
+def _adopt_sharded_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that was made before ``fully_shard`` the parameters that it made.
+
+    Raises:
+        ConfigError: the optimizer has stepped already, so its state is that of whole parameters.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for root in sharded_roots(model):
+        replaced.update(root.replaced_parameters())
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) in replaced and param in optimizer.state:
+                raise ConfigError(
+                    "the optimizer has stepped before fully_shard was called; its state belongs "
+                    "to whole parameters. Remedy: call fully_shard before the first step"
+                )
+        group["params"] = [replaced.get(id(param), param) for param in group["params"]]
 
 
 def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

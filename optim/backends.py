@@ -226,6 +226,8 @@ class TorchAdamAdapter(BakedAdapter):
             ConfigError: ``fused`` or, on CUDA, ``capturable`` is not set.
         """
         super().check(named_params, policy, scope)
+        # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
         if scope is not Scope.FULL_ITERATION:
             return
         for index, group in enumerate(self.optimizer.param_groups):
@@ -237,8 +239,6 @@ class TorchAdamAdapter(BakedAdapter):
             ]
             if missing:
                 self._refuse(index, " and ".join(missing))
-        # Warm-up steps run outside the capture on purpose; torch would warn about that.
-        self.optimizer._warned_capturable_if_run_uncaptured = True
 
     def _refuse(self, index: int, missing: str) -> None:
         made = f"{type(self.optimizer).__name__}(..., {missing.replace(' and ', ', ')})"

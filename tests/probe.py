@@ -91,9 +91,7 @@ def check_captured(program: Program, device: torch.device, **options: Any) -> No
         assert_same_state(expected[1], got[1], f"call {index}")
 
 
-def check_refused(
-    program: Program, device: torch.device, **options: Any
-) -> graphfsdp.CaptureError:
+def check_refused(program: Program, device: torch.device, **options: Any) -> graphfsdp.CaptureError:
     """Train a probe until it is refused; check the roll-back; go on eagerly; compare.
 
     Returns:

@@ -20,8 +20,8 @@ FOLDERS = {"graphfsdp": "graphfsdp", "capture": "graphfsdp._capture", "optim": "
 
 FLOOR = frozenset(
     {
-        *("capturable", "collectives", "config", "dtensors", "errors"),
-        *("flat_buffer", "layout", "nvtx", "streams"),
+        *("capturable", "clip", "collectives", "config", "dtensors", "errors"),
+        *("flat_buffer", "layout", "layout_plan", "norms", "nvtx", "sharded", "streams"),
     }
 )
 SHARD_LEG = frozenset(

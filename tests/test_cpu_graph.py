@@ -1,40 +1,26 @@
 """The CPU backend: what a recording keeps, drops and writes, one operator at a time."""
 
-import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import graphfsdp
 from graphfsdp import CaptureError
-from graphfsdp._capture.backend import make_backend
-from graphfsdp._capture.cpu_graph import CpuGraph, CpuGraphBackend
+from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.cpu_graph import CpuGraphBackend
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_run, quick_garbage_collection, run
-from zoo import WIDTH, ZOO, Batch, Case, Squared, features
+from helpers import Batch, Case, assert_same_run, run
+from recording import record
+from zoo import ZOO, features
+from zoo_models import WIDTH, Squared
 
 CPU = torch.device("cpu")
-
-
-def record(
-    iterate: Callable[[], list[Tensor]], model: nn.Module | None = None
-) -> tuple[CpuGraph, list[Tensor]]:
-    """Record any function of no arguments."""
-    quick_garbage_collection()
-    graph, results = CpuGraphBackend(CPU).record(
-        iterate, model or nn.Identity(), lambda was_touched: None
-    )
-    assert isinstance(graph, CpuGraph)
-    return graph, results
 
 
 def test_a_cpu_model_gets_the_cpu_backend() -> None:
@@ -43,7 +29,7 @@ def test_a_cpu_model_gets_the_cpu_backend() -> None:
 
 
 def test_recording_runs_the_function_once_and_replay_never() -> None:
-    calls = []
+    calls: list[None] = []
     x = torch.arange(4.0)
 
     def iterate() -> list[Tensor]:
@@ -184,161 +170,6 @@ def test_a_kept_result_is_updated_and_the_callers_copy_is_not() -> None:
     assert kept[0].tolist() == [2, 2]
 
 
-PROBED: list[StorageWeakRef] = []
-ALIVE: list[int] = []
-
-
-@torch.library.custom_op("graphfsdp_tests::probe", mutates_args=())
-def probe(x: Tensor) -> Tensor:
-    """Copy x; note how many results of this operator are alive."""
-    result = x.clone()
-    PROBED.append(StorageWeakRef(result.untyped_storage()))
-    ALIVE.append(sum(not ref.expired() for ref in PROBED))
-    return result
-
-
-@probe.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _probe_backward(ctx: Any, grad: Tensor) -> Tensor:
-    return probe(grad)
-
-
-probe.register_autograd(_probe_backward)
-
-
-@contextmanager
-def watched_lifetimes() -> Iterator[None]:
-    PROBED.clear()
-    ALIVE.clear()
-    yield
-
-
-def num_alive() -> int:
-    return sum(not ref.expired() for ref in PROBED)
-
-
-def test_intermediates_are_freed_after_their_last_use() -> None:
-    x = torch.ones(8)
-
-    def iterate() -> list[Tensor]:
-        h = x
-        for _ in range(20):
-            h = probe(h)
-        return [h]
-
-    with watched_lifetimes():
-        graph, results = record(iterate)
-        del results
-        gc.collect()
-        assert num_alive() == 0, "the recording holds intermediates"
-    for _ in range(3):
-        with watched_lifetimes():
-            results = graph.replay()
-            assert max(ALIVE) <= 2
-            assert len(ALIVE) == 20
-            assert num_alive() == 1
-            del results
-            assert num_alive() == 0
-
-
-def test_a_captured_step_holds_no_activation_between_calls() -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = probe(layer(x).tanh()).sin()
-            return x.mean()
-
-    quick_garbage_collection()
-    model = Chain()
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
-    x = torch.randn(4, WIDTH)
-    peaks = []
-    for _ in range(7):
-        with watched_lifetimes():
-            loss = step(x)
-            gc.collect()
-            assert num_alive() == 0
-            peaks.append(max(ALIVE))
-    assert peaks[4:] == [peaks[0]] * 3, "a replay keeps more activations alive than eager"
-    assert loss.isfinite()
-
-
-def peak_bytes(run_once: Callable[[], object]) -> int:
-    """Return the largest number of bytes that were allocated at a time, beyond the start."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run_once()
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]
-    level = peak = 0
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_replay_needs_no_more_memory_than_eager(microbatches: int) -> None:
-    quick_garbage_collection()
-    peaks = {}
-    for scope in ("none", "full_iteration"):
-        torch.manual_seed(0)
-        layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
-        model = Squared(*layers, nn.Dropout(0.1))
-        step = graphfsdp.capture(
-            model, FusedAdam(model.parameters()), scope=scope, microbatches=microbatches
-        )
-        x = torch.randn(512, 64)
-        for _ in range(5):
-            step(x)
-        peaks[scope] = peak_bytes(lambda step=step, x=x: step(x))  # type: ignore[misc]
-    activation = 512 * 64 * 4 // microbatches
-    assert peaks["none"] > 8 * activation, "the measurement sees nothing"
-    assert peaks["full_iteration"] <= 1.05 * peaks["none"], peaks
-
-
-def test_closing_frees_static_inputs_and_constants() -> None:
-    quick_garbage_collection()
-    case = ZOO["mlp"]
-    model = case.make()
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
-    for _ in range(5):
-        step(*case.batch(torch.Generator()).args)
-    assert step._inputs is not None
-    static = StorageWeakRef(step._inputs.args[0].untyped_storage())
-    graph = step._graph
-    assert not static.expired()
-    step.close()
-    gc.collect()
-    assert static.expired()
-    assert graph is not None
-    with pytest.raises(CaptureError, match="closed"):
-        graph.replay()
-
-
-def test_a_deleted_step_frees_everything() -> None:
-    quick_garbage_collection()
-    case = ZOO["mlp"]
-    model = case.make()
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
-    for _ in range(5):
-        step(*case.batch(torch.Generator()).args)
-    grad = next(model.parameters()).grad
-    assert grad is not None
-    storage = StorageWeakRef(grad.untyped_storage())
-    del grad, step, model
-    gc.collect()
-    assert storage.expired()
-
-
 def test_nothing_is_left_installed_after_a_recording() -> None:
     def fail() -> list[Tensor]:
         torch.ones(2).sum().item()
@@ -367,7 +198,7 @@ def test_nothing_is_left_installed_after_a_recording() -> None:
 
 
 def test_a_recording_under_cprofile_works() -> None:
-    import cProfile  # noqa: N813
+    import cProfile
 
     profile = cProfile.Profile()
     profile.enable()
@@ -425,69 +256,6 @@ def test_replay_does_not_depend_on_the_surrounding_modes() -> None:
 
     for one, other in zip(losses("none"), losses("full_iteration"), strict=True):
         assert torch.equal(one, other)
-
-
-class Wrapped(torch.Tensor):
-    """A tensor subclass that handles operators itself, as DTensor does."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "Wrapped":
-        wrapped: Wrapped = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, dtype=inner.dtype, device=inner.device
-        )
-        wrapped.inner = inner
-        return wrapped
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def unwrap(value: Any) -> Any:
-            return value.inner if isinstance(value, Wrapped) else value
-
-        result = func(*(unwrap(arg) for arg in args), **(kwargs or {}))
-        return Wrapped(result) if isinstance(result, Tensor) else result
-
-
-class _Unwrap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        assert isinstance(x, Wrapped)
-        return x.inner
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return Wrapped(grads[0])
-
-
-class WithWrapper(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale = Wrapped(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x).detach() * self.scale
-        assert isinstance(hidden, Wrapped)
-        loss: Tensor = (self.layer(x) * hidden.inner).square().mean()
-        self.scale.inner.mul_(1.01)
-        return loss
-
-
-def test_wrapper_subclasses_are_recorded_as_what_they_wrap() -> None:
-    losses = []
-    for scope in ("none", "full_iteration"):
-        torch.manual_seed(0)
-        model = WithWrapper()
-        step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01), scope=scope)
-        generator = torch.Generator().manual_seed(0)
-        losses.append([step(torch.randn(4, WIDTH, generator=generator)) for _ in range(14)])
-        losses[-1].append(model.scale.inner)
-        if scope != "none":
-            assert not [name for name in step.report().op_counts if "Wrapped" in name]
-    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
 def test_a_batch_that_the_model_writes_into_is_a_copy() -> None:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphfsdp.flat_buffer import (
-    ALIGNMENT_BYTES,
     FlatBuffer,
     FlatSlot,
     contiguous_stride,
     is_dense,
 )
+from graphfsdp.layout import ALIGNMENT_BYTES
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

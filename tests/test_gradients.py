@@ -12,8 +12,9 @@ import graphfsdp
 from graphfsdp import CapturedStep, MixedPrecisionPolicy
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, snapshot
-from zoo import WIDTH, ZOO, Case, Squared, UnusedParameter
+from helpers import Case, assert_same_state, quick_garbage_collection, snapshot
+from zoo import ZOO
+from zoo_models import WIDTH, Squared, UnusedParameter
 
 CPU = torch.device("cpu")
 
@@ -64,8 +65,8 @@ def test_gradients_stay_in_one_storage_for_ever(
     step(*next_batch())
     first = addresses(model)
     assert len(first) == len(list(model.parameters()))
-    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
-    assert len(storages) == 1
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
     for _ in range(7):
         step(*next_batch())
         assert addresses(model) == first
@@ -191,16 +192,13 @@ def test_stale_gradients_from_before_the_capture_are_not_accumulated(device: tor
     assert torch.equal(before, model.unused.weight)
 
 
-@pytest.mark.parametrize("num_calls", [2, 4, 6])
-def test_a_sparse_gradient_is_refused_by_name(num_calls: int, device: torch.device) -> None:
-    """In the first call that has one, and whatever the phase."""
+def test_a_sparse_gradient_is_refused_by_name(device: torch.device) -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)).to(device)
     step = graphfsdp.capture(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=lambda m, x: m(x).mean()
     )
     with pytest.raises(graphfsdp.CaptureError, match=r"'0.weight' has layout torch.sparse_coo"):
         step(torch.tensor([1, 2], device=device))
-    assert num_calls
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -226,7 +224,8 @@ def test_a_gradient_made_with_create_graph_lands_too(device: torch.device) -> No
     for _ in range(3):
         model(x).backward(create_graph=True)
     gradients.finish()
-    assert model.layer.weight.grad is gradients.landed_views()[0]
+    assert model.layer.weight.grad is not None
+    assert model.layer.weight.grad.data_ptr() == gradients.buffers[0].flat.data_ptr()
     torch.testing.assert_close(model.layer.weight.grad, 3 * expected)
     gradients.close()
 
@@ -270,7 +269,7 @@ def test_microbatches_add_up_in_the_gradients_dtype(device: torch.device) -> Non
     x = torch.tensor([[3.0], [3 * 2.0**-9], [3 * 2.0**-9]], device=device)
     for _ in range(6):
         step(x)
-        grad = model.weight.decoupled_grad
+        grad = getattr(model.weight, "decoupled_grad", None)
         assert isinstance(grad, Tensor)
         assert float(grad) == pytest.approx(1 + 2**-8, rel=2**-9)
         assert float(grad) > 1.002
@@ -299,7 +298,7 @@ def test_a_widened_gradient_is_bound_in_float32(microbatches: int, device: torch
             places.append(addresses(model))
         assert all(place == places[0] for place in places)
         assert model.layers[0].weight.grad is not None
-        assert model.layers[0].weight.grad.dtype == torch.float32  # type: ignore[union-attr]
+        assert model.layers[0].weight.grad.dtype == torch.float32
         runs.append(states)
     for states in runs[1:]:
         for index, (expected, got) in enumerate(zip(runs[0], states, strict=True)):
@@ -317,11 +316,10 @@ def test_bindings_can_be_saved_and_put_back() -> None:
     gradients.begin()
     model(torch.ones(1, 2)).sum().backward()
     gradients.finish()
-    assert len(gradients.landed_views()) == 2
+    assert list(gradients.without_gradient()) == []
     restore()
     assert model.weight.grad is mine
     assert model.bias.grad is None
-    assert gradients.landed_views() == []
     assert list(gradients.without_gradient()) == ["weight", "bias"]
 
 
@@ -342,7 +340,7 @@ def test_closing_leaves_the_last_gradients_and_no_hook(device: torch.device) -> 
     step.close()
     for name, param in model.named_parameters():
         assert param.grad is kept[name]
-        assert not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        assert not param._post_accumulate_grad_hooks
     optim.zero_grad()
     model(*next_batch()).backward()
     assert all(param.grad is not kept[name] for name, param in model.named_parameters())

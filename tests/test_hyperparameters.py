@@ -270,9 +270,7 @@ def test_a_change_during_warm_up_is_what_the_capture_sees(device: torch.device) 
         return tick
 
     def make(groups: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            groups, lr=0.01, fused=True, capturable=device.type == "cuda"
-        )
+        return torch.optim.AdamW(groups, lr=0.01, fused=True, capturable=device.type == "cuda")
 
     runs = [train(scope, device, setup, make) for scope in ("none", "full_iteration")]
     for one, other in zip(*runs, strict=True):

@@ -10,7 +10,7 @@ import graphfsdp
 from graphfsdp import ConfigError, MixedPrecisionPolicy, PrecisionError
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, quick_garbage_collection, snapshot
-from zoo import WIDTH, Squared
+from zoo_models import WIDTH, Squared
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -158,7 +158,7 @@ def test_clashing_precisions_are_refused_before_anything_runs(name: str, scope: 
     for part in parts:
         assert part in str(caught.value), part
     assert_same_state(before, snapshot(model, optim))
-    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())  # type: ignore[attr-defined]
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     assert all(param.grad is None for param in model.parameters())
 
 
@@ -167,7 +167,7 @@ def test_clashing_precisions_are_refused_before_anything_runs(name: str, scope: 
 )
 def test_a_policy_takes_floating_point_dtypes_only(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be a floating-point.*torch.int32"):
-        MixedPrecisionPolicy(**{name: torch.int32})
+        MixedPrecisionPolicy(**{name: torch.int32})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])

@@ -9,7 +9,8 @@ from torch import nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
-from zoo import GPT, ZOO
+from zoo import ZOO
+from zoo_models import GPT
 
 
 def start(device: torch.device, **options: object) -> tuple[graphfsdp.CapturedStep, nn.Module]:

@@ -1,256 +1,28 @@
 """What a capture refuses: op, module path and source line; and that nothing is left of it."""
 
+import contextlib
 import math
 import re
-from dataclasses import dataclass
+from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import graphfsdp
+import refused_programs
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, snapshot
 from probe import Inner, Program, batches, check_captured, check_refused, make_probe
+from refused_programs import RULES, SCALAR
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A program that must be refused; its line is marked ``# refused``."""
-
-    program: Program
-    op: str
-    message: str
-    cpu_only: bool = False
-
-
-RULES: dict[str, Rule] = {}
-
-
-def rule(op: str, message: str, *, cpu_only: bool = False):  # type: ignore[no-untyped-def]
-    def register(program: Program) -> Program:
-        RULES[program.__name__] = Rule(program, op, message, cpu_only)  # type: ignore[attr-defined]
-        return program
-
-    return register
-
-
-SCALAR = "aten._local_scalar_dense.default"
-HOST = "reads a value of the iteration on the host"
-SHAPE = "returns a tensor whose shape depends on values"
-GENERATOR = "reads or sets the state of a random generator"
-
-
-@rule(SCALAR, HOST)
-def item(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * h.sum().item()  # refused
-
-
-@rule(SCALAR, HOST)
-def float_of_a_buffer(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * float(self.gate[0])  # refused
-
-
-@rule(SCALAR, HOST)
-def int_of_the_batch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * int(x[0, 0])  # refused
-
-
-@rule(SCALAR, HOST)
-def branch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    if h.sum() > 0:  # refused
-        return h * 2
-    return h
-
-
-@rule(SCALAR, HOST)
-def assertion(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    assert h.isfinite().all()  # refused
-    return h
-
-
-@rule(SCALAR, HOST)
-def membership(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * (7.0 in x)  # refused
-
-
-@rule(SCALAR, HOST)
-def math_function(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * math.sqrt(self.extra.detach().abs().sum())  # refused
-
-
-@rule(SCALAR, HOST)
-def index_by_tensor_as_number(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * [1.0, 2.0][x[0].argmax() % 2]  # refused
-
-
-@rule(SCALAR, HOST)
-def random_number(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    if torch.rand((), device=h.device).item() < 0.5:  # refused
-        return h * 2
-    return h
-
-
-@rule("aten.equal.default", HOST)
-def equal(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.equal(h, x)  # refused
-
-
-@rule("aten.allclose.default", HOST)
-def allclose(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.allclose(h, x)  # refused
-
-
-@rule("Tensor.tolist", HOST)
-def tolist(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * x.tolist()[0][0]  # refused
-
-
-@rule("Tensor.cpu", HOST)
-def cpu(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * h.detach().cpu().max().to(h.device)  # refused
-
-
-@rule(r"Tensor.to\('cpu'\)", HOST)
-def to_cpu(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * h.detach().to("cpu").max().to(h.device)  # refused
-
-
-@rule(r"Tensor.to\('cpu'\)", HOST)
-def to_device_keyword(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * h.detach().to(device="cpu").max().to(h.device)  # refused
-
-
-@rule("Tensor.numpy", HOST, cpu_only=True)
-def to_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * float(x.numpy()[0, 0])  # refused
-
-
-@rule("Tensor.__array__", HOST, cpu_only=True)
-def numpy_function(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * float(numpy.asarray(x)[0, 0])  # refused
-
-
-@rule("Tensor.__repr__", HOST)
-def printed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    print(h)  # refused
-    return h
-
-
-@rule("Tensor.__format__", HOST)
-def formatted(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    f"{h.sum():.3f}"  # refused
-    return h
-
-
-@rule("aten.nonzero.default", SHAPE)
-def nonzero(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h[torch.nonzero(x[:, 0] > 0).flatten()]  # refused
-
-
-@rule("aten.nonzero.default", SHAPE)
-def where_with_one_argument(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h[torch.where(x[:, 0] > 0)]  # refused
-
-
-@rule("aten.index.Tensor", SHAPE)
-def boolean_mask(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h[x > 0]  # refused
-
-
-@rule("aten.masked_select.default", SHAPE)
-def masked_select(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h.masked_select(x > 0)  # refused
-
-
-@rule("aten.index_put_.default", SHAPE)
-def values_under_a_mask(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    h = h.clone()
-    h[x[:, 0] > 0] = x.mean(dim=0)  # refused
-    return h
-
-
-@rule(r"aten\._?unique.*", SHAPE)
-def unique(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.unique(x.round()).sum()  # refused
-
-
-@rule(r"aten.unique_consecutive.*", SHAPE)
-def unique_consecutive(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.unique_consecutive(x.round()).sum()  # refused
-
-
-@rule(r"aten.repeat_interleave.*", SHAPE)
-def repeat_interleave(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return torch.repeat_interleave(h, (x[:, 0] > 0).long() + 1, dim=0)  # refused
-
-
-@rule(r"aten.bincount.*", SHAPE)
-def bincount(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.bincount((x[:, 0] > 0).long()).sum()  # refused
-
-
-@rule(SCALAR, HOST)
-def one_hot_of_unknown_width(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * functional.one_hot((x[:, 0] > 0).long()).sum()  # refused
-
-
-@rule("torch.Generator.get_state", GENERATOR)
-def get_rng_state(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    torch.get_rng_state()  # refused
-    return h
-
-
-@rule("torch.Generator.manual_seed", GENERATOR, cpu_only=True)
-def manual_seed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    torch.manual_seed(3)  # refused
-    return h
-
-
-@rule("torch.Generator.set_state", GENERATOR)
-def set_rng_state(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    torch.set_rng_state(STATE)  # refused
-    return h
-
-
-@rule("torch.Generator.manual_seed", GENERATOR)
-def seed_own_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    OWN.manual_seed(3)  # refused
-    return h
-
-
-@rule("torch.Generator.get_state", GENERATOR)
-def checkpoint(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    from torch.utils.checkpoint import checkpoint
-
-    out = checkpoint(torch.sin, h, use_reentrant=False)  # refused
-    assert isinstance(out, Tensor)
-    return out
-
-
-@rule("aten.resize_.default", "grows a storage inside the iteration", cpu_only=True)
-def grown_storage(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    buffer = torch.empty(2)
-    buffer.resize_(4).copy_(h[0].detach())  # refused
-    return h * buffer
-
-
-@rule(r".*", "layout torch.sparse_coo has no storage")
-def sparse(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    indices = torch.zeros(1, 8, dtype=torch.int64, device=h.device)
-    matrix = torch.sparse_coo_tensor(indices, h.detach(), (1, 4), check_invariants=False)
-    return h * torch.sparse.sum(matrix)  # not reached
-
-
-STATE = torch.get_rng_state()
-OWN = torch.Generator()
 UNMARKED = ("sparse",)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", RULES)
 def test_refused_by_name_and_rolled_back(name: str, device: torch.device) -> None:
     rule = RULES[name]
@@ -264,10 +36,10 @@ def test_refused_by_name_and_rolled_back(name: str, device: torch.device) -> Non
     if name not in UNMARKED:
         assert error.module_path == "body.inner"
         assert error.source is not None
-        assert error.source.file == __file__
+        assert error.source.file == refused_programs.__file__
         assert error.source.line == line_of(rule.program, "# refused")
         assert error.source.function == name
-        assert f"{__file__}:{error.source.line} in {name}" in str(error)
+        assert f"{error.source.file}:{error.source.line} in {name}" in str(error)
         assert "body.inner" in str(error)
 
 
@@ -310,10 +82,8 @@ def test_a_swallowed_refusal_still_ends_the_capture(device: torch.device) -> Non
 def test_the_first_of_several_swallowed_refusals_is_reported(device: torch.device) -> None:
     def swallow(self: Inner, h: Tensor, x: Tensor) -> Tensor:
         for read in (lambda: x.tolist(), lambda: h.sum().item()):
-            try:
+            with contextlib.suppress(graphfsdp.CaptureError):
                 read()
-            except graphfsdp.CaptureError:
-                pass
         return h
 
     assert check_refused(swallow, device).op == "Tensor.tolist"
@@ -373,6 +143,29 @@ def test_a_read_in_the_optimizer_is_refused_after_parameters_were_written(
         step(batches(device, 1)[0])
     assert caught.value.source is not None
     assert caught.value.source.line == line_of(Careless.step, "# refused")
+    assert_same_state(before, snapshot(model, optim))
+
+
+def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torch.device) -> None:
+    """Without momentum, batch norm divides by a count that it reads on the host."""
+
+    class Cumulative(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = super().forward(x).square().mean()  # refused
+            return loss
+
+    model = Cumulative(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)).to(device)
+    optim = FusedAdam(model.parameters(), lr=0.1)
+    step = graphfsdp.capture(model, optim)
+    for x in batches(device, 3):
+        step(x)
+    before = snapshot(model, optim)
+    with pytest.raises(graphfsdp.CaptureError) as caught:
+        step(batches(device, 1)[0])
+    assert caught.value.op == SCALAR
+    assert caught.value.module_path == "1"
+    assert caught.value.source is not None
+    assert caught.value.source.line == line_of(Cumulative.forward, "# refused")
     assert_same_state(before, snapshot(model, optim))
 
 
@@ -461,7 +254,7 @@ def test_compiled_functions_and_modules_are_refused_on_a_cpu() -> None:
     layer = torch.compile(nn.Linear(4, 4), backend="eager")
     for compiled in (function, layer):
 
-        def program(self: Inner, h: Tensor, x: Tensor, compiled=compiled) -> Tensor:  # type: ignore[no-untyped-def]
+        def program(self: Inner, h: Tensor, x: Tensor, compiled: Any = compiled) -> Tensor:
             out: Tensor = compiled(h)  # refused
             return out
 
@@ -474,7 +267,7 @@ def test_compiled_functions_and_modules_are_refused_on_a_cpu() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`:UserWarning")
 def test_a_compiled_model_is_refused_on_a_cpu() -> None:
-    model = torch.compile(nn.Linear(4, 1), backend="eager")
+    model: Any = torch.compile(nn.Linear(4, 1), backend="eager")
     optim = FusedAdam(model.parameters())
     step = graphfsdp.capture(model, optim, loss_fn=lambda model, x: model(x).mean())
     for x in batches(CPU, 3):
@@ -508,7 +301,7 @@ for _name in ("silent_add", "honest_add"):
 
 def test_a_custom_operator_that_writes_in_secret_is_refused_on_a_cpu() -> None:
     def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        shift = torch.ops.graphfsdp_tests.silent_add(self.gate, x[0])  # refused
+        shift: Tensor = torch.ops.graphfsdp_tests.silent_add(self.gate, x[0])  # refused
         return h * shift
 
     error = check_refused(program, CPU)
@@ -525,90 +318,6 @@ def test_a_custom_operator_that_declares_its_writes_is_captured(device: torch.de
         return h * shift
 
     check_captured(program, device)
-
-
-ALLOWED: dict[str, Program] = {
-    "fixed_one_hot": lambda self, h, x: h * functional.one_hot((x[:, 0] > 0).long(), 4),
-    "to_the_same_device": lambda self, h, x: h.to(x.device) * self.gate.to(h),
-    "to_dtype": lambda self, h, x: h.to(torch.float64).float(),
-    "masked_fill": lambda self, h, x: h.masked_fill(x > 0, 0.25),
-    "where": lambda self, h, x: torch.where(x > 0, h, 0.0),
-    "repeat_of_known_size": lambda self, h, x: torch.repeat_interleave(
-        h, (x[:, 0] * 0).long() + 2, dim=0, output_size=16
-    ),
-    "nonzero_static": lambda self, h, x: h * torch.nonzero_static(x[0] > 0, size=4).sum(),
-    "index_by_integers": lambda self, h, x: h[x[:, 0].argsort()],
-    "iteration_over_rows": lambda self, h, x: torch.stack([row.cumprod(0) for row in h]),
-    "shapes_and_metadata": lambda self, h, x: h * h.shape[0] / len(h) * h.dim() / h.numel(),
-    "einsum": lambda self, h, x: torch.einsum("bi,bj->b", h, x),
-    "assigned_under_a_mask": lambda self, h, x: h.clone().index_put(
-        (x > 0,), torch.tensor(1.0, device=h.device)
-    )
-    if h.device.type == "cpu"
-    else h.masked_fill(x > 0, 1.0),
-    "random": lambda self, h, x: h * torch.rand_like(h) + torch.randn(4, device=h.device),
-    "permutation": lambda self, h, x: h[torch.randperm(8, device=h.device)],
-    "multinomial": lambda self, h, x: h[torch.multinomial(x.abs() + 1, 2)[:, 0]],
-    "literal": lambda self, h, x: h * torch.full((4,), 2.0, device=h.device),
-    "detached_writes": lambda self, h, x: h + self.gate.copy_(h.detach().mean(dim=0)),
-    "data_attribute": lambda self, h, x: h + h.data.mean() + self.extra.data,
-    "sort_and_topk": lambda self, h, x: h.sort(dim=0).values + h.topk(2).values.sum(),
-    "dtype_view": lambda self, h, x: h + x.view(torch.int32).remainder(7).float(),
-}
-
-
-@pytest.mark.parametrize("name", ALLOWED)
-def test_what_a_graph_can_hold_is_captured(name: str, device: torch.device) -> None:
-    check_captured(ALLOWED[name], device)
-
-
-CONSTANT_READS: dict[str, Program] = {
-    "float": lambda self, h, x: h * float(torch.ones(3).sum()),
-    "tolist": lambda self, h, x: h * torch.arange(1, 4).tolist()[1],
-    "numpy": lambda self, h, x: h * float(torch.full((2,), 3.0).numpy()[0]),
-    "literal": lambda self, h, x: h * torch.tensor([0.5, 2.0])[1].item(),
-    "branch": lambda self, h, x: h * 2 if torch.zeros(()) < 1 else h,
-    "mask": lambda self, h, x: h[:, torch.arange(4) < 2],
-    "nonzero": lambda self, h, x: h[:, torch.eye(4).nonzero()[:, 0]],
-    "cpu": lambda self, h, x: h * torch.ones(4).cpu().to("cpu"),
-    "printed": lambda self, h, x: h * len(repr(torch.ones(2))),
-    "shape": lambda self, h, x: h * torch.tensor(x.shape)[0].item(),
-}
-
-
-@pytest.mark.parametrize("name", CONSTANT_READS)
-def test_reads_of_constants_are_captured_on_a_cpu(name: str) -> None:
-    check_captured(CONSTANT_READS[name], CPU)
-
-
-def test_a_constant_stops_being_one_when_it_is_written() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        total = torch.zeros(4)
-        total += h.detach().mean(dim=0)
-        return h * total[0].item()  # refused
-
-    error = check_refused(program, CPU)
-    assert error.source is not None
-    assert error.source.line == line_of(program, "# refused")
-
-
-def test_a_view_of_a_constant_that_is_written_taints_all_of_it() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        total = torch.zeros(4)
-        total[2:].copy_(h.detach()[0, :2])
-        return h * float(total[3])
-
-    check_refused(program, CPU)
-
-
-def test_a_literal_starts_anew_in_every_replay() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        total = torch.tensor([0.0, 1.0, 2.0, 3.0])
-        total += h.detach().mean(dim=0)
-        total[0] = 7.0
-        return h * total
-
-    check_captured(program, CPU)
 
 
 def test_the_rules_end_with_the_recording(device: torch.device) -> None:

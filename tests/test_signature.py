@@ -236,9 +236,7 @@ def step_with_plain_values() -> tuple[graphfsdp.CapturedStep, Tensor]:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_first_batch_that_no_graph_can_hold_is_refused(batch: Tensor, message: str) -> None:
     model = nn.Linear(4, 1)
-    step = graphfsdp.capture(
-        model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean()
-    )
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean())
     with pytest.raises(ConfigError, match=message):
         step(batch)
     step(torch.randn(8, 4))  # a batch that fits starts the step
@@ -262,9 +260,7 @@ def test_a_batch_that_does_not_divide_is_refused(microbatches: int) -> None:
 def test_a_tensor_that_requires_a_gradient_later_is_only_copied(device: torch.device) -> None:
     """The rule is for the first batch; later ones are copied, never linked to the graph."""
     model = nn.Linear(4, 1).to(device)
-    step = graphfsdp.capture(
-        model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean()
-    )
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean())
     for _ in range(5):
         step(torch.randn(8, 4, device=device))
     x = torch.randn(8, 4, device=device, requires_grad=True)

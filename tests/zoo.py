@@ -1,20 +1,16 @@
-"""Small models of many kinds, each with batches that fit; every batch has 12 rows."""
+"""Small models with batches that fit; every batch has 12 rows."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from helpers import Batch, Case
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+
+import zoo_models as models
+from helpers import Batch, Case
+from zoo_models import TOKENS, VOCABULARY, WIDTH
 
 ROWS = 12  # divisible into 1, 2 and 3 microbatches
-WIDTH = 8
-TOKENS = 6
-VOCABULARY = 11
 
 
 def features(*shape: int) -> Callable[[torch.Generator], Batch]:
@@ -32,330 +28,11 @@ def tokens(generator: torch.Generator) -> Batch:
     return Batch((ids[0], ids[1]))
 
 
-class Squared(nn.Module):
-    """Wraps layers and returns the mean square of their result."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.layers(x).float().square().mean()
-        return loss
-
-
-class Head(nn.Module):
-    """Takes the first element of a result that is a tuple (recurrent layers)."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        first: Tensor = self.body(x)[0]
-        return first
-
-
-def mlp() -> nn.Module:
-    return Squared(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 3))
-
-
-def conv_net() -> nn.Module:
-    return Squared(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.Dropout2d(0.2),
-        nn.Conv2d(4, 4, 3, stride=2, bias=False),
-        nn.BatchNorm2d(4, momentum=0.3),
-        nn.SiLU(inplace=True),
-        nn.Flatten(),
-        nn.Linear(36, 3),
-    )
-
-
-def channels_last() -> nn.Module:
-    net = conv_net()
-    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return net
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.num_heads = num_heads
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        query, key, value = (
-            part.view(rows, length, self.num_heads, -1).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=2)
-        )
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout
-        )
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return out
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, 2, 0.0)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
-        return out
-
-
-class GPT(nn.Module):
-    """A decoder with dropout and tied embeddings."""
-
-    def __init__(self, width: int = WIDTH, num_layers: int = 2, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(TOKENS, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        x = self.tokens(ids) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
-
-
-class MixtureOfExperts(nn.Module):
-    """Top-2 of 4 experts; every expert sees every row, so that all shapes are fixed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
-        combine = (F.one_hot(chosen, 4) * weights.unsqueeze(-1)).sum(dim=1)
-        outputs = torch.stack([expert(x) for expert in self.experts], dim=1)
-        return torch.einsum("be,bew->bw", combine, outputs).square().mean()
-
-
-class LSTMCells(nn.Module):
-    """Steps over time in Python and writes into slices of one result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = cell = x.new_zeros(x.shape[0], WIDTH)
-        result = torch.empty_like(x)
-        for index in range(x.shape[1]):
-            hidden, cell = self.cell(x[:, index], (hidden, cell))
-            result[:, index] = hidden
-        return result.square().mean()
-
-
-class UnusedParameter(nn.Module):
-    """One parameter gets no gradient, one layer is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(WIDTH).requires_grad_(False)
-        self.used = nn.Linear(WIDTH, 3)
-        self.unused = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.used(self.norm(self.frozen(x)).relu()).square().mean()
-        return loss
-
-
-class Rotary(nn.Module):
-    """Complex numbers between real parameters; conjugates; an FFT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.angle = nn.Parameter(torch.linspace(0, 1, WIDTH // 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2)))
-        turned = pairs * torch.polar(torch.ones_like(self.angle), self.angle)
-        spectrum = torch.fft.fft(turned.conj())
-        return (spectrum * turned).real.square().mean() + torch.view_as_real(turned).mean()
-
-
-class OddShapes(nn.Module):
-    """Parameters with no dimension, with no element, and not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.empty = nn.Parameter(torch.empty(0, WIDTH))
-        self.transposed = nn.Parameter(torch.randn(5, WIDTH).t())
-        self.sliced = nn.Parameter(torch.randn(5, 9)[:, ::2])
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.cat([self.empty, x]) @ self.transposed @ self.sliced
-        return (hidden.tanh() * self.scale).square().mean()
-
-
-class Shared(nn.Module):
-    """One layer runs three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = x + self.norm(self.layer(x)).tanh()
-        loss: Tensor = x.square().mean()
-        return loss
-
-
-class _Clamp(torch.autograd.Function):
-    """Clamps forward, lets the gradient pass backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bound: float) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.bound = bound
-        return x.clamp(-bound, bound)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (x,) = ctx.saved_tensors
-        return grads[0] * torch.where(x.abs() > ctx.bound, 0.5, 1.0), None
-
-
-class StraightThrough(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        clamped: Tensor = _Clamp.apply(self.layer(x), 0.5)  # type: ignore[no-untyped-call]
-        return clamped.square().mean()
-
-
-def parametrized() -> nn.Module:
-    return Squared(
-        parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-        nn.Tanh(),
-        parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-    )
-
-
-class MovingAverage(nn.Module):
-    """Buffers and a plain attribute that are updated in place; an activation that is kept."""
-
-    average: Tensor
-    num_calls: Tensor
-    kept: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("average", torch.zeros(WIDTH))
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x) - self.average
-        self.average.lerp_(hidden.detach().mean(dim=0), 0.1)
-        self.num_calls += 1
-        self.kept = hidden.detach()
-        loss: Tensor = hidden.square().mean() / self.num_calls.sqrt()
-        return loss
-
-
-class InPlace(nn.Module):
-    """In-place operations on views, on slices and on inputs' copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        hidden[:, :3].mul_(2.0)
-        hidden.view(-1, 2, WIDTH // 2)[:, 1] += 1.0
-        hidden = hidden.clone().t_().unsqueeze_(0).squeeze_(0).t()
-        hidden[hidden > 1.0] = 0.25
-        left, right = self.second(hidden).chunk(2, dim=1)
-        loss: Tensor = left.contiguous().add_(right.exp()).square().mean()
-        return loss
-
-
-class GradientPenalty(nn.Module):
-    """A gradient inside the loss: double backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        score = self.layers(x)
-        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        penalty: Tensor = score.square().mean() + (slope.square().sum(dim=1) - 1).square().mean()
-        return penalty
-
-
-class Keywords(nn.Module):
-    """Nested batches, keyword arguments, plain values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(
-        self, batch: dict[str, Any], *, scales: list[Tensor], power: int = 1, mode: str = "sum"
-    ) -> Tensor:
-        x = batch["x"] * batch["nested"]["mask"]
-        total = self.layer(x) * scales[0].unsqueeze(1) + scales[1]
-        loss: Tensor = total.pow(power).mean() if mode == "mean" else total.pow(power).sum() / 10
-        return loss
-
-
 def keyword_batch(generator: torch.Generator) -> Batch:
     x = torch.randn(ROWS, WIDTH, generator=generator)
     scale = torch.rand(ROWS, generator=generator)
     batch = {"x": x, "nested": {"mask": (x > 0).float()}}
     return Batch((batch,), {"scales": [scale, x.flip(0)], "power": 2, "mode": "mean"})
-
-
-@dataclass
-class ModelOutput:
-    """Looks like the output of a Hugging Face model."""
-
-    loss: Tensor
-    logits: Tensor
-
-
-class WithOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> ModelOutput:
-        logits = self.layer(x)
-        return ModelOutput(logits.logsumexp(dim=1).mean(), logits)
 
 
 def loss_with_extras(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -402,57 +79,65 @@ def bag_batch(generator: torch.Generator) -> Batch:
 
 
 ZOO: dict[str, Case] = {
-    "mlp": Case(mlp, features(WIDTH)),
-    "conv_net": Case(conv_net, features(3, 8, 8)),
-    "channels_last": Case(channels_last, features(3, 8, 8)),
-    "gpt": Case(GPT, tokens),
-    "mixture_of_experts": Case(MixtureOfExperts, features(WIDTH)),
-    "rnn": Case(lambda: Squared(Head(nn.RNN(5, 6, batch_first=True))), features(4, 5)),
-    "gru": Case(lambda: Squared(Head(nn.GRU(5, 6, batch_first=True))), features(4, 5)),
+    "mlp": Case(models.mlp, features(WIDTH)),
+    "conv_net": Case(models.conv_net, features(3, 8, 8)),
+    "channels_last": Case(models.channels_last, features(3, 8, 8)),
+    "gpt": Case(models.GPT, tokens),
+    "mixture_of_experts": Case(models.MixtureOfExperts, features(WIDTH)),
+    "rnn": Case(
+        lambda: models.Squared(models.Head(nn.RNN(5, 6, batch_first=True))), features(4, 5)
+    ),
+    "gru": Case(
+        lambda: models.Squared(models.Head(nn.GRU(5, 6, batch_first=True))), features(4, 5)
+    ),
     "lstm": Case(
-        lambda: Squared(Head(nn.LSTM(5, 6, 2, batch_first=True, bidirectional=True))),
+        lambda: models.Squared(models.Head(nn.LSTM(5, 6, 2, batch_first=True, bidirectional=True))),
         features(4, 5),
     ),
-    "lstm_cells": Case(LSTMCells, features(4, WIDTH)),
-    "unused_parameter": Case(UnusedParameter, features(WIDTH)),
-    "rotary": Case(Rotary, features(WIDTH)),
-    "odd_shapes": Case(OddShapes, features(WIDTH)),
-    "shared_layer": Case(Shared, features(WIDTH)),
-    "autograd_function": Case(StraightThrough, features(WIDTH)),
-    "parametrized": Case(parametrized, features(WIDTH)),
-    "moving_average": Case(MovingAverage, features(WIDTH)),
-    "in_place": Case(InPlace, features(WIDTH)),
-    "gradient_penalty": Case(GradientPenalty, features(WIDTH)),
-    "keywords": Case(Keywords, keyword_batch),
-    "model_output": Case(WithOutput, features(WIDTH)),
-    "extras": Case(WithOutput, features(WIDTH), loss_with_extras),
-    "autocast": Case(mlp, features(WIDTH), autocast_loss),
+    "lstm_cells": Case(models.LSTMCells, features(4, WIDTH)),
+    "unused_parameter": Case(models.UnusedParameter, features(WIDTH)),
+    "rotary": Case(models.Rotary, features(WIDTH)),
+    "odd_shapes": Case(models.OddShapes, features(WIDTH)),
+    "shared_layer": Case(models.Shared, features(WIDTH)),
+    "autograd_function": Case(models.StraightThrough, features(WIDTH)),
+    "parametrized": Case(models.parametrized, features(WIDTH)),
+    "moving_average": Case(models.MovingAverage, features(WIDTH)),
+    "in_place": Case(models.InPlace, features(WIDTH)),
+    "gradient_penalty": Case(models.GradientPenalty, features(WIDTH)),
+    "keywords": Case(models.Keywords, keyword_batch),
+    "model_output": Case(models.WithOutput, features(WIDTH)),
+    "extras": Case(models.WithOutput, features(WIDTH), loss_with_extras),
+    "autocast": Case(models.mlp, features(WIDTH), autocast_loss),
     "checkpoint": Case(
-        lambda: Squared(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3)),
+        lambda: models.Squared(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3)),
         features(WIDTH),
         checkpointed_loss,
     ),
-    "vmap": Case(lambda: Squared(nn.Linear(WIDTH, 8), nn.Tanh()), features(WIDTH), per_row_loss),
+    "vmap": Case(
+        lambda: models.Squared(nn.Linear(WIDTH, 8), nn.Tanh()), features(WIDTH), per_row_loss
+    ),
     "encoder_layer": Case(
-        lambda: Squared(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.1, batch_first=True)),
+        lambda: models.Squared(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.1, batch_first=True)),
         features(4, WIDTH),
     ),
     "embedding_bag": Case(
-        lambda: Squared(nn.EmbeddingBag(VOCABULARY, WIDTH, mode="mean"), nn.Linear(WIDTH, 3)),
+        lambda: models.Squared(
+            nn.EmbeddingBag(VOCABULARY, WIDTH, mode="mean"), nn.Linear(WIDTH, 3)
+        ),
         bag_batch,
     ),
     "norms": Case(
-        lambda: Squared(
+        lambda: models.Squared(
             nn.Conv1d(4, 6, 3), nn.GroupNorm(2, 6), nn.PReLU(), nn.InstanceNorm1d(6, affine=True)
         ),
         features(4, 9),
     ),
     "float64": Case(
-        lambda: Squared(nn.Linear(WIDTH, 4)).double(),
+        lambda: models.Squared(nn.Linear(WIDTH, 4)).double(),
         lambda g: Batch((torch.randn(ROWS, WIDTH, generator=g).double(),)),
     ),
-    "complex_gain": Case(
-        lambda: Squared(nn.Linear(WIDTH, WIDTH), nn.Hardtanh(), nn.AlphaDropout(math.e / 10)),
+    "alpha_dropout": Case(
+        lambda: models.Squared(nn.Linear(WIDTH, WIDTH), nn.Hardtanh(), nn.AlphaDropout(0.2)),
         features(WIDTH),
     ),
 }

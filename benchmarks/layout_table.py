@@ -1,0 +1,165 @@
+"""Makes the table in docs/layout.md: padding of our layout and of others; a test compares the two.
+
+Nothing is measured: every figure follows from shapes and the number of ranks.
+"""
+
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from graphfsdp.layout_plan import fsdp2_shard_numel, plan_unit
+
+DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "layout.md"
+BEGIN, END = "<!-- layout_table: begin -->", "<!-- layout_table: end -->"
+
+NUM_RANKS = (8, 64, 512)
+ITEMSIZE = 2  # bfloat16
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def decoder_layer(hidden: int, kv: int, ffn: int, *, qkv_bias: bool = False) -> Shapes:
+    """Return the shapes of a Llama-like layer, in the order of its parameters.
+
+    q, k, v, gate and up are separate matrices, as in the published checkpoints. Fusing q, k and
+    v, or gate and up, changes no figure: the row lengths stay.
+    """
+    bias = (lambda size: ((size,),)) if qkv_bias else (lambda size: ())
+    return (
+        *((hidden, hidden), *bias(hidden)),
+        *((kv, hidden), *bias(kv)),
+        *((kv, hidden), *bias(kv)),
+        (hidden, hidden),
+        *((ffn, hidden), (ffn, hidden), (hidden, ffn)),
+        *((hidden,), (hidden,)),
+    )
+
+
+def convolutions(*weights: tuple[int, int, int, int]) -> Shapes:
+    """Return the shapes of convolutions without bias, each followed by a batch norm."""
+    return tuple(shape for weight in weights for shape in (weight, weight[:1], weight[:1]))
+
+
+def resnet18() -> Shapes:
+    """Return the shapes of the whole ResNet-18."""
+    weights = [(64, 3, 7, 7)]
+    for before, width in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        shortcut = [(width, before, 1, 1)] if before != width else []
+        first = [(width, before, 3, 3), (width, width, 3, 3), *shortcut]
+        weights += [*first, (width, width, 3, 3), (width, width, 3, 3)]
+    return (*convolutions(*weights), (1000, 512), (1000,))
+
+
+UNITS: Mapping[str, Shapes] = MappingProxyType(
+    {
+        "Llama-3-8B layer": decoder_layer(4096, 1024, 14336),
+        "Llama-2-7B layer": decoder_layer(4096, 4096, 11008),
+        "Qwen2.5-7B layer": decoder_layer(3584, 512, 18944, qkv_bias=True),
+        "ffn 3073 x 768 layer": (*((768, 768),) * 4, (3073, 768), (768, 3073), (768,), (768,)),
+        "mix of convolutions": convolutions(
+            *((64, 3, 7, 7), (64, 64, 3, 3), (128, 64, 3, 3), (128, 128, 3, 3)),
+            *((64, 512, 3, 3), (64, 512, 1, 1)),
+        ),
+        "ResNet-18": resnet18(),
+        "MLP 784-300-100-10": ((300, 784), (300,), (100, 300), (100,), (10, 100), (10,)),
+    }
+)
+
+
+def content_numel(shapes: Shapes) -> int:
+    """Return the number of elements of the parameters."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def padding_percent(total_numel: int, shapes: Shapes) -> float:
+    """Return the elements that buffers hold beyond the parameters, in percent of these."""
+    return 100 * (total_numel / content_numel(shapes) - 1)
+
+
+def fsdp2_numel(shapes: Shapes, num_ranks: int) -> int:
+    """Return what FSDP2 holds of a unit on all ranks."""
+    return num_ranks * sum(fsdp2_shard_numel(shape, num_ranks) for shape in shapes)
+
+
+def megatron_v1_numel(shapes: Shapes, num_ranks: int) -> int:
+    """Return the least that Megatron-FSDP's first version holds of a unit on all ranks.
+
+    Tensors are taken by falling row length; the chunk starts as the longest row and becomes the
+    least common multiple with a row unless that row is the chunk, or divides it with the tensor
+    a multiple of it, or the tensor is shorter than it. A buffer is a multiple of ranks x chunk.
+
+    Source: Megatron-LM d98e8a64dd, megatron_fsdp/param_and_grad_buffer.py.
+    """
+    rows = sorted(((math.prod(shape[1:]), math.prod(shape)) for shape in shapes), reverse=True)
+    chunk = rows[0][0]
+    for row, numel in rows:
+        kept = row == chunk or (chunk % row == 0 and numel % chunk == 0) or numel < chunk
+        chunk = chunk if kept else math.lcm(chunk, row)
+    return round_up(content_numel(shapes), num_ranks * chunk)
+
+
+def megatron_v2_numel(shapes: Shapes, num_ranks: int) -> int:
+    """Return the least that Megatron-FSDP's second version holds of a unit on all ranks.
+
+    The chunk is the least common multiple of all rows.
+
+    Source: Megatron-LM d98e8a64dd, megatron_fsdp/experimental/layout.py.
+    """
+    chunk = math.lcm(*(math.prod(shape[1:]) for shape in shapes))
+    return round_up(content_numel(shapes), num_ranks * chunk)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the first multiple that is not below ``number``."""
+    return -(-number // multiple) * multiple
+
+
+def rows() -> list[tuple[str, ...]]:
+    """Return the cells of the table, line by line."""
+    found = []
+    for name, shapes in UNITS.items():
+        for num_ranks in NUM_RANKS:
+            layout = plan_unit(shapes, num_ranks=num_ranks, itemsize=ITEMSIZE)
+            totals = (
+                layout.total_numel,
+                fsdp2_numel(shapes, num_ranks),
+                megatron_v1_numel(shapes, num_ranks),
+                megatron_v2_numel(shapes, num_ranks),
+            )
+            ours, *others = (f"{padding_percent(total, shapes):.2f}" for total in totals)
+            found.append((name, str(num_ranks), ours, str(len(layout.buffers)), *others))
+    return found
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    heading = (
+        *("unit", "ranks", "graphfsdp, %", "its buffers"),
+        *("FSDP2, %", "Megatron-FSDP v1, %", "Megatron-FSDP v2, %"),
+    )
+    rule = ("---", *("---:" for _ in heading[1:]))
+    lines: Sequence[Sequence[str]] = (heading, rule, *rows())
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def updated(text: str) -> str:
+    """Return ``text`` with the present table between its markers."""
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+
+
+def main() -> int:
+    """Rewrite the table in the document."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    if BEGIN not in text:
+        print(f"{DOCUMENT} has no place for the table; put this in: {BEGIN} {END}")
+        return 2
+    DOCUMENT.write_text(updated(text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

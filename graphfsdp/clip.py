@@ -1,0 +1,64 @@
+"""Gradient clipping for sharded and whole parameters alike, with one collective per group."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.dtensors import local_part, sharding_group
+from graphfsdp.errors import ConfigError
+from graphfsdp.norms import global_norm
+from graphfsdp.sharded import MainGrad, sharded_roots
+
+_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients of a model in place so that their global norm is at most ``max_norm``.
+
+    For loops without ``graphfsdp.capture``, which has ``max_grad_norm``. Every rank must call it,
+    also one that holds no gradient.
+
+    Args:
+        model: Its parameters may be whole, or sharded by ``fully_shard``.
+        max_norm: The limit, positive.
+
+    Returns:
+        [] float32, the norm before clipping, equal on every rank.
+
+    Raises:
+        ConfigError: ``max_norm`` is not positive.
+
+    Capture: no host sync; one collective for each group of ranks that shares gradients.
+    """
+    if not max_norm > 0:
+        raise ConfigError(f"max_norm must be a positive number, got {max_norm!r}")
+    whole, sharded = _gradients(model)
+    norm = global_norm(whole, sharded, next(model.parameters()).device)
+    scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    gradients = [*whole, *(tensor for tensors in sharded.values() for tensor in tensors)]
+    if gradients:
+        torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def _gradients(model: nn.Module) -> tuple[list[Tensor], dict[dist.ProcessGroup, list[Tensor]]]:
+    managed: dict[nn.Parameter, MainGrad] = {}
+    for root in sharded_roots(model):
+        managed.update(root.main_grads())
+    sharded: dict[dist.ProcessGroup, list[Tensor]] = {
+        grad.group: [] for grad in managed.values() if grad.group is not None
+    }
+    whole: list[Tensor] = []
+    for param in model.parameters():
+        decoupled = param in managed and managed[param].decoupled
+        grad = getattr(param, "decoupled_grad", None) if decoupled else param.grad
+        if grad is None:
+            continue
+        group = managed[param].group if param in managed else sharding_group(grad)
+        part = local_part(grad)
+        (whole if group is None else sharded.setdefault(group, [])).append(part)
+    return whole, sharded
+
+
+__all__ = ["clip_grad_norm_"]

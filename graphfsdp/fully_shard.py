@@ -1,0 +1,247 @@
+"""`fully_shard`: ZeRO on a module, in FSDP2's words."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.model_shards import ModelShards
+from graphfsdp.shard_group import ShardGroup, UnitOptions
+from graphfsdp.sharded import MainGrad
+from graphfsdp.unit import Unit, cast_inputs
+
+_UNIT = "_graphfsdp_unit"
+_SHARDS = "_graphfsdp_shards"
+
+
+class FSDPModule:
+    """What a module can do after ``fully_shard``, in FSDP2's names."""
+
+    def unshard(self) -> None:
+        """Gather the whole weights of this unit and hold them until ``reshard``."""
+        unit_of(self).unshard()
+
+    def reshard(self) -> None:
+        """Put the shards of this unit back and drop its whole weights."""
+        unit_of(self).reshard()
+
+    def set_requires_gradient_sync(self, requires_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients after each backward pass, or keep them unreduced.
+
+        Args:
+            requires_sync: False while accumulating over backward passes.
+            recurse: Also the units below.
+        """
+        for unit in _units(self, recurse=recurse):
+            unit.requires_gradient_sync = requires_sync
+
+    def set_is_last_microbatch(self, is_last: bool) -> None:
+        """Tell all units below whether the coming backward pass ends the iteration.
+
+        Strategies that do not shard gradients reduce them only then.
+        """
+        for unit in _units(self, recurse=True):
+            unit.is_last_microbatch = is_last
+
+    def set_reshard_after_forward(self, reshard: bool, *, recurse: bool = True) -> None:
+        """Drop whole weights between forward and backward, or keep them."""
+        for unit in _units(self, recurse=recurse):
+            unit.reshard_after_forward = reshard
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication while the body runs."""
+        before = [(unit, unit.requires_gradient_sync) for unit in _units(self, recurse=True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, value in before:
+                unit.requires_gradient_sync = value
+
+    def main_grads(self) -> dict[nn.Parameter, MainGrad]:
+        """Return where the gradient of each trainable parameter lies, units below included."""
+        found = {}
+        for unit in _units(self, recurse=True):
+            options = unit.group.options
+            whole = options.strategy is ShardingStrategy.NO_SHARD
+            for item in unit.group.trainable:
+                found[item.param] = MainGrad(
+                    view=item.main_grad,
+                    group=None if whole else options.group,
+                    decoupled=options.policy.use_decoupled_grad,
+                )
+        return found
+
+    def replaced_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the sharded parameters by the id of the whole one that each has replaced.
+
+        Only whole parameters that somebody still holds: an optimizer that was made before.
+        """
+        found = {}
+        for unit in _units(self, recurse=True):
+            for item in unit.group.managed:
+                whole = item.whole()
+                if whole is not None:
+                    found[id(whole)] = item.param
+        return found
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of ranks that share the units, each once."""
+        groups = {unit.group.options.group: None for unit in _units(self, recurse=True)}
+        return list(groups)
+
+    def prepare_shards(self) -> None:
+        """Move the shards of all units together; the first forward does it otherwise.
+
+        Raises:
+            ConfigError: a unit is in the middle of work, or two units share a parameter.
+        """
+        _shards_of(self)
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    strategy: str | int | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    gradient_reduction: str = "mean",
+) -> nn.Module:
+    """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
+
+    Call it on inner modules first, on the root last; each call makes one unit, which is gathered
+    and reduced as a whole. Its parameters become DTensors over this rank's rows. Make the
+    optimizer afterwards, or before: ``graphfsdp.capture`` then puts the new parameters into its
+    groups.
+
+    Args:
+        module: Takes over all its parameters that no unit below has.
+        mesh: 1-D; None is all ranks of the default process group.
+        strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3.
+        mp_policy: Dtypes of the copies of each weight and gradient.
+        reshard_after_forward: For "optim_grads_params": drop whole weights between forward and
+            backward, and gather them again.
+        gradient_reduction: "mean" over ranks, or "sum" for a loss that is already divided by
+            the number of tokens on all ranks (a per-token loss).
+
+    Returns:
+        The module, which is an ``FSDPModule`` now.
+
+    Raises:
+        ConfigError: the module or the mesh cannot be used.
+        PrecisionError: ``.grad`` would need another dtype than its parameter.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, FSDPModule):
+        raise ConfigError(
+            f"fully_shard was called twice on the same {type(module).__name__}. Remedy: once per "
+            "module, inner modules first"
+        )
+    policy = mp_policy or MixedPrecisionPolicy()
+    _check_precision(module, policy)
+    options = UnitOptions(
+        mesh=_check_mesh(mesh) if mesh is not None else _default_mesh(module),
+        strategy=ShardingStrategy.parse(strategy),
+        policy=policy,
+        reshard_after_forward=reshard_after_forward,
+        reduction=_check_reduction(gradient_reduction),
+    )
+    unit = Unit(module, ShardGroup(module, options))
+    unit.group.bind_views()
+    setattr(module, _UNIT, unit)
+    _add_hooks(module, unit)
+    kind = type(module)
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    return module
+
+
+def unit_of(module: object) -> Unit:
+    """Return the unit of a wrapped module."""
+    unit: Unit = getattr(module, _UNIT)
+    return unit
+
+
+def _add_hooks(module: nn.Module, unit: Unit) -> None:
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _shards_of(module)
+        unit.enter_forward()
+        return cast_inputs(args, kwargs, unit.group.options.policy.param_dtype)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unit.leave_forward()
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _shards_of(module: object) -> ModelShards:
+    """Return the shards that a unit belongs to; make them if it is the root of what runs."""
+    found: ModelShards | None = getattr(module, _SHARDS, None)
+    if found is not None:
+        return found
+    assert isinstance(module, nn.Module)
+    members = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    shards = ModelShards(module, [unit_of(member) for member in members])
+    for member in members:
+        setattr(member, _SHARDS, shards)
+    return shards
+
+
+def _units(module: object, *, recurse: bool) -> list[Unit]:
+    if not recurse:
+        return [unit_of(module)]
+    assert isinstance(module, nn.Module)
+    return [unit_of(child) for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def _check_reduction(reduction: str) -> str:
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"gradient_reduction must be 'mean' or 'sum', got {reduction!r}")
+    return reduction
+
+
+def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"fully_shard takes a 1-D mesh, got one with {mesh.ndim} axes "
+            f"({mesh.mesh_dim_names}). Remedy: pass the axis to shard over, such as mesh['dp']"
+        )
+    return mesh
+
+
+def _default_mesh(module: nn.Module) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise ConfigError(
+            "fully_shard needs a process group: torch.distributed is not initialised. Remedy: "
+            "start with torchrun and call torch.distributed.init_process_group(), or pass a mesh"
+        )
+    param = next(module.parameters(), None)
+    kind = "cpu" if param is None else param.device.type
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    if policy.use_decoupled_grad or policy.main_grads_dtype is None:
+        return
+    for name, param in module.named_parameters():
+        main = policy.main_params_dtype or param.dtype
+        if param.requires_grad and main != policy.main_grads_dtype:
+            raise PrecisionError(
+                f"main_grads_dtype is {policy.main_grads_dtype}, but the main weight of {name!r} "
+                f"is {main}, so .grad could only be a casted copy of the persistent gradient. "
+                "Ways out: use_decoupled_grad=True with an optimizer that reads decoupled_grad "
+                "(FusedAdam), or equal main_params_dtype and main_grads_dtype"
+            )
+
+
+__all__ = ["FSDPModule", "fully_shard", "unit_of"]

@@ -1,0 +1,134 @@
+"""All units under one root: neighbours in memory, named, and checked against each other."""
+
+import weakref
+from collections.abc import Iterator
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.layout import alignment_numel
+from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.unit import Unit, UnitPhase
+
+_Kind = tuple[torch.dtype, torch.device, bool]
+
+
+class ModelShards:
+    """The units of a model, with all shards of a kind in one storage.
+
+    Main weights of all units are neighbours in one storage per dtype, main grads likewise and in
+    the same order, so that an optimizer can run over the whole model in a handful of kernels.
+
+    Attributes:
+        units: Every unit, in the order of the modules.
+    """
+
+    def __init__(self, root: nn.Module, units: list[Unit]) -> None:
+        """Name the units, check them, and move their shards together.
+
+        Raises:
+            ConfigError: a parameter is held by two units, or a unit is in the middle of work.
+        """
+        self._root = weakref.ref(root)
+        self.units = units
+        names = {id(module): name for name, module in root.named_modules()}
+        for unit in units:
+            unit.group.name = names[id(unit.module)]
+        self._refuse_busy_units()
+        self._refuse_shared_parameters(root)
+        self._refuse_other_structure()
+        self._move_together()
+
+    def _refuse_busy_units(self) -> None:
+        for unit in self.units:
+            what = None
+            if unit.pinned or unit.phase is not UnitPhase.IDLE:
+                what = "is unsharded"
+            elif unit.has_pending_gradients:
+                what = "has gradients that wait for their reduction"
+            if what is not None:
+                raise ConfigError(
+                    f"the sharded model cannot be set up while unit {unit.group.name!r} {what}. "
+                    "Remedy: reshard() it, or finish the accumulation with a synchronised "
+                    "backward, before a module above it is wrapped or first called"
+                )
+
+    def _refuse_shared_parameters(self, root: nn.Module) -> None:
+        managed = {
+            id(item.param): (unit, item) for unit in self.units for item in unit.group.managed
+        }
+        for module_name, module in root.named_modules():
+            for name, param in module._parameters.items():
+                found = managed.get(id(param))
+                if found is None or (module, name) in found[1].owners:
+                    continue
+                here = f"{module_name}.{name}" if module_name else name
+                there = f"{found[0].group.name}.{found[1].name}".lstrip(".")
+                raise ConfigError(
+                    f"parameter {here!r} is the same as {there!r}, which unit "
+                    f"{found[0].group.name!r} has taken over; outside that unit it would be a "
+                    "shard. Remedy: let one unit hold both modules (wrap neither of them, or a "
+                    "common parent)"
+                )
+
+    def _refuse_other_structure(self) -> None:
+        """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
+        for group in {unit.group.options.group: None for unit in self.units}:
+            mine = [
+                line
+                for unit in self.units
+                if unit.group.options.group is group
+                for line in unit.group.describe()
+            ]
+            everyone: list[list[str]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(everyone, mine, group)
+            for rank, theirs in enumerate(everyone):
+                if theirs != everyone[0]:
+                    raise ConfigError(
+                        f"rank {rank} holds another model than rank 0, so their collectives "
+                        f"would not fit together: {_difference(everyone[0], theirs)}. Remedy: "
+                        "build the same model with the same dtypes and units on every rank"
+                    )
+
+    def _move_together(self) -> None:
+        kinds: dict[_Kind, list[ShardBuffer]] = {}
+        for unit in self.units:
+            for buffer in unit.group.buffers:
+                kind = (buffer.main.dtype, buffer.main.device, buffer.trainable)
+                kinds.setdefault(kind, []).append(buffer)
+        for (_, _, trainable), buffers in kinds.items():
+            mains = _cut([buffer.main for buffer in buffers])
+            grads: Iterator[Tensor | None] = iter([None] * len(buffers))
+            if trainable:
+                grads = _cut([buffer.grad for buffer in buffers if buffer.grad is not None])
+            for buffer, main, grad in zip(buffers, mains, grads, strict=True):
+                buffer.move(main, grad)
+        for unit in self.units:
+            unit.group.bind_views()
+
+
+def _difference(first: list[str], other: list[str]) -> str:
+    for line, theirs in zip_longest(first, other, fillvalue="nothing"):
+        if line != theirs:
+            return f"rank 0 has {line}, the other has {theirs}"
+    return "they are equal"
+
+
+def _cut(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yield views of one new storage, as long as the given tensors, one after the other.
+
+    Each starts on a 16-byte border, which the layout of its buffer counts on.
+    """
+    step = alignment_numel(tensors[0].element_size())
+    starts = [0]
+    for tensor in tensors:
+        starts.append(-(-(starts[-1] + tensor.numel()) // step) * step)
+    flat = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+    for start, tensor in zip(starts, tensors, strict=False):
+        yield flat.narrow(0, start, tensor.numel())
+
+
+__all__ = ["ModelShards"]

@@ -1,0 +1,251 @@
+"""The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from graphfsdp.collectives import all_gather_
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.layout import Slot
+from graphfsdp.layout_plan import plan_unit
+from graphfsdp.shard_buffer import BufferDtypes, ShardBuffer
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """One parameter of a unit.
+
+    Attributes:
+        name: Full name within the unit's module.
+        param: What the optimizer and the user see: a DTensor over this rank's main weights.
+        whole: What the module held before, if somebody still does.
+        owners: The modules and attribute names that hold it (several where it is tied).
+        buffer: The flat buffer that it lies in.
+        slot: Where it lies there.
+        main_grad: DTensor over this rank's main grads; None if frozen or if no row is here.
+    """
+
+    name: str
+    param: nn.Parameter
+    whole: "weakref.ref[nn.Parameter]"
+    owners: list[tuple[nn.Module, str]]
+    buffer: ShardBuffer
+    slot: Slot
+    main_grad: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How a unit is sharded; see ``fully_shard``."""
+
+    mesh: DeviceMesh
+    strategy: ShardingStrategy
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+    reduction: str = "mean"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the unit."""
+        return self.mesh.get_group()
+
+
+class ShardGroup:
+    """The buffers and parameters of one unit.
+
+    Attributes:
+        name: Full name of the unit's module, set when the root is known; "" until then.
+        managed: Its parameters.
+        buffers: Its flat buffers.
+    """
+
+    name: str
+    managed: list[ManagedParameter]
+    buffers: list[ShardBuffer]
+
+    def __init__(self, module: nn.Module, options: UnitOptions) -> None:
+        """Take over the parameters of a module that no unit below it has taken.
+
+        Raises:
+            ConfigError: a parameter cannot be sharded.
+        """
+        self.name = ""
+        self.options = options
+        self.managed = []
+        self.buffers = []
+        found = _free_parameters(module)
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
+        for name, (param, _) in found.items():
+            kind = (param.dtype, param.device, param.requires_grad)
+            kinds.setdefault(kind, []).append(name)
+        for (dtype, device, trainable), names in kinds.items():
+            self._take(found, names, dtype, device, trainable=trainable)
+
+    def _take(
+        self,
+        found: "dict[str, _Found]",
+        names: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        trainable: bool,
+    ) -> None:
+        options = self.options
+        dtypes = _dtypes(dtype, options.policy)
+        replicated = options.strategy is ShardingStrategy.NO_SHARD
+        layout = plan_unit(
+            [tuple(found[name][0].shape) for name in names],
+            num_ranks=1 if replicated else options.group.size(),
+            itemsize=min(dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize),
+        )
+        for buffer_layout in layout.buffers:
+            buffer = ShardBuffer(
+                buffer_layout,
+                dtypes=dtypes,
+                device=device,
+                group=options.group,
+                strategy=options.strategy,
+                trainable=trainable,
+            )
+            self.buffers.append(buffer)
+            members = [names[slot.index] for slot in buffer_layout.slots]
+            with torch.no_grad():
+                buffer.load([found[name][0].detach() for name in members])
+            for name, slot in zip(members, buffer_layout.slots, strict=True):
+                whole, owners = found[name]
+                param = _make_dtensor(whole, buffer, slot, options)
+                for owner, attribute in owners:
+                    owner._parameters[attribute] = param
+                item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot)
+                self.managed.append(item)
+
+    def bind_views(self) -> None:
+        """Point every parameter at where the main weights lie now, and make its gradient view."""
+        for item in self.managed:
+            local = item.buffer.local_view(item.buffer.main, item.slot)
+            dtensor: Any = item.param
+            dtensor._local_tensor = local
+            item.main_grad = None
+            if item.buffer.grad is not None and local.numel() > 0:
+                view = item.buffer.local_view(item.buffer.grad, item.slot)
+                item.main_grad = _as_dtensor(view, item.slot, self.options)
+                _give_full_tensor(item.main_grad, item, gradient=True)
+            _give_full_tensor(item.param, item, gradient=False)
+
+    def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
+        """Yield every parameter with its whole, gathered weight; gathers what is not here."""
+        for buffer in self.buffers:
+            buffer.unshard()
+        for item in self.managed:
+            assert item.buffer.full is not None
+            yield item, item.buffer.full_view(item.buffer.full, item.slot)
+
+    def reshard(self) -> None:
+        """Drop the gathered weights of every buffer."""
+        for buffer in self.buffers:
+            buffer.reshard()
+
+    def describe(self) -> list[str]:
+        """Return one line per parameter with all that must be equal on every rank."""
+        options = self.options
+        kind = f"{options.strategy.value}, reshard_after_forward={options.reshard_after_forward}"
+        lines = [f"unit {self.name!r} ({kind})"]
+        for item in self.managed:
+            dtypes = item.buffer.dtypes
+            lines.append(
+                f"{self.name}.{item.name}".lstrip(".")
+                + f" of shape {item.slot.shape} at {item.slot.offset}, main weight {dtypes.main}, "
+                f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
+                f"{'trainable' if item.buffer.trainable else 'frozen'}"
+            )
+        return lines
+
+    @property
+    def trainable(self) -> list[ManagedParameter]:
+        """The parameters that get gradients."""
+        return [item for item in self.managed if item.buffer.trainable]
+
+
+_Found = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
+
+
+def _free_parameters(module: nn.Module) -> dict[str, _Found]:
+    """Return the parameters that are not sharded yet, each once, with all that hold them."""
+    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for module_name, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if param is None or isinstance(param, DTensor):
+                continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
+    return {name: (param, owners) for name, param, owners in found.values()}
+
+
+def _dtypes(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> BufferDtypes:
+    if not dtype.is_floating_point:
+        return BufferDtypes(dtype, dtype, dtype, dtype)
+    main = policy.main_params_dtype or dtype
+    grad = policy.main_grads_dtype or main
+    return BufferDtypes(
+        compute=policy.param_dtype or dtype,
+        main=main,
+        grad=grad,
+        comm=policy.grad_comm_dtype or grad,
+    )
+
+
+def _as_dtensor(local: Tensor, slot: Slot, options: UnitOptions) -> DTensor:
+    sharded = options.strategy is not ShardingStrategy.NO_SHARD and len(slot.shape) > 0
+    stride = torch.empty(slot.shape, device="meta").stride()
+    return DTensor.from_local(
+        local,
+        options.mesh,
+        [Shard(0) if sharded else Replicate()],
+        run_check=False,
+        shape=torch.Size(slot.shape),
+        stride=stride,
+    )
+
+
+def _make_dtensor(
+    param: nn.Parameter, buffer: ShardBuffer, slot: Slot, options: UnitOptions
+) -> nn.Parameter:
+    """Return the parameter that takes the place of a whole one, with all its attributes."""
+    local = buffer.local_view(buffer.main, slot)
+    sharded = nn.Parameter(_as_dtensor(local, slot, options), requires_grad=param.requires_grad)
+    for name, value in vars(param).items():
+        setattr(sharded, name, value)
+    # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
+    # nor go on training a copy that nobody uses.
+    param.grad = None
+    param.data = param.data.new_empty(0)
+    return sharded
+
+
+def _give_full_tensor(tensor: Tensor, item: ManagedParameter, *, gradient: bool) -> None:
+    """Let ``tensor.full_tensor()`` know about uneven rows, which DTensor itself does not."""
+    holder: Any = tensor
+    holder.full_tensor = functools.partial(_full_tensor, item, gradient=gradient)
+
+
+def _full_tensor(item: ManagedParameter, *, gradient: bool) -> Tensor:
+    buffer = item.buffer
+    flat = buffer.grad if gradient else buffer.main
+    assert flat is not None
+    flat = flat.detach()
+    if buffer.sharded:
+        whole = torch.empty(buffer.layout.total_numel, dtype=flat.dtype, device=flat.device)
+        all_gather_(whole, flat, buffer.group)
+        flat = whole
+    return buffer.full_view(flat, item.slot).clone()
+
+
+__all__ = ["ManagedParameter", "ShardGroup", "UnitOptions"]

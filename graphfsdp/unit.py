@@ -1,0 +1,308 @@
+"""A sharded module while it runs: whole weights in forward and backward, reduced gradients after.
+
+Note [Unshard as an operator of autograd]: the whole weights of a unit are outputs of one
+autograd function, whose backward gets all their gradients at once and reduces them. Operators
+inside the unit save weights for backward not as tensors but as places in the gathered buffer
+(saved-tensor hooks), so after forward nothing holds the buffer and it is freed by itself; the
+first operator of the backward pass that asks for a place gathers it again. No storage is ever
+resized, no hook waits on a parameter, and a recording sees ordinary operators only.
+"""
+
+import enum
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from graphfsdp.config import ShardingStrategy
+from graphfsdp.errors import PhaseError
+from graphfsdp.shard_group import ManagedParameter, ShardGroup
+
+
+class UnitPhase(enum.Enum):
+    """What a unit is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+
+
+class _Place:
+    """A saved weight: where it lies in a gathered buffer."""
+
+    __slots__ = ("buffer_index", "offset", "shape", "stride")
+
+    def __init__(self, buffer_index: int, tensor: Tensor) -> None:
+        self.buffer_index = buffer_index
+        self.offset = tensor.storage_offset()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+
+
+class _Pack:
+    """Saves a tensor, or its place where it looks at a gathered buffer.
+
+    A class, so that a unit knows the hooks of the unit around it.
+    """
+
+    def __init__(self, storages: dict[int, int]) -> None:
+        self._storages = storages  # index of the buffer by identity of its storage
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        index = self._storages.get(tensor.untyped_storage()._cdata)
+        return tensor if index is None else _Place(index, tensor)
+
+
+class _Unshard(torch.autograd.Function):
+    """Whole weights forward, reduced gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, unit: "Unit") -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
+        return tuple(view for item, view in unit.group.full_views() if item.buffer.trainable)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        ctx.unit.take_gradients(grads)
+        return None, None
+
+
+class Unit:
+    """One module that `fully_shard` has wrapped.
+
+    Attributes:
+        module: The module.
+        group: Its parameters and buffers.
+        requires_gradient_sync: Reduce gradients after backward; off while accumulating.
+        is_last_microbatch: Strategies that reduce once an iteration do it now.
+        phase: What the unit is doing.
+    """
+
+    def __init__(self, module: nn.Module, group: ShardGroup) -> None:
+        self.module = module
+        self.group = group
+        self.requires_gradient_sync = True
+        self.is_last_microbatch = True
+        self.reshard_after_forward = group.options.reshard_after_forward
+        self.phase = UnitPhase.IDLE
+        self.pinned = False  # unsharded by hand: stays whole until reshard()
+        self._fresh = False  # the gathered weights are those that the optimizer left
+        self._token = torch.zeros((), requires_grad=True)
+        self._landed: set[int] = set()  # by position in group.trainable
+        self._context: ExitStack | None = None
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether whole weights are dropped between forward and backward."""
+        sharded = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
+        return sharded and self.reshard_after_forward and not self.pinned
+
+    def enter_forward(self) -> None:
+        """Put whole weights into the module.
+
+        Raises:
+            PhaseError: the unit is inside its own forward already.
+
+        Capture: an all-gather per buffer.
+        """
+        if self.phase is UnitPhase.FORWARD:
+            raise PhaseError(
+                f"unit {self.group.name!r} was called inside its own forward pass; its weights "
+                "cannot be whole and sharded at once. Remedy: wrap the inner module instead"
+            )
+        self.phase = UnitPhase.FORWARD
+        self._refresh()
+        self._install(self._differentiable_views())
+        self._context = ExitStack()
+        if torch.is_grad_enabled() and self.frees_weights and not _foreign_hooks_are_active():
+            self._context.enter_context(self._saving_places())
+
+    def leave_forward(self) -> None:
+        """Put the sharded parameters back, and drop the whole weights where they are not kept."""
+        if self.phase is not UnitPhase.FORWARD:
+            return
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+        self.phase = UnitPhase.IDLE
+        if self.pinned:
+            self._install([view for _, view in self.group.full_views()])
+            return
+        self._install([item.param for item in self.group.managed])
+        keeps = self.group.options.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS
+        if not (keeps or (torch.is_grad_enabled() and not self.reshard_after_forward)):
+            self.group.reshard()
+
+    def unshard(self) -> None:
+        """Hold whole weights in the module until ``reshard``."""
+        self.pinned = True
+        self.group.reshard()
+        with torch.no_grad():
+            self._install([view for _, view in self.group.full_views()])
+
+    def reshard(self) -> None:
+        """Put the sharded parameters back and drop the whole weights."""
+        self.pinned = False
+        self.group.reshard()
+        self._install([item.param for item in self.group.managed])
+
+    def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Reduce the gradients of one backward pass, or keep them until the sync.
+
+        Args:
+            grads: One per trainable parameter, whole; None where there is none.
+
+        Capture: see ShardBuffer.add_gradients and ShardBuffer.reduce.
+        """
+        accumulate = self._main_grads_are_bound()
+        per_buffer: dict[int, list[Tensor | None]] = {}
+        for position, (item, grad) in enumerate(zip(self.group.trainable, grads, strict=True)):
+            per_buffer.setdefault(id(item.buffer), []).append(grad)
+            if grad is not None:
+                self._landed.add(position)
+        stage = self.group.options.strategy.stage
+        sync = self.requires_gradient_sync and (stage >= 2 or self.is_last_microbatch)
+        for buffer in self.group.buffers:
+            if buffer.trainable:
+                buffer.add_gradients(per_buffer[id(buffer)], accumulate=accumulate)
+                if sync:
+                    buffer.reduce(accumulate=accumulate, reduction=self.group.options.reduction)
+        if sync:
+            self._bind_gradients()
+        # Until then no optimizer step can have come between, so gathered weights stay good.
+        self._fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
+        if self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.pinned:
+            self.group.reshard()
+
+    def end_backward(self) -> None:
+        """Drop weights that a backward pass gathered and nobody released (frozen units)."""
+        stage_three = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
+        if stage_three and not self.pinned and self.phase is UnitPhase.IDLE:
+            self.group.reshard()
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients of a backward pass wait for their reduction."""
+        return any(buffer.has_pending_gradients for buffer in self.group.buffers)
+
+    def _refresh(self) -> None:
+        """Forget gathered weights that the optimizer may have made stale."""
+        keeps_for_backward = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
+        if not self._fresh and not self.pinned and not keeps_for_backward:
+            self.group.reshard()
+
+    def _differentiable_views(self) -> list[Tensor]:
+        if not (torch.is_grad_enabled() and self.group.trainable):
+            return [view for _, view in self.group.full_views()]
+        whole = _Unshard.apply(self._token, self)  # type: ignore[no-untyped-call]
+        for position, tensor in enumerate(whole):
+            tensor.get_main_grad = functools.partial(self.unreduced_gradient, position)
+        trainable = iter(whole)
+        return [
+            next(trainable) if item.buffer.trainable else view.detach()
+            for item, view in self.group.full_views()
+        ]
+
+    def unreduced_gradient(self, position: int) -> Tensor:
+        """Return the whole gradient of one weight, for a layer that adds to it by itself.
+
+        A whole weight has this as ``get_main_grad()``. A layer with its own backward (a fused
+        weight-gradient GEMM) calls it there, adds its gradient, and returns None for the weight.
+
+        Args:
+            position: Number of the weight among the trainable ones.
+
+        Capture: see ShardBuffer.unreduced_gradient.
+        """
+        item = self.group.trainable[position]
+        self._landed.add(position)
+        accumulate = self._main_grads_are_bound()
+        return item.buffer.unreduced_gradient(item.slot, accumulate=accumulate)
+
+    def _install(self, tensors: Sequence[Tensor]) -> None:
+        for item, tensor in zip(self.group.managed, tensors, strict=True):
+            for owner, name in item.owners:
+                # Past nn.Module.__setattr__, which takes nothing but Parameters here.
+                owner._parameters[name] = tensor  # type: ignore[assignment]
+
+    def _saving_places(self) -> AbstractContextManager[Any]:
+        storages = {
+            buffer.full.untyped_storage()._cdata: index
+            for index, buffer in enumerate(self.group.buffers)
+            if buffer.full is not None
+        }
+
+        def unpack(saved: Any) -> Tensor:
+            if not isinstance(saved, _Place):
+                return saved  # type: ignore[no-any-return]
+            full = self.group.buffers[saved.buffer_index].unshard()
+            self._queue_end_of_backward()
+            return full.as_strided(saved.shape, saved.stride, saved.offset)
+
+        return saved_tensors_hooks(_Pack(storages), unpack)
+
+    def _queue_end_of_backward(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _main_grads_are_bound(self) -> bool:
+        """Tell whether the main grads hold something to add to; make unbound ones zero then."""
+        views = [item for item in self.group.trainable if item.main_grad is not None]
+        bound = [item for item in views if self._bound(item) is not None]
+        if bound and len(bound) < len(views):
+            for item in views:
+                if self._bound(item) is None and item.buffer.grad is not None:
+                    item.buffer.local_view(item.buffer.grad, item.slot).zero_()
+        return bool(bound)
+
+    def _bound(self, item: ManagedParameter) -> Tensor | None:
+        if self.group.options.policy.use_decoupled_grad:
+            return getattr(item.param, "decoupled_grad", None)
+        return item.param.grad
+
+    def _bind_gradients(self) -> None:
+        for position, item in enumerate(self.group.trainable):
+            if position not in self._landed or item.main_grad is None:
+                continue
+            if self.group.options.policy.use_decoupled_grad:
+                item.param.decoupled_grad = item.main_grad  # type: ignore[attr-defined]
+            else:
+                item.param.grad = item.main_grad
+        self._landed.clear()
+
+
+def _foreign_hooks_are_active() -> bool:
+    """Tell whether somebody else packs saved tensors here (activation checkpointing).
+
+    Only the innermost hooks are asked, and a checkpoint must see every saved tensor. It saves no
+    weights itself: it runs the unit's forward again.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and not isinstance(top[0], _Pack)
+
+
+def cast_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast floating-point inputs of a unit to the dtype that it computes in."""
+    if dtype is None:
+        return args, kwargs
+
+    def cast(leaf: Any) -> Any:
+        castable = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if castable else leaf
+
+    casted: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(cast, (args, kwargs))
+    return casted
+
+
+__all__ = ["Unit", "UnitPhase", "cast_inputs"]

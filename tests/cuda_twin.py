@@ -1,0 +1,124 @@
+"""Runs one program under CUDA graphs in a process of its own, and prints what came of it.
+
+A capture that the driver has broken leaves the process in a state that no other test should
+inherit: memory pools stay open, generators stay in capture mode.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from probe import Inner, Probe, Program
+from refused_programs import RULES
+from test_allowed_programs import ALLOWED
+
+
+def read_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    torch.cuda.get_rng_state()
+    return h
+
+
+def set_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    torch.cuda.set_rng_state(STATE[0])
+    return h
+
+
+def synchronize(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    torch.cuda.current_stream().synchronize()
+    return h
+
+
+STATE: list[Tensor] = []
+# The driver refuses these, and no operator or function tells of them beforehand.
+UNSEEN: dict[str, Program] = {"synchronize": synchronize}
+REFUSED: dict[str, Program] = {
+    **{name: rule.program for name, rule in RULES.items() if rule.driver},
+    "read_generator": read_generator,
+    "set_generator": set_generator,
+    **UNSEEN,
+}
+CONTROLS: dict[str, Program] = {name: ALLOWED[name] for name in ("where", "random", "einsum")}
+
+
+def make_model(program: Program) -> Probe:
+    torch.manual_seed(0)
+    model = Probe(program)
+    model.body.inner.attribute = torch.ones(4, device="cuda")
+    return model.to("cuda")
+
+
+def chain(error: BaseException) -> list[str]:
+    """Return the messages of an error and of what led to it."""
+    found: list[str] = []
+    link: BaseException | None = error
+    while link is not None:
+        found.append(f"{type(link).__name__}: {link}")
+        link = link.__cause__ or link.__context__
+    return found
+
+
+def without_rules(program: Program) -> dict[str, object]:
+    """Capture an iteration with torch alone."""
+    model = make_model(program)
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(8, 4, device="cuda")
+    stream = torch.cuda.Stream()
+
+    def iterate() -> None:
+        optim.zero_grad(set_to_none=True)
+        model(x).backward()
+        optim.step()
+
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            iterate()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            iterate()
+        graph.replay()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return {"errors": chain(error)}
+    return {"errors": []}
+
+
+def with_capture(program: Program) -> dict[str, object]:
+    """Capture with graphfsdp what its rules cannot see; then go on eagerly."""
+    model = make_model(program)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    step = graphfsdp.capture(model, optim)
+    x = torch.randn(8, 4, device="cuda")
+    for _ in range(3):
+        step(x)
+    before = [param.detach().clone() for param in model.parameters()]
+    try:
+        step(x)
+    except graphfsdp.CaptureError as error:
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        return {"errors": chain(error), "op": error.op, "rolled_back": same}
+    return {"errors": []}
+
+
+def main() -> None:
+    """Print one JSON object for the program and the way named by the arguments."""
+    way, name = sys.argv[1:]
+    STATE.append(torch.cuda.get_rng_state())
+    run: Callable[[Program], dict[str, object]] = {
+        "without_rules": without_rules,
+        "with_capture": with_capture,
+    }[way]
+    result = run({**REFUSED, **CONTROLS}[name])
+    print("\n" + json.dumps(result), flush=True)
+    os._exit(0)  # a broken capture may make the ordinary way out hang
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Recording of any function on the CPU backend."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.cpu_graph import CpuGraph, CpuGraphBackend
+from helpers import quick_garbage_collection
+
+CPU = torch.device("cpu")
+
+
+def record(
+    iterate: Callable[[], list[Tensor]], model: nn.Module | None = None
+) -> tuple[CpuGraph, list[Tensor]]:
+    """Record any function of no arguments."""
+    quick_garbage_collection()
+    graph, results = CpuGraphBackend(CPU).record(
+        iterate, model or nn.Identity(), lambda was_touched: None, collective=False
+    )
+    assert isinstance(graph, CpuGraph)
+    return graph, results

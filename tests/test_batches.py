@@ -1,0 +1,139 @@
+"""Batches in any form and of any device, microbatches, and optimizers that stay eager."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from helpers import (
+    assert_same_state,
+    make_optimizer,
+    run,
+    set_lr,
+    snapshot,
+)
+from zoo import ZOO
+from zoo_models import GPT, WIDTH, Squared
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.Adagrad(params, lr=0.01),
+        lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+        lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
+        lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
+        lambda params: torch.optim.NAdam(params, lr=0.01),
+        lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    ],
+    ids=["adagrad", "adamw_foreach", "adamw_loop", "rmsprop", "nadam", "sgd_nesterov"],
+)
+def test_forward_backward_leaves_any_optimizer_eager(
+    make: Callable[[Any], torch.optim.Optimizer], device: torch.device
+) -> None:
+    def train(scope: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = GPT().to(device)
+        optim = make(model.parameters())
+        generator = torch.Generator().manual_seed(1)
+        with graphfsdp.capture(model, optim, scope=scope, max_grad_norm=0.1) as step:
+            for index in range(14):
+                set_lr(optim, 0.02 / (1 + index))
+                step(*ZOO["gpt"].batch(generator).to(device).args)
+            assert step.report().num_captures == (scope != "none")
+        return snapshot(model, optim)
+
+    assert_same_state(train("none"), train("forward_backward"))
+
+
+def test_microbatches_average_gradients_and_losses(device: torch.device) -> None:
+    """Equal parts of a mean have the whole's mean; a sum has another order of additions."""
+    model = Squared(nn.Linear(WIDTH, 3)).to(device)
+    x = torch.randn(12, WIDTH, device=device)
+    grads = {}
+    for microbatches in (1, 2, 3, 4):
+        optim = FusedAdam(model.parameters(), lr=0.0)
+        step = graphfsdp.capture(model, optim, microbatches=microbatches, warmup_steps=1)
+        for _ in range(4):
+            loss = step(x)
+        grads[microbatches] = [param.grad.clone() for param in model.parameters()]  # type: ignore[union-attr]
+        torch.testing.assert_close(loss, model(x).detach())
+        step.close()
+    for other in (2, 3, 4):
+        torch.testing.assert_close(grads[1], grads[other], rtol=1e-5, atol=1e-7)
+
+
+def test_keyword_arguments_may_come_in_any_order(device: torch.device) -> None:
+    model = Squared(nn.Linear(WIDTH, 3)).to(device)
+
+    def loss_fn(model: nn.Module, *, x: Tensor, weight: Tensor) -> Tensor:
+        loss: Tensor = model(x) * weight
+        return loss
+
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn)
+    x, weight = torch.randn(4, WIDTH, device=device), torch.tensor(2.0, device=device)
+    for _ in range(5):
+        step(x=x, weight=weight)
+    expected = 3.0 * model(x).detach()
+    assert torch.equal(step(weight=torch.tensor(3.0, device=device), x=x), expected)
+
+
+def test_dictionaries_in_a_batch_may_have_their_keys_in_any_order(device: torch.device) -> None:
+    model = Squared(nn.Linear(WIDTH, 3)).to(device)
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(batch["x"]) * batch["weight"]
+        return loss
+
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn)
+    x, weight = torch.randn(4, WIDTH, device=device), torch.tensor(2.0, device=device)
+    for _ in range(5):
+        step({"x": x, "weight": weight})
+    expected = 3.0 * model(x).detach()
+    assert torch.equal(step({"weight": torch.tensor(3.0, device=device), "x": x}), expected)
+
+
+def test_the_batch_is_moved_to_the_models_device(device: torch.device) -> None:
+    """Batches on the CPU train as batches on the model's device do."""
+    case = ZOO["mlp"]
+    moved = run(case, "full_iteration", device)
+    torch.manual_seed(0)
+    model = case.make().to(device)
+    optim = make_optimizer("fused_adam", model.parameters(), device)
+    generator = torch.Generator().manual_seed(1)
+    step = graphfsdp.capture(model, optim)
+    for index, outputs in enumerate(moved.outputs):
+        set_lr(optim, 0.02 / (1 + index))
+        torch.rand((), device=device)
+        (x,) = case.batch(generator).args
+        loss = step(x)
+        x.fill_(float("nan"))  # the caller's memory is free as soon as the call returns
+        assert torch.equal(loss, outputs[0])
+
+
+def test_parameters_that_only_the_optimizer_knows_are_trained(device: torch.device) -> None:
+    def train(scope: str) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = Squared(nn.Linear(WIDTH, 3)).to(device)
+        outside = nn.Parameter(torch.ones(3, device=device))
+        groups = [{"params": list(model.parameters())}, {"params": [outside]}]
+        optim = FusedAdam(groups, lr=0.01)
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            loss: Tensor = model(x) + (outside * x[:, :3]).square().mean()
+            return loss
+
+        step = graphfsdp.capture(model, optim, loss_fn=loss_fn, scope=scope)
+        for index in range(8):
+            step(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(device))
+        assert outside.grad is not None
+        return outside.detach(), outside.grad
+
+    expected, got = train("none"), train("full_iteration")
+    assert torch.equal(expected[0], got[0])
+    assert torch.equal(expected[1], got[1])
+    assert not torch.equal(got[0], torch.ones(3, device=device))

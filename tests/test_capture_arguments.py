@@ -1,0 +1,60 @@
+"""Arguments of `graphfsdp.capture` that cannot work are refused before anything runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from zoo_models import Squared
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scope": "everything"}, "'everything'.*'none', 'forward_backward', 'full_iteration'"),
+        ({"warmup_steps": 0}, "warmup_steps.*at least 1, got 0"),
+        ({"warmup_steps": -1, "scope": "none"}, "warmup_steps.*got -1"),
+        ({"warmup_steps": True}, "warmup_steps.*got True"),
+        ({"warmup_steps": 2.0}, r"warmup_steps.*got 2\.0"),
+        ({"microbatches": 0}, "microbatches.*at least 1, got 0"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm.*positive.*got 0\.0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm.*got nan"),
+        ({"backend": "tpu"}, "'tpu'.*'auto', 'cuda' or 'cpu'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    model = mlp_of_one()
+    with pytest.raises(graphfsdp.ConfigError, match=message):
+        graphfsdp.capture(model, FusedAdam(model.parameters()), **options)
+
+
+def mlp_of_one() -> nn.Module:
+    return Squared(nn.Linear(1, 1))
+
+
+def test_a_backend_for_another_device_is_refused(device: torch.device) -> None:
+    model = mlp_of_one().to(device)
+    other = "cuda" if device.type == "cpu" else "cpu"
+    with pytest.raises(graphfsdp.ConfigError, match=f"'{other}' backend.*Remedy"):
+        graphfsdp.capture(model, FusedAdam(model.parameters()), backend=other)
+
+
+def test_what_is_no_model_or_no_optimizer_is_refused() -> None:
+    model = mlp_of_one()
+    with pytest.raises(graphfsdp.ConfigError, match=r"model must be.*got function"):
+        graphfsdp.capture(mlp_of_one, FusedAdam(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(graphfsdp.ConfigError, match=r"optimizer must be.*got Linear"):
+        graphfsdp.capture(model, nn.Linear(1, 1))  # type: ignore[arg-type]
+    frozen = mlp_of_one().requires_grad_(False)
+    with pytest.raises(graphfsdp.ConfigError, match="nothing to train"):
+        graphfsdp.capture(frozen, FusedAdam(frozen.parameters()))
+
+
+def test_a_model_on_two_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    optim = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(graphfsdp.ConfigError, match=r"'0.weight' on cpu, '1.weight' on meta"):
+        graphfsdp.capture(model, optim)

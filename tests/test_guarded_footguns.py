@@ -1,0 +1,136 @@
+"""Surprises that are errors, or no surprises any more; the table is in test_footguns.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from footgun_net import Net, inputs, start
+
+
+def test_a_batch_of_one_raises(device: torch.device) -> None:
+    step, *_ = start(device)
+    for _ in range(5):
+        step(inputs(device))
+    # copy_ would broadcast it eight times over.
+    with pytest.raises(graphfsdp.BatchMismatchError, match=r"\(8, 4\).*\(1, 4\)"):
+        step(inputs(device)[:1])
+
+
+def test_a_float_lr_of_torch_is_guarded(device: torch.device) -> None:
+    model = Net().to(device)
+    optim = torch.optim.AdamW(
+        model.parameters(), lr=0.1, fused=True, capturable=device.type == "cuda"
+    )
+    step = graphfsdp.capture(model, optim)
+    for _ in range(5):
+        step(inputs(device))
+    optim.param_groups[0]["lr"] = 0.05
+    with pytest.raises(graphfsdp.GuardError, match=r"'lr'.*0\.1.*0\.05"):
+        step(inputs(device))
+
+
+def test_losses_are_distinct(device: torch.device) -> None:
+    step, *_ = start(device, lr=0.1)
+    losses = [step(inputs(device)) for _ in range(8)]
+    assert len({float(loss) for loss in losses}) == 8
+    assert len({loss.data_ptr() for loss in losses}) == 8
+
+
+def test_zero_grad_does_no_harm(device: torch.device) -> None:
+    runs = []
+    for zero in (False, True):
+        step, model, optim = start(device, lr=0.1)
+        for _ in range(8):
+            if zero:
+                optim.zero_grad()
+            loss = step(inputs(device))
+        assert model.layer.weight.grad is not None
+        runs.append((float(loss), model.layer.weight.grad.clone()))
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_replaced_state_raises(device: torch.device) -> None:
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        model.average = model.average * 0.9 + x.mean()
+        loss: Tensor = model(x) * model.average
+        return loss
+
+    step, model, _ = start(device, loss_fn)
+    model.register_buffer("average", torch.zeros((), device=device))
+    for _ in range(3):
+        step(inputs(device))
+    with pytest.raises(graphfsdp.CaptureError, match="replaced 'average' by a new tensor"):
+        step(inputs(device))
+
+
+def test_an_old_graph_raises(device: torch.device) -> None:
+    """The weights that an older forward pass saved have been written since."""
+    step, model, _ = start(device, lr=0.1)
+    for _ in range(5):
+        step(inputs(device))
+    hidden = model.layer(inputs(device).requires_grad_()).square().mean()
+    step(inputs(device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.backward()
+
+
+def test_a_swallowed_read_raises(device: torch.device) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        try:
+            return loss * loss.item()
+        except Exception:
+            return loss
+
+    step, *_ = start(device, loss_fn)
+    for _ in range(3):
+        step(inputs(device))
+    with pytest.raises(graphfsdp.CaptureError, match="on the host"):
+        step(inputs(device))
+
+
+def test_a_counter_in_a_buffer_counts(device: torch.device) -> None:
+    count = torch.zeros((), device=device)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        count.add_(1)
+        loss: Tensor = model(x) * count
+        return loss
+
+    step, *_ = start(device, loss_fn)
+    losses = [float(step(inputs(device))) for _ in range(8)]
+    assert [round(loss / losses[0]) for loss in losses] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_changed_weight_is_seen_when_it_is_written_in_place(device: torch.device) -> None:
+    step, model, _ = start(device)
+    for _ in range(5):
+        step(inputs(device))
+    with torch.no_grad():
+        model.layer.weight.zero_()
+        model.layer.bias.fill_(3.0)
+    assert float(step(inputs(device))) == 9.0
+
+
+def test_autocast_around_the_loop_uses_no_stale_weights(device: torch.device) -> None:
+    """Its cache of casted weights outlives a call, and the weights change in between."""
+    runs = []
+    for scope in ("none", "forward_backward", "full_iteration"):
+        step, *_ = start(device, lr=0.1, scope=scope)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            runs.append([float(step(inputs(device))) for _ in range(10)])
+    assert runs[0] == runs[1] == runs[2]
+    assert len(set(runs[0])) == 10
+    by_hand, model, optim = start(device, lr=0.1, scope="none")
+    by_hand.close()
+    for loss in runs[0]:
+        optim.zero_grad()
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            mine = model(inputs(device))
+        assert float(mine.detach()) == loss
+        mine.backward()
+        optim.step()

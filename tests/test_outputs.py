@@ -1,0 +1,185 @@
+"""What a call returns: the caller's to keep; losses, other results, the norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from helpers import (
+    Case,
+    assert_same_run,
+    make_optimizer,
+    run,
+    set_lr,
+)
+from make_step import make_step
+from zoo import ZOO, loss_with_extras
+from zoo_models import WIDTH, WithOutput
+
+
+def test_outputs_are_the_callers_to_keep(device: torch.device) -> None:
+    step, _, _, next_batch = make_step(device, "extras")
+    outputs, copies = [], []
+    for _ in range(8):
+        output = step(*next_batch())
+        leaves = torch.utils._pytree.tree_leaves(output)
+        assert not any(leaf.requires_grad for leaf in leaves)
+        outputs.append(leaves)
+        copies.append([leaf.clone() for leaf in leaves])
+    for leaves, kept in zip(outputs, copies, strict=True):
+        assert all(torch.equal(leaf, copy) for leaf, copy in zip(leaves, kept, strict=True))
+    storages = [leaf.untyped_storage().data_ptr() for leaves in outputs for leaf in leaves[:3]]
+    assert len(set(storages)) == len(storages)
+
+
+def test_writing_into_outputs_disturbs_nothing(device: torch.device) -> None:
+    expected = run(ZOO["extras"], "none", device)
+
+    def spoiled(scope: str) -> list[Tensor]:
+        case = ZOO["extras"]
+        torch.manual_seed(0)
+        model = case.make().to(device)
+        optim = make_optimizer("fused_adam", model.parameters(), device)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        with graphfsdp.capture(model, optim, scope=scope, loss_fn=case.loss_fn) as step:
+            for index in range(len(expected.outputs)):
+                set_lr(optim, 0.02 / (1 + index))
+                batch = case.batch(generator).to(device).args
+                output = step(*batch)
+                losses.append(output[0].clone())
+                for leaf in torch.utils._pytree.tree_leaves(output):
+                    leaf.zero_()
+                for tensor in batch:
+                    tensor.fill_(float("nan"))
+        return losses
+
+    for scope in ("none", "forward_backward", "full_iteration"):
+        for loss, outputs in zip(spoiled(scope), expected.outputs, strict=True):
+            assert torch.equal(loss, outputs[0]), scope
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, x, y: [y, y],
+        lambda model, x, y: [y, y.t()],
+        lambda model, x, y: [y, y[:1], y.view(-1)],
+        lambda model, x, y: [x, x, x[:2]],
+        lambda model, x, y: [model.layers[0].weight, model.layers[0].weight.data[1:]],
+        lambda model, x, y: [y.real, y.detach()],
+    ],
+    ids=["twice", "transposed", "sliced", "inputs", "weights", "detached"],
+)
+@pytest.mark.parametrize("scope", ["none", "full_iteration"])
+def test_no_two_outputs_share_memory(
+    make: Callable[..., list[Tensor]], scope: str, device: torch.device
+) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        y = x * 2
+        return model(x), make(model, x, y)
+
+    step, model, _, next_batch = make_step(device, scope=scope, loss_fn=loss_fn)
+    kept: list[Tensor] = []
+    for _ in range(7):
+        _, outputs = step(*next_batch())
+        kept.extend(outputs)
+    inside = [*model.parameters(), *torch.utils._pytree.tree_leaves(step._inputs.args)]  # type: ignore[union-attr]
+    places = [tensor.untyped_storage().data_ptr() for tensor in (*kept, *inside)]
+    numel = [tensor.untyped_storage().nbytes() for tensor in (*kept, *inside)]
+    assert all(numel)
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("value", [0.01, 1e9])
+def test_grad_norm_is_that_of_the_gradients_before_clipping(
+    value: float, device: torch.device
+) -> None:
+    step, model, _, next_batch = make_step(device, max_grad_norm=float("inf"))
+    assert step.grad_norm is None
+    norms: list[Tensor] = []
+    for _ in range(7):
+        step(*next_batch())
+        assert step.grad_norm is not None
+        norms.append(step.grad_norm)
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert torch.equal(norms[-1], torch.nn.utils.get_total_norm(grads, foreach=True))
+    clipped, _, _, next_batch = make_step(device, max_grad_norm=value)
+    clipped(*next_batch())
+    assert clipped.grad_norm is not None
+    assert torch.equal(clipped.grad_norm, norms[0])
+    assert len({float(norm) for norm in norms}) == len(norms)
+
+
+def test_an_infinite_norm_does_not_clip(device: torch.device) -> None:
+    expected = run(ZOO["mlp"], "full_iteration", device)
+    got = run(ZOO["mlp"], "full_iteration", device, max_grad_norm=float("inf"))
+    for state in got.snapshots:
+        del state["norm of the gradients"]
+    assert_same_run(expected, got)
+
+
+def test_without_max_grad_norm_there_is_no_norm(device: torch.device) -> None:
+    step, _, _, next_batch = make_step(device)
+    for _ in range(6):
+        step(*next_batch())
+    assert step.grad_norm is None
+
+
+def test_other_results_of_microbatches_are_stacked(device: torch.device) -> None:
+    step, model, _, next_batch = make_step(device, "extras", microbatches=3)
+    for _ in range(6):
+        (x,) = next_batch()
+        with torch.no_grad():
+            parts = [loss_with_extras(model, part) for part in x.chunk(3)]
+        _, extras = step(x)
+        for name in ("input", "transposed", "correct"):
+            assert torch.equal(extras[name], torch.stack([part[1][name] for part in parts])), name
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda model, x: 1.0, "the loss is a float"),
+        (lambda model, x: None, "the loss is a NoneType"),
+        (lambda model, x: (), "the loss is a tuple"),
+        (lambda model, x: {"loss": model(x)}, "the loss is a dict"),
+        (lambda model, x: model.layers(x), r"a tensor of shape \(12, 3\)"),
+        (lambda model, x: model(x).detach(), "no trainable parameter contributed"),
+        (lambda model, x: (model(x), 3), "returned a int beside the loss"),
+        (lambda model, x: (model(x), {"name": "x"}), "returned a str beside the loss"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_refused(
+    loss_fn: Callable[..., Any], message: str, device: torch.device
+) -> None:
+    step, model, optim, next_batch = make_step(device, loss_fn=loss_fn)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(graphfsdp.InvalidLossError, match=message):
+        step(*next_batch())
+    assert all(
+        torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True)
+    )
+    assert not optim.state
+
+
+def test_a_loss_of_one_element_need_not_be_0_dimensional(device: torch.device) -> None:
+    case = ZOO["mlp"]
+    wide = Case(case.make, case.batch, lambda model, x: model(x).view(1, 1))
+    expected, got = run(wide, "none", device), run(wide, "full_iteration", device)
+    assert got.outputs[-1][0].shape == (1, 1)
+    assert_same_run(expected, got)
+
+
+def test_the_default_loss_takes_the_loss_of_an_output(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = WithOutput().to(device)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
+    for _ in range(6):
+        x = torch.randn(4, WIDTH, device=device)
+        expected = model(x).loss.detach()
+        assert torch.equal(step(x), expected)
