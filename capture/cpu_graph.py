@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu_recorder import Recorder, Value
+from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp.errors import CaptureError
 
 
@@ -57,7 +58,7 @@ class CpuGraphBackend:
             results, values = _run(recorder, iterate)
             # Cyclic garbage would look like tensors that somebody keeps.
             gc.collect()
-            _refuse_replaced_tensors(recorder)
+            refuse_dropped_tensors(recorder.storages)
             builder = ProgramBuilder(recorder, values)
             replay = builder.build()
             check(recorder.has_touched)
@@ -81,27 +82,6 @@ def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value
     values = [recorder.value_of(tensor, "output") for tensor in outputs]
     # Copies, so that the recorded results die here and do not look like escapes.
     return [tensor.clone() for tensor in outputs], values
-
-
-def _refuse_replaced_tensors(recorder: Recorder) -> None:
-    """Refuse an iteration that read a tensor from before it and then let it go.
-
-    Whoever does that has put a new tensor in its place for the next iteration to read (a running
-    average kept by assignment, say); a replay would read the old one for ever.
-
-    Raises:
-        CaptureError: there is such a tensor.
-    """
-    for info in recorder.storages:
-        if info.external and not info.alive:
-            raise CaptureError(
-                "the iteration read a tensor that existed before it and then dropped it: either "
-                "a new tensor was assigned in its place (a replay would go on reading the old "
-                "one), or it was made outside torch's operators (torch.from_numpy). Remedy: "
-                "update kept tensors in place (copy_, mul_, add_), and make constants outside "
-                "the iteration",
-                source=info.first_use,
-            )
 
 
 __all__ = ["CpuGraph", "CpuGraphBackend"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cuda_errors import explain
+from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
 from graphfsdp.errors import CaptureError
 from graphfsdp.streams import forked
@@ -20,10 +21,17 @@ class CudaGraph:
     """A captured iteration and the fixed tensors in which it leaves its results."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, outputs: list[Tensor], facts: GraphFacts
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: list[Tensor],
+        external: list[torch.UntypedStorage],
+        facts: GraphFacts,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
+        # CUDA rule: a graph knows addresses, not tensors. Whoever lets go of a tensor that the
+        # iteration uses must not give its memory to somebody else while the graph lives.
+        self._external = external
         self.facts = facts
 
     def replay(self) -> list[Tensor]:
@@ -42,6 +50,7 @@ class CudaGraph:
             self._graph.reset()
             self._graph = None
             self._outputs = []
+            self._external = []
 
 
 class CudaGraphBackend:
@@ -74,6 +83,8 @@ class CudaGraphBackend:
         try:
             with _stale_streams_redirected(), watcher.watching():
                 outputs = self._capture(graph, iterate)
+            gc.collect()
+            refuse_dropped_tensors(watcher.storages)
             check(watcher.has_touched)
         except BaseException as error:
             with suppress(RuntimeError):  # a capture that never ended cannot be reset either
@@ -86,7 +97,8 @@ class CudaGraphBackend:
             graph.instantiate()
         pool_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
         facts = GraphFacts(num_nodes=num_nodes, num_ops=watcher.num_ops, pool_bytes=pool_bytes)
-        captured = CudaGraph(graph, outputs, facts)
+        external = [info.get() for info in watcher.storages if info.external]
+        captured = CudaGraph(graph, outputs, external, facts)
         # A capture runs nothing: this launch is the iteration that was recorded.
         return captured, captured.replay()
 

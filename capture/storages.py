@@ -1,6 +1,6 @@
 """What a recording knows of every storage that it meets, without keeping any of them alive."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,4 +81,25 @@ class StorageTable:
         return iter(self._infos.values())
 
 
-__all__ = ["StorageInfo", "StorageTable", "storage_of"]
+def refuse_dropped_tensors(storages: Iterable[StorageInfo]) -> None:
+    """Refuse an iteration that used a tensor from before it and then let it go.
+
+    Whoever does that has put a new tensor in its place for the next iteration to read (a running
+    average kept by assignment, say); a replay would read the old one, or freed memory, for ever.
+
+    Raises:
+        CaptureError: there is such a tensor.
+    """
+    for info in storages:
+        if info.external and not info.alive:
+            raise CaptureError(
+                "the iteration read a tensor that existed before it and then dropped it: either "
+                "a new tensor was assigned in its place (a replay would go on reading the old "
+                "one), or it was made outside torch's operators (torch.from_numpy). Remedy: "
+                "update kept tensors in place (copy_, mul_, add_), and make constants outside "
+                "the iteration",
+                source=info.first_use,
+            )
+
+
+__all__ = ["StorageInfo", "StorageTable", "refuse_dropped_tensors", "storage_of"]

@@ -1,6 +1,8 @@
 """The command line: ``graphfsdp COMMAND ...``, also as ``python -m graphfsdp COMMAND ...``."""
 
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,8 @@ from graphfsdp.errors import ConfigError, GraphFSDPError
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
+# A launcher ends all processes when one has ended: the first one needs time to say why.
+_SAY_FIRST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ COMMANDS = (Command("train", "train a GPT with the whole iteration in one graph"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
+    Of several processes that a launcher has started, the first on each machine tells of bad
+    input and interruption, which are common to all. A failure may be one rank's alone, so that
+    rank tells of it.
+
     Args:
         argv: Words after the program's name; None takes those of this process.
 
@@ -45,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    errors = Console(stderr=True)
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    errors = Console(stderr=True, quiet=not speaks)
     try:
         return _dispatch(arguments)
     except SystemExit as done:  # argparse, after printing a help
@@ -55,13 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except ConfigError as error:
         _complain(errors, f"error: {' '.join(str(error).split())}")
+        if not speaks:
+            time.sleep(_SAY_FIRST_S)
         return EXIT_BAD_INPUT
     except torch.OutOfMemoryError as error:
         reason = str(error).split(". ")[0]
-        _complain(errors, f"error: {reason}; try a smaller --micro-batch-size or --bf16")
+        _complain_of_rank(f"{reason}; try a smaller --micro-batch-size or --bf16")
         return EXIT_FAILED
     except (GraphFSDPError, OSError) as error:
-        _complain(errors, f"error: {error}")
+        _complain_of_rank(str(error))
         return EXIT_FAILED
 
 
@@ -88,6 +99,12 @@ def _usage() -> str:
         f"usage: graphfsdp COMMAND ...\n\ncommands:\n{commands}\n\n"
         f"'graphfsdp COMMAND --help' lists a command's flags; --version prints the version"
     )
+
+
+def _complain_of_rank(text: str) -> None:
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    prefix = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+    _complain(Console(stderr=True), f"{prefix}error: {text}")
 
 
 def _complain(errors: Console, text: str) -> None:

@@ -18,6 +18,8 @@ import numpy
 import pytest
 import torch
 
+from ranks import gpu_ranks, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
+
 TIME_LIMIT_S = 120
 SEED_VARIABLE = "GRAPHFSDP_TEST_SEED"
 

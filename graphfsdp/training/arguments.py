@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from graphfsdp.config import Scope
+from graphfsdp.config import Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.presets import PRESETS, find_preset
 
 _SCOPES = tuple(scope.value for scope in Scope)
+_STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 _DTYPES = ("fp32", "bf16")
 
 
@@ -37,6 +38,9 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
                 f"--cuda-graph-scope {scope} and --cuda-graph-impl {impl} are two spellings of "
                 f"one setting but differ; give one of them"
             )
+    strategy = given.get("data_parallel_sharding_strategy")
+    if strategy is not None:
+        given["data_parallel_sharding_strategy"] = ShardingStrategy.parse(strategy).value
     return replace(find_preset(given.get("preset", "default")), **given)
 
 
@@ -59,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_optimizer,
         _add_precision,
         _add_capture,
+        _add_ranks,
         _add_run,
     ):
         add_flags(parser)
@@ -137,11 +142,16 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group.value("--micro-batch-size", int, "sequences of one forward and backward")
     group.value(
         "--global-batch-size", int, "sequences of one iteration, a multiple of the micro-batch "
-        "size; gradients of the micro-batches are averaged before the one optimizer step; as the "
-        "micro-batch size if not given",
+        "size times the number of ranks; what is left over becomes micro-batches, whose gradients "
+        "are averaged before the one optimizer step; one micro-batch per rank if not given",
     )  # fmt: skip
     group.value("--train-iters", int, "iterations to train")
-    group.value("--seed", int, "decides initial weights, batches and dropout")
+    group.value(
+        "--seed",
+        int,
+        "decides initial weights, batches and dropout; none depends on "
+        "the number of ranks but dropout",
+    )
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
@@ -189,6 +199,21 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
         "--cuda-graph-warmup-steps", int, "eager iterations before the capture; they train too"
     )
     group.choice("--device", ("auto", "cpu", "cuda"), "auto takes a GPU where there is one")
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "several processes (torchrun --nproc-per-node N -m graphfsdp train ...)")
+    group.choice(
+        "--data-parallel-sharding-strategy", (*_STRATEGIES, *"0123"), "what is cut into one part "
+        "per rank, instead of being kept by all (0 to 3, the ZeRO stages): nothing; optimizer "
+        "state and main weights; main grads too, reduced in every micro-batch; weights too, "
+        "gathered block by block when they are needed; each saves more memory, and the losses are "
+        "the same up to rounding; without torchrun there is nothing to cut",
+    )  # fmt: skip
+    group.value(
+        "--distributed-timeout-minutes", int, "how long a rank waits for another before the run "
+        "ends with an error",
+    )  # fmt: skip
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

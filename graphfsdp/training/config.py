@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
@@ -15,6 +15,33 @@ DtypeName = Literal["fp32", "bf16"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
+
+
+@dataclass(frozen=True)
+class IterationBatch:
+    """How the sequences of one iteration are cut over ranks and micro-batches.
+
+    Attributes:
+        micro_batch_size: Sequences of one forward and backward on one rank.
+        num_microbatches: Forwards and backwards of an iteration, on each rank.
+        num_ranks: Ranks that train on different parts.
+        seq_length: Tokens of a sequence.
+    """
+
+    micro_batch_size: int
+    num_microbatches: int
+    num_ranks: int
+    seq_length: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the iteration, all ranks together."""
+        return self.micro_batch_size * self.num_microbatches * self.num_ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the iteration, all ranks together."""
+        return self.num_sequences * self.seq_length
 
 
 @dataclass(frozen=True)
@@ -64,6 +91,9 @@ class TrainConfig:
     cuda_graph_scope: ScopeName = "full_iteration"
     cuda_graph_warmup_steps: int = 3
     device: DeviceChoice = "auto"
+    # Several processes.
+    data_parallel_sharding_strategy: str = "no_shard"
+    distributed_timeout_minutes: int = 10
     # What is seen of it.
     log_interval: int = 10
     eval_interval: int = 80
@@ -77,6 +107,7 @@ class TrainConfig:
         self._check_counts()
         self._check_schedule()
         self._check_precision()
+        self._check_sharding()
 
     def _check_model(self) -> None:
         try:
@@ -92,12 +123,7 @@ class TrainConfig:
         self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)
         if self.global_batch_size is not None:
             self._at_least("global_batch_size", 1)
-            if self.global_batch_size % self.micro_batch_size:
-                raise ConfigError(
-                    f"--global-batch-size {self.global_batch_size} is not divisible by "
-                    f"--micro-batch-size {self.micro_batch_size}: the batch of an iteration is a "
-                    f"whole number of micro-batches; make it a multiple"
-                )
+            self.batch(num_ranks=1)
 
     def _check_schedule(self) -> None:
         self._in_range("lr", self.lr > 0, "greater than 0")
@@ -119,6 +145,13 @@ class TrainConfig:
                 "--main-params-dtype bf16 asks for main weights that are narrower than the "
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
             )
+
+    def _check_sharding(self) -> None:
+        self._at_least("distributed_timeout_minutes", 1)
+        try:
+            ShardingStrategy.parse(self.data_parallel_sharding_strategy)
+        except ConfigError as error:
+            raise ConfigError(f"--data-parallel-sharding-strategy: {error}") from None
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, getattr(self, name) >= minimum, f"at least {minimum}")
@@ -146,19 +179,32 @@ class TrainConfig:
         return Scope.parse(self.cuda_graph_scope)
 
     @property
-    def batch_size(self) -> int:
-        """Sequences of one iteration."""
-        return self.global_batch_size or self.micro_batch_size
+    def sharding(self) -> ShardingStrategy:
+        """What is cut into one part per rank."""
+        return ShardingStrategy.parse(self.data_parallel_sharding_strategy)
 
-    @property
-    def num_microbatches(self) -> int:
-        """Parts that an iteration's batch is cut into; there is one data-parallel rank."""
-        return self.batch_size // self.micro_batch_size
+    def batch(self, num_ranks: int) -> IterationBatch:
+        """Return how an iteration's batch is cut over that many ranks.
 
-    @property
-    def tokens_per_iteration(self) -> int:
-        """Tokens that one iteration trains on."""
-        return self.batch_size * self.seq_length
+        Raises:
+            ConfigError: it cannot be cut into equal parts.
+        """
+        together = self.micro_batch_size * num_ranks
+        num_sequences = self.global_batch_size or together
+        if num_sequences % together:
+            divisor = f"--micro-batch-size {self.micro_batch_size}"
+            if num_ranks > 1:
+                divisor += f" x {num_ranks} ranks = {together}"
+            raise ConfigError(
+                f"--global-batch-size {num_sequences} is not divisible by {divisor}: every rank "
+                f"runs the same whole number of micro-batches; make it a multiple"
+            )
+        return IterationBatch(
+            micro_batch_size=self.micro_batch_size,
+            num_microbatches=num_sequences // together,
+            num_ranks=num_ranks,
+            seq_length=self.seq_length,
+        )
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -166,8 +212,16 @@ class TrainConfig:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     @property
+    def main_dtype(self) -> torch.dtype:
+        """Dtype of the weights that the optimizer updates."""
+        return _dtype(self.main_params_dtype) if self.bf16 else torch.float32
+
+    @property
     def master_weights(self) -> bool:
-        """The optimizer keeps float32 main weights beside narrower model weights."""
+        """Float32 main weights are kept beside narrower model weights.
+
+        By the optimizer where nothing is sharded; a sharded model holds the main weights itself.
+        """
         return self.bf16 and self.main_params_dtype == "fp32"
 
     @property
@@ -196,4 +250,11 @@ def _in_flags(message: str) -> str:
     return message
 
 
-__all__ = ["DeviceChoice", "DtypeName", "LrDecayStyle", "ScopeName", "TrainConfig"]
+__all__ = [
+    "DeviceChoice",
+    "DtypeName",
+    "IterationBatch",
+    "LrDecayStyle",
+    "ScopeName",
+    "TrainConfig",
+]

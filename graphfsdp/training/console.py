@@ -18,7 +18,9 @@ from rich.text import Text
 
 import graphfsdp
 from graphfsdp.training.build import TrainingRun
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.metrics import Metrics
+from graphfsdp.training.sharding import shard_sizes
 from graphfsdp.training.utilization import describe_mfu
 
 
@@ -87,9 +89,11 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     precision += f", {config.main_params_dtype} main weights, {config.main_grads_dtype} main grads"
     if config.use_precision_aware_optimizer:
         precision += ", decoupled"
-    batch = f"{config.batch_size} x {config.seq_length} tokens"
-    if config.num_microbatches > 1:
-        batch += f" in {config.num_microbatches} micro-batches"
+    batch = f"{run.batch.num_sequences} x {config.seq_length} tokens"
+    if run.batch.num_microbatches > 1:
+        batch += f" in {run.batch.num_microbatches} micro-batches"
+    if run.ranks.size > 1:
+        batch += f" on each of {run.ranks.size} ranks"
     shape = f"{config.num_layers} layers, width {config.hidden_size}, "
     shape += f"{config.num_attention_heads} heads, vocabulary {model.config.vocab_size}"
     scope: str = config.cuda_graph_scope
@@ -101,7 +105,8 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
         ("model", f"{num_params:,} parameters ({shape})"),
         ("precision", precision),
         ("scope", scope),
-        ("iteration", f"{config.tokens_per_iteration:,} tokens ({batch})"),
+        ("iteration", f"{run.batch.num_tokens:,} tokens ({batch})"),
+        *_describe_ranks(run),
         ("data", corpus.name),
         ("", f"{len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out"),
     ]
@@ -109,6 +114,26 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
         name = torch.cuda.get_device_name(run.device)
         facts.append(("MFU", describe_mfu(model, name, config.param_dtype)))
     return facts
+
+
+def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
+    """Return the banner's lines about several processes."""
+    strategy = run.config.data_parallel_sharding_strategy
+    if not run.ranks.launched:
+        if strategy == TrainConfig().data_parallel_sharding_strategy:
+            return []
+        return [("sharding", f"{strategy} is ignored in a single process; torchrun starts several")]
+    backend = "nccl" if run.device.type == "cuda" else "gloo"
+    sizes = shard_sizes(run.model)
+    weights, grads = (f"{size / 2**20:,.1f} MiB" for size in (sizes.weight_bytes, sizes.grad_bytes))
+    return [
+        ("ranks", f"{run.ranks.size} ({backend})"),
+        (
+            "sharding",
+            f"{strategy}, {sizes.num_units} units; each rank keeps {weights} of main weights and "
+            f"{grads} of main grads",
+        ),
+    ]
 
 
 def _describe_versions() -> str:

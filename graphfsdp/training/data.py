@@ -4,7 +4,7 @@ Shapes: B = sequences of a batch, T = tokens of a sequence.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +22,31 @@ class BatchSampler:
     """Cuts batches out of a corpus.
 
     The batch of a step depends on the seed and the step alone. So a resumed run needs no data
-    position, and nothing is drawn from torch's global generator, which dropout uses.
+    position, and nothing is drawn from torch's global generator, which dropout uses. Ranks that
+    train together draw the same batch and take a part of it each, whatever their number.
     """
 
     def __init__(
-        self, corpus: Corpus, *, seq_length: int, batch_size: int, seed: int, device: torch.device
+        self,
+        corpus: Corpus,
+        *,
+        seq_length: int,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Prepare to cut windows of ``seq_length`` tokens and the one that follows.
 
         Args:
             corpus: Where to cut.
             seq_length: Tokens of a sequence.
-            batch_size: Sequences of a training batch, all micro-batches together.
+            batch_size: Sequences of a training batch, all micro-batches and ranks together.
             seed: Another seed gives other batches.
             device: Where batches go.
+            rank: Which part of each training batch is this process's.
+            num_ranks: How many equal parts there are; divides ``batch_size``.
 
         Raises:
             ConfigError: a part of the corpus is shorter than one window.
@@ -50,24 +61,33 @@ class BatchSampler:
         self._corpus = corpus
         self._window = np.arange(seq_length + 1)
         self._batch_size = batch_size
+        part = batch_size // num_ranks
+        self._part = slice(rank * part, (rank + 1) * part)
         self._seed = seed
         self._device = device
 
     def training_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch of iteration ``step``, counted from 0: tokens and targets, [B, T]."""
+        """Return this rank's part of iteration ``step``, from 0: tokens and targets, [B, T]."""
         generator = np.random.default_rng((self._seed, step))
         num_starts = len(self._corpus.train) - len(self._window) + 1
         starts = generator.integers(num_starts, size=self._batch_size)
-        return self._cut(self._corpus.train, starts)
+        return self._cut(self._corpus.train, starts[self._part])
 
     def validation_batches(
-        self, num_batches: int, batch_size: int
+        self, num_batches: int, batch_size: int, chosen: Iterable[int] | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same batches at each call: windows at even distances in the held-out part."""
+        """Yield the same batches at each call: windows at even distances in the held-out part.
+
+        Args:
+            num_batches: How many there are.
+            batch_size: Sequences of each.
+            chosen: Numbers of those to yield; all if not given.
+        """
         last_start = len(self._corpus.validation) - len(self._window)
         starts = np.linspace(0, last_start, num_batches * batch_size).astype(np.int64)
-        for batch in starts.reshape(num_batches, batch_size):
-            yield self._cut(self._corpus.validation, batch)
+        batches = starts.reshape(num_batches, batch_size)
+        for number in range(num_batches) if chosen is None else chosen:
+            yield self._cut(self._corpus.validation, batches[number])
 
     def prompt(self, num_tokens: int) -> Tensor:  # [1, num_tokens] int64
         """Return tokens of the held-out part for a sample to continue, near its start."""

@@ -1,5 +1,6 @@
 """Validation loss and a generated sample, neither of which disturbs the training."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from graphfsdp.training.corpus import Corpus
 from graphfsdp.training.data import BatchSampler
 from graphfsdp.training.gpt import GPT
+from graphfsdp.training.ranks import Ranks
 
 _PROMPT_TOKENS = 32
 
@@ -26,18 +28,32 @@ def _undisturbed(model: GPT, device: torch.device) -> Iterator[None]:
 
 
 def validation_loss(
-    model: GPT, sampler: BatchSampler, *, num_batches: int, batch_size: int, device: torch.device
+    model: GPT,
+    sampler: BatchSampler,
+    *,
+    num_batches: int,
+    batch_size: int,
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> float:
     """Return the mean loss in nats per token over fixed batches of the held-out part.
 
-    Training continues as if this had not run: modes and generators are put back.
+    Training continues as if this had not run: modes and generators are put back. Ranks share
+    the batches out between them; all must call this, and all get the same mean, whose terms and
+    whose order of addition do not depend on the number of ranks.
     """
+    ranks = ranks or Ranks()
+    num_rounds = math.ceil(num_batches / ranks.size)
+    # Sharded weights are gathered by all ranks together, so each runs equally many batches; one
+    # that has none left runs the last again, which is then not counted.
+    mine = [min(turn * ranks.size + ranks.rank, num_batches - 1) for turn in range(num_rounds)]
     with _undisturbed(model, device):
         losses: list[Tensor] = [
             model(tokens, targets)
-            for tokens, targets in sampler.validation_batches(num_batches, batch_size)
+            for tokens, targets in sampler.validation_batches(num_batches, batch_size, mine)
         ]
-        return float(torch.stack(losses).double().mean())
+        in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
+        return float(in_order.double().mean())
 
 
 def generate_sample(
@@ -49,7 +65,7 @@ def generate_sample(
     seed: int,
     device: torch.device,
 ) -> tuple[str, str]:
-    """Continue the start of the held-out part.
+    """Continue the start of the held-out part; ranks with a sharded model must all call this.
 
     Returns:
         Prompt and continuation, as text for a corpus of bytes and else as token numbers.

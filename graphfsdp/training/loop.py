@@ -11,12 +11,14 @@ from rich.console import Console
 from torch import Tensor
 
 import graphfsdp
-from graphfsdp.training.build import TrainingRun, build_run
+from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
 from graphfsdp.training.evaluation import generate_sample, validation_loss
 from graphfsdp.training.metrics import Metrics, peak_memory_bytes
+from graphfsdp.training.ranks import find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
+from graphfsdp.training.sharding import whole_state
 from graphfsdp.training.utilization import flops_per_token, peak_tflops
 
 
@@ -38,25 +40,35 @@ class TrainResult:
 def train(config: TrainConfig, console: Console) -> TrainResult:
     """Train, print, and keep the run in ``config.out`` if that is given.
 
+    Processes that torchrun has started train together; the first one prints and writes.
+
     Raises:
         ConfigError: the run cannot start; nothing was written then.
     """
-    if config.out is not None:
-        refuse_used_directory(config.out)  # before the minutes that a large model takes
-    run = build_run(config)
+    ranks = find_ranks()
+    config.batch(ranks.size)  # refused here, before anything takes time
+    device = choose_device(config.device, ranks)
+    if not ranks.is_first:
+        console = Console(quiet=True)
     out = TrainingConsole(console, config.train_iters, show_progress=not config.no_progress)
     with ExitStack() as stack:
-        stack.callback(run.step.close)
-        directory = None
+        minutes = config.distributed_timeout_minutes
+        stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
         if config.out is not None:
-            entropy = run.corpus.unigram_entropy
-            directory = RunDirectory(config.out, _facts(run), unigram_entropy=entropy)
+            path = config.out  # looked at before the minutes that a large model takes
+            ranks.decide(lambda: refuse_used_directory(path) if ranks.is_first else None)
+        run = build_run(config, ranks, device)
+        stack.callback(run.step.close)
+        directory = ranks.decide(lambda: _open_directory(run))
+        if directory is not None:
             stack.enter_context(directory)
         out.banner(run)
         with out.progress:
             metrics = _iterate(run, out, directory)
-        if directory is not None:
-            directory.write_model(run.model)
+        if config.out is not None:
+            state = whole_state(run.model, dtype=config.param_dtype, keep=ranks.is_first)
+            if directory is not None:
+                directory.write_model(state)
         assert metrics.val_loss is not None
         out.summary(run, metrics.val_loss)
         if config.sample_tokens > 0:
@@ -73,6 +85,13 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         if directory is not None:
             out.line(f"kept in {directory.path}")
     return TrainResult(metrics.val_loss, run.corpus.unigram_entropy, metrics)
+
+
+def _open_directory(run: TrainingRun) -> RunDirectory | None:
+    if run.config.out is None or not run.ranks.is_first:
+        return None
+    entropy = run.corpus.unigram_entropy
+    return RunDirectory(run.config.out, _facts(run), unigram_entropy=entropy)
 
 
 def _iterate(run: TrainingRun, out: TrainingConsole, directory: RunDirectory | None) -> Metrics:
@@ -115,6 +134,7 @@ def _validate(run: TrainingRun) -> float:
         num_batches=run.config.eval_iters,
         batch_size=run.config.micro_batch_size,
         device=run.device,
+        ranks=run.ranks,
     )
 
 
@@ -132,17 +152,17 @@ class _Window:
             torch.cuda.synchronize(self._run.device)
 
     def measure(self, done: int, loss: Tensor, lr: float, phase: graphfsdp.Phase) -> Metrics:
-        """Read what the device holds of the last iteration."""
+        """Read what the devices of all ranks hold of the last iteration."""
         self._wait()
         run, seconds = self._run, (time.perf_counter() - self._start) / self.num_steps
-        tokens_per_s = run.config.tokens_per_iteration / seconds
+        tokens_per_s = run.batch.num_tokens / seconds
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(
             step=done,
-            loss=float(loss),
+            loss=float(run.ranks.mean(loss)),
             lr=lr,
             grad_norm=float(run.step.grad_norm),
-            tokens=done * run.config.tokens_per_iteration,
+            tokens=done * run.batch.num_tokens,
             tokens_per_s=tokens_per_s,
             step_ms=1000 * seconds,
             memory_bytes=peak_memory_bytes(run.device),
@@ -155,7 +175,9 @@ def _mfu(run: TrainingRun, tokens_per_s: float) -> float | None:
     if run.device.type != "cuda":
         return None
     peak = peak_tflops(torch.cuda.get_device_name(run.device), run.config.param_dtype)
-    return None if peak is None else tokens_per_s * flops_per_token(run.model) / (peak * 1e12)
+    if peak is None:
+        return None
+    return tokens_per_s * flops_per_token(run.model) / (run.ranks.size * peak * 1e12)
 
 
 def _facts(run: TrainingRun) -> dict[str, object]:
@@ -165,7 +187,10 @@ def _facts(run: TrainingRun) -> dict[str, object]:
         "resolved": {
             "vocab_size": run.model.config.vocab_size,
             "ffn_hidden_size": run.model.config.ffn_size,
-            "global_batch_size": run.config.batch_size,
+            "global_batch_size": run.batch.num_sequences,
+            "num_microbatches": run.batch.num_microbatches,
+            "num_ranks": run.ranks.size,
+            "sharding": run.config.sharding.value if run.ranks.launched else None,
             "num_parameters": sum(param.numel() for param in run.model.parameters()),
             "device": str(run.device),
             "num_threads": torch.get_num_threads(),

@@ -16,15 +16,16 @@ class Metrics:
 
     Attributes:
         step: Iterations done, this one included.
-        loss: Nats per token of this iteration's batch.
+        loss: Nats per token of this iteration's batch, all ranks together.
         lr: Learning rate this iteration used.
         grad_norm: Global norm of its gradient before clipping.
-        tokens: Tokens trained on so far.
-        tokens_per_s: Over the iterations since the last logged step.
+        tokens: Tokens trained on so far, all ranks together.
+        tokens_per_s: Over the iterations since the last logged step, all ranks together.
         step_ms: Milliseconds per iteration, over the same iterations.
-        memory_bytes: Most memory used so far: of the GPU's allocator, or of this process.
+        memory_bytes: Most memory used so far: of the GPU's allocator, or of this process
+            (of rank 0).
         phase: What the step did: warmup, capture, replay or eager.
-        mfu: Share of the GPU's peak arithmetic that the model needed, None if unknown.
+        mfu: Share of the GPUs' peak arithmetic that the model needed, None if unknown.
         val_loss: Nats per token of the held-out part, None where it was not measured.
     """
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from torch import nn
+from torch import Tensor
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.metrics import Metrics
 from graphfsdp.training.plot import plot_loss
-from graphfsdp.training.safetensors_file import write_model
+from graphfsdp.training.safetensors_file import write_state
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -82,9 +82,9 @@ class RunDirectory:
                 if value is not None:
                     self._tensorboard.add_scalar(name, value, metrics.step)
 
-    def write_model(self, model: nn.Module) -> None:
-        """Write the parameters and persistent buffers as ``model.safetensors``."""
-        write_model(self.path / "model.safetensors", model)
+    def write_model(self, state: Mapping[str, Tensor]) -> None:
+        """Write whole parameters and persistent buffers as ``model.safetensors``."""
+        write_state(self.path / "model.safetensors", state)
 
     def close(self) -> None:
         """Write the picture and close the files; also done when the run was interrupted."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,7 +25,12 @@ _ALIGNMENT_BYTES = 8
 
 
 def write_model(path: Path, model: nn.Module) -> None:
-    """Write every parameter and persistent buffer of a model.
+    """Write every parameter and persistent buffer of a model, as ``write_state`` does."""
+    write_state(path, model.state_dict(keep_vars=True))  # with keep_vars it makes no copies
+
+
+def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write the tensors of a model.
 
     A tensor that has several names, such as tied embeddings, is written under the first; the
     others stand in the file's metadata, where ``safetensors.torch.load_model`` looks for them.
@@ -32,8 +38,8 @@ def write_model(path: Path, model: nn.Module) -> None:
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first_names: dict[int, str] = {}  # by identity: state_dict() with keep_vars makes no copies
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    first_names: dict[int, str] = {}  # by identity
+    for name, tensor in state.items():
         first = first_names.setdefault(id(tensor), name)
         if first == name:
             tensors[name] = tensor
@@ -71,4 +77,4 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str,
     os.replace(unfinished, path)
 
 
-__all__ = ["write_model", "write_tensors"]
+__all__ = ["write_model", "write_state", "write_tensors"]

@@ -1,0 +1,78 @@
+"""The trainer's model cut over the ranks, and put together again for a file."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.dtensors import is_dtensor
+from graphfsdp.fully_shard import unit_of
+from graphfsdp.training.gpt import GPT
+
+
+def shard_model(model: GPT, strategy: ShardingStrategy, policy: MixedPrecisionPolicy) -> None:
+    """Make a unit of each block and one of the rest, which holds tied embeddings too.
+
+    Raises:
+        PrecisionError: gradients would have another dtype than the main weights.
+    """
+    for block in model.blocks:
+        graphfsdp.fully_shard(block, strategy=strategy, mp_policy=policy)
+    graphfsdp.fully_shard(model, strategy=strategy, mp_policy=policy)
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """What this rank keeps of a sharded model.
+
+    Attributes:
+        num_units: Modules that are gathered and reduced as a whole.
+        weight_bytes: Main weights, padding included.
+        grad_bytes: Main grads, padding included.
+    """
+
+    num_units: int
+    weight_bytes: int
+    grad_bytes: int
+
+
+def shard_sizes(model: nn.Module) -> ShardSizes:
+    """Return what this rank keeps of a model that ``fully_shard`` has cut."""
+    units = [
+        unit_of(module) for module in model.modules() if isinstance(module, graphfsdp.FSDPModule)
+    ]
+    buffers = [buffer for unit in units for buffer in unit.group.buffers]
+    return ShardSizes(
+        num_units=len(units),
+        weight_bytes=sum(buffer.main.nbytes for buffer in buffers),
+        grad_bytes=sum(buffer.grad.nbytes for buffer in buffers if buffer.grad is not None),
+    )
+
+
+def whole_state(model: nn.Module, *, dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers, sharded ones gathered to the CPU.
+
+    Every rank must call it, and gathers one parameter at a time. A tensor that has several names
+    is the same object under each, as in the model.
+
+    Args:
+        model: Sharded or not.
+        dtype: Of the model weights; sharded parameters are main weights, which may be wider.
+        keep: Return the state; else nothing is kept, and the result is empty.
+    """
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_dtensor(tensor):
+            if id(tensor) not in gathered:
+                whole = tensor.full_tensor().detach()
+                gathered[id(tensor)] = whole.to("cpu", dtype) if keep else whole.new_empty(0)
+            tensor = gathered[id(tensor)]
+        if keep:
+            state[name] = tensor
+    return state
+
+
+__all__ = ["ShardSizes", "shard_model", "shard_sizes", "whole_state"]

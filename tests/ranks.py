@@ -1,0 +1,285 @@
+"""Pools of processes that are started once per session and run functions as ranks of a group.
+
+Importing torch takes longer than most tests, so the processes stay. A test hands a pool a
+function that lives at module level; every rank calls it with the same arguments, and the results
+come back in rank order. What a rank prints or raises comes back too. A pool that failed or hung
+is thrown away, and the next call starts a new one, so no test inherits a broken process group.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import functools
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT_S = 60
+GRACE_S = 5  # for the other ranks after one has failed: some wait for it in a collective
+START_LIMIT_S = 90
+
+
+class RankError(AssertionError):
+    """A function failed on a rank, or did not end."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank sends back."""
+
+    failure: str | None
+    result: Any = None
+
+
+@dataclass
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    connection: multiprocessing.connection.Connection
+    stack_file: pathlib.Path
+
+
+class RankPool:
+    """The ranks of one process group, as processes that wait for functions."""
+
+    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
+        self.num_ranks = num_ranks
+        self.device_type = device_type
+        self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank.
+
+        Args:
+            function: Lives at module level; it may use the default process group.
+            *args: What can be pickled.
+            limit_s: After this long the ranks are ended.
+
+        Returns:
+            One result per rank.
+
+        Raises:
+            RankError: it failed on some rank, or did not end on some rank.
+        """
+        self._start()
+        payload = pickle.dumps((function, args))
+        try:
+            for worker in self._workers:
+                worker.connection.send_bytes(payload)
+            answers = self._collect(limit_s)
+        except BaseException:
+            self.close(force=True)
+            raise
+        if all(answer is not None and answer.failure is None for answer in answers):
+            return [answer.result for answer in answers if answer is not None]
+        stacks = self._stacks([rank for rank, answer in enumerate(answers) if answer is None])
+        self.close(force=True)
+        raise RankError(_describe(answers, stacks, limit_s))
+
+    def close(self, *, force: bool = False) -> None:
+        """End the processes.
+
+        Args:
+            force: Kill them; otherwise they leave the process group in peace.
+        """
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            if not force:
+                worker.process.join(10)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        self._folder = tempfile.TemporaryDirectory()
+        folder = pathlib.Path(self._folder.name)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            stack_file = folder / f"stack{rank}"
+            arguments = (rank, self.num_ranks, self.device_type, str(folder), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, stack_file))
+        answers = self._collect(START_LIMIT_S)
+        if any(answer is None or answer.failure for answer in answers):
+            self.close(force=True)
+            raise RankError(_describe(answers, {}, START_LIMIT_S))
+
+    def _collect(self, limit_s: float) -> list[_Answer | None]:
+        """Wait for one answer of each rank; None for those that sent none in time."""
+        answers: list[_Answer | None] = [None] * len(self._workers)
+        waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
+        deadline = time.monotonic() + limit_s
+        while waiting and time.monotonic() < deadline:
+            remaining = max(0.0, deadline - time.monotonic())
+            for ready in multiprocessing.connection.wait(list(waiting), remaining):
+                assert isinstance(ready, multiprocessing.connection.Connection)
+                rank = waiting.pop(ready)
+                try:
+                    answer = pickle.loads(ready.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._workers[rank].process.join(1)
+                    code = self._workers[rank].process.exitcode
+                    answer = _Answer(f"the process ended with exit code {code}")
+                answers[rank] = answer
+                if answer.failure is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Return where each of these ranks is now."""
+        for rank in ranks:
+            pid = self._workers[rank].process.pid
+            if pid is not None and self._workers[rank].process.is_alive():
+                os.kill(pid, signal.SIGUSR1)
+        if ranks:
+            time.sleep(0.5)
+        return {rank: self._workers[rank].stack_file.read_text() for rank in ranks}
+
+
+def _describe(answers: list[_Answer | None], stacks: dict[int, str], limit_s: float) -> str:
+    parts = []
+    for rank, answer in enumerate(answers):
+        if answer is None:
+            stack = stacks.get(rank, "")
+            parts.append(f"rank {rank} did not end (limit {limit_s:g} s); it is at\n{stack}")
+        elif answer.failure is not None:
+            parts.append(f"rank {rank} failed:\n{answer.failure}")
+        else:
+            parts.append(f"rank {rank} succeeded")
+    return "\n".join(parts)
+
+
+def rank_device() -> torch.device:
+    """Return the device of the rank that this process is."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _serve(
+    rank: int,
+    num_ranks: int,
+    device_type: str,
+    folder: str,
+    connection: multiprocessing.connection.Connection,
+) -> None:
+    """Be a rank: answer calls until the pool closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody
+    with (pathlib.Path(folder) / f"stack{rank}").open("w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+        connection.send_bytes(pickle.dumps(_attempt(_join, rank, num_ranks, device_type, folder)))
+        while True:
+            try:
+                payload = connection.recv_bytes()
+            except (EOFError, OSError):
+                break
+            connection.send_bytes(_answer(payload))
+        dist.destroy_process_group()
+
+
+def _join(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {}
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        options = {"device_id": torch.device("cuda", rank)}
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+        **options,
+    )
+
+
+def _answer(payload: bytes) -> bytes:
+    """Run what the pool has sent; the generator starts anew for each call."""
+
+    def call() -> Any:
+        function, args = pickle.loads(payload)
+        torch.manual_seed(0)
+        return function(*args)
+
+    answer = _attempt(call)
+    gc.freeze()  # each capture collects garbage; what is here now is none
+    try:
+        return pickle.dumps(answer)
+    except Exception:
+        return pickle.dumps(_Answer(f"the result cannot be sent:\n{traceback.format_exc()}"))
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> _Answer:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return _Answer(None, function(*args))
+    except BaseException:
+        text = traceback.format_exc()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        return _Answer(text)
+
+
+@functools.cache
+def _pool(num_ranks: int, device_type: str) -> RankPool:
+    """Return the session's pool of that size; its processes start with the first call."""
+    return RankPool(num_ranks, device_type)
+
+
+def _session(num_ranks: int, device_type: str = "cpu") -> Iterator[RankPool]:
+    pool = _pool(num_ranks, device_type)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks1() -> Iterator[RankPool]:
+    """One gloo rank."""
+    yield from _session(1)
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two gloo ranks."""
+    yield from _session(2)
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four gloo ranks."""
+    yield from _session(4)
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[RankPool]:
+    """One NCCL rank per GPU, two at most; for tests that are marked ``gpu``."""
+    yield from _session(min(2, torch.cuda.device_count()), "cuda")

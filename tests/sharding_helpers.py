@@ -1,0 +1,360 @@
+"""Models, batches and reference runs for the tests of sharding.
+
+Shapes: N = sequences of the whole batch, P = positions, V = vocabulary.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.fully_shard import unit_of
+from graphfsdp.optim import FusedAdam
+from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.unit import Unit
+from helpers import NUM_STEPS, set_lr
+from ranks import rank_device
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+VOCABULARY = 17
+NUM_SEQUENCES = 12  # divisible by 4 ranks times 3 microbatches
+NUM_POSITIONS = 5
+MAX_NORM = 0.5
+ADAM_EPS = 1e-2  # large, so that Adam does not magnify the rounding of tiny gradients
+
+
+class Block(nn.Module):
+    """A residual block, with dropout if asked for."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        out: Tensor = x + self.dropout(self.down(hidden))
+        return out
+
+
+class Odd(nn.Module):
+    """Row lengths and sizes that nothing divides."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(width, 5)
+        self.matrix = nn.Parameter(torch.randn(5, 3) / 4)
+        self.wide = nn.Linear(3, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.wide(torch.sigmoid(self.narrow(x)) @ self.matrix)
+        return out
+
+
+class Net(nn.Module):
+    """Embedding tied to the output layer, 0-D, empty, frozen and unused parameters."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        with torch.no_grad():
+            self.embedding.weight.mul_(0.3)  # tied to the output layer: small logits
+        self.blocks = nn.ModuleList([Block(width, dropout), Odd(width), Block(width, dropout)])
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(7))
+
+    def logits(self, tokens: Tensor) -> Tensor:  # [N, P] -> [N, P, V]
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        out: Tensor = self.head(hidden) * self.scale + self.empty.sum() + self.frozen.sum() * 0.01
+        return out
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(tokens).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, targets.flatten())
+
+
+def batches(count: int, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
+    """Return whole batches of [N, P] tokens and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (NUM_SEQUENCES, NUM_POSITIONS)
+    return [
+        (
+            torch.randint(VOCABULARY, shape, generator=generator),
+            torch.randint(VOCABULARY, shape, generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def my_part(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return this rank's rows of a whole batch."""
+    length = len(batch[0]) // dist.get_world_size()
+    first = dist.get_rank() * length
+    return tuple(part[first : first + length].to(rank_device()) for part in batch)
+
+
+def shard(model: nn.Module, strategy: str, **options: Any) -> nn.Module:
+    """Make every child of ``model.blocks``, then the model, a unit."""
+    assert isinstance(model.blocks, nn.ModuleList)
+    for block in model.blocks:
+        graphfsdp.fully_shard(block, strategy=strategy, **options)
+    return graphfsdp.fully_shard(model, strategy=strategy, **options)
+
+
+def make_net(strategy: str | None, dropout: float = 0.0, **options: Any) -> nn.Module:
+    """Return a Net with a fixed seed on this rank's device, sharded unless strategy is None."""
+    torch.manual_seed(0)
+    model = Net(dropout=dropout).to(rank_device())
+    return model if strategy is None else shard(model, strategy, **options)
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """Return the units of a model in the order of its modules."""
+    return [unit_of(m) for m in model.modules() if isinstance(m, graphfsdp.FSDPModule)]
+
+
+def buffers(model: nn.Module, *, trainable: bool | None = None) -> list[ShardBuffer]:
+    """Return the flat buffers of a model, all of them or only the trainable or frozen ones."""
+    found = [buffer for unit in units(model) for buffer in unit.group.buffers]
+    return [b for b in found if trainable is None or b.trainable == trainable]
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the whole parameters by name."""
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        whole: Any = getattr(param, "full_tensor", param.detach)()
+        found[name] = whole.detach().clone()
+    return found
+
+
+def learning_rate(index: int) -> float:
+    """Return the learning rate of a call: no two in a row are equal."""
+    return 0.02 / (1 + index)
+
+
+def adam(model: nn.Module, name: str = "fused_adam", **options: Any) -> torch.optim.Optimizer:
+    """Return an Adam over the trainable parameters whose numbers may change between calls."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    options = {"eps": ADAM_EPS, "weight_decay": 0.1} | options
+    if name == "fused_adam":
+        return FusedAdam(params, lr=0.02, **options)
+    device = params[0].device
+    on_gpu = device.type == "cuda"
+    lr = torch.tensor(0.02, device=device)
+    return torch.optim.AdamW(params, lr=lr, fused=True, capturable=on_gpu, **options)
+
+
+@dataclass
+class Training:
+    """What a run left behind on one rank.
+
+    Attributes:
+        losses: Of each call, this rank's.
+        norms: Of each call, before clipping.
+        params: Whole parameters at the end.
+        buffers: Buffers of the model at the end.
+        report: Of the captured step.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    report: graphfsdp.CaptureReport | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return everything by name, for a comparison bit for bit."""
+        found = {f"loss {index}": loss for index, loss in enumerate(self.losses)}
+        found |= {f"norm {index}": norm for index, norm in enumerate(self.norms)}
+        found |= {f"parameter {name}": param for name, param in self.params.items()}
+        return found | {f"buffer {name}": buffer for name, buffer in self.buffers.items()}
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_steps: int = NUM_STEPS,
+    data: list[tuple[Tensor, Tensor]] | None = None,
+    max_grad_norm: float | None = MAX_NORM,
+    **options: Any,
+) -> Training:
+    """Train a sharded model with ``graphfsdp.capture``; batch, lr and RNG change between calls."""
+    result = Training()
+    with graphfsdp.capture(model, optimizer, max_grad_norm=max_grad_norm, **options) as step:
+        for index, batch in enumerate(data or batches(num_steps)):
+            set_lr(optimizer, learning_rate(index))
+            torch.rand((), device=rank_device())
+            result.losses.append(step(*my_part(batch)))
+            if step.grad_norm is not None:
+                result.norms.append(step.grad_norm)
+        result.params = full_parameters(model)
+        result.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        result.report = step.report()
+    return result
+
+
+def assert_same_training(expected: Training, got: Training) -> None:
+    """Compare two runs bit for bit."""
+    left, right = expected.tensors(), got.tensors()
+    assert list(left) == list(right)
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), (
+            f"rank {dist.get_rank()}: {name} differs: {tensor} and {right[name]}"
+        )
+
+
+def assert_replayed(training: Training) -> None:
+    """Check that the run was captured once and replayed ever after."""
+    assert training.report is not None
+    assert training.report.num_captures == 1
+    assert training.report.num_calls["replay"] == len(training.losses) - 4 >= 10
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An unsharded run in float64 on the whole batch, and how far float32 may be away from it.
+
+    Attributes:
+        losses: Mean over the whole batch, of each call.
+        norms: Of each call, before clipping.
+        params: At the end.
+        loss_bounds: Of each call.
+        norm_bounds: Of each call.
+        param_bound: For every element of every parameter.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, Tensor]
+    loss_bounds: list[float]
+    norm_bounds: list[float]
+    param_bound: float
+
+
+def relative_rounding(model: nn.Module) -> float:
+    """Return by how much float32 may change a sum of terms, relative to the sum of their sizes.
+
+    The longest chain of roundings K behind an element of a gradient: each contraction of the
+    forward pass occurs once more in the backward pass; then come the sums over sequences and
+    positions, and pointwise functions. K roundings of random sign add up to at most
+    lambda sqrt(K) u, where lambda = 4 fails with a probability of 2 exp(-8) at the most.
+
+    Source: Higham and Mary 2019, "A new approach to probabilistic rounding error analysis".
+    """
+    contracted = sum(sum(param.shape) for param in model.parameters())
+    num_roundings = 2 * contracted + NUM_SEQUENCES * NUM_POSITIONS + 16
+    unit_roundoff = torch.finfo(torch.float32).eps / 2
+    return 4.0 * float(num_roundings) ** 0.5 * unit_roundoff
+
+
+@functools.cache
+def reference(num_steps: int = NUM_STEPS) -> Reference:
+    """Train a Net in float64 with plain PyTorch.
+
+    With r = relative_rounding(model), and the gradients of single sequences as the terms of the
+    whole gradient:
+
+        grad_error[t]  = r max over elements of (1/N) sum over sequences |g_sequence|
+        param_bound    = 2 sum over t of lr[t] (grad_error[t] / adam_eps + r max|w|)
+
+    Adam's step m / (sqrt(v) + adam_eps) moves by at most 2 grad_error / adam_eps, of which
+    the clip coefficient (at most 1) leaves no more; the other term is the decay's and the store's.
+    Losses and norms are wrong by what their own sums and the weights' errors bring:
+
+        loss_bound[t]  = r loss[t] + 4 |grad|_2 param_bound    (errors of random sign)
+        norm_bound[t]  = sqrt(numel) (grad_error[t] + param_bound)
+    """
+    torch.manual_seed(0)
+    model = Net().double()
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        params.values(), lr=torch.tensor(0.02), eps=ADAM_EPS, weight_decay=0.1, foreach=False
+    )
+    unit = relative_rounding(model)
+    numel = sum(param.numel() for param in params.values())
+    losses, norms, errors = [], [], []
+    param_bound = 0.0
+    for index, (tokens, targets) in enumerate(batches(num_steps)):
+        rate = learning_rate(index)
+        set_lr(optimizer, rate)
+        terms = _terms(model, tokens, targets)
+        optimizer.zero_grad()
+        loss = model(tokens, targets)
+        loss.backward()
+        errors.append(unit * terms)
+        largest = max(float(p.detach().abs().max()) for p in params.values() if p.numel())
+        param_bound += 2 * rate * (errors[-1] / ADAM_EPS + unit * largest)
+        losses.append(loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)))
+        optimizer.step()
+    return Reference(
+        losses=losses,
+        norms=norms,
+        params={name: param.detach().clone() for name, param in model.named_parameters()},
+        loss_bounds=[
+            unit * loss + 4 * norm * param_bound for loss, norm in zip(losses, norms, strict=True)
+        ],
+        norm_bounds=[numel**0.5 * (error + param_bound) for error in errors],
+        param_bound=param_bound,
+    )
+
+
+def _terms(model: nn.Module, tokens: Tensor, targets: Tensor) -> float:
+    """Return the largest element of the mean over sequences of |gradient of one sequence|."""
+    params = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    total = [torch.zeros_like(param) for param in params]
+    for index in range(len(tokens)):
+        loss = model(tokens[index : index + 1], targets[index : index + 1])
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        for held, grad in zip(total, grads, strict=True):
+            if grad is not None:
+                held += grad.abs() / len(tokens)
+    return max(float(held.max()) for held in total)
+
+
+def assert_close_to_reference(trainings: list[Training], expected: Reference) -> None:
+    """Compare the runs of all ranks with the unsharded one, within its bounds."""
+    for index, loss in enumerate(expected.losses):
+        mean = sum(float(training.losses[index]) for training in trainings) / len(trainings)
+        bound = expected.loss_bounds[index]
+        assert abs(mean - loss) <= bound, f"call {index}: loss {mean}, expected {loss} +- {bound}"
+    for rank, training in enumerate(trainings):
+        for index, norm in enumerate(expected.norms):
+            got, bound = float(training.norms[index]), expected.norm_bounds[index]
+            assert abs(got - norm) <= bound, f"rank {rank}, call {index}: norm {got}, not {norm}"
+        assert list(training.params) == list(expected.params)
+        for name, whole in expected.params.items():
+            got_whole = training.params[name].cpu().double()
+            assert got_whole.shape == whole.shape
+            difference = float((got_whole - whole).abs().max()) if whole.numel() else 0.0
+            assert difference <= expected.param_bound, (
+                f"rank {rank}: {name} is off by {difference}, bound {expected.param_bound}"
+            )
+
+
+@contextmanager
+def raises_on_rank(kind: type[BaseException]) -> Iterator[list[str]]:
+    """Expect an exception; its message is put into the list that this yields."""
+    messages: list[str] = []
+    try:
+        yield messages
+    except kind as error:
+        messages.append(str(error))
+    else:
+        raise AssertionError(f"rank {dist.get_rank()} raised no {kind.__name__}")

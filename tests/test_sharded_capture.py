@@ -1,0 +1,279 @@
+"""Captured training of sharded models: against eager, an unsharded run, and DDP."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import graphfsdp
+from helpers import NUM_STEPS, set_lr
+from ranks import RankPool, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    Block,
+    Net,
+    Training,
+    adam,
+    assert_close_to_reference,
+    assert_replayed,
+    assert_same_training,
+    batches,
+    full_parameters,
+    learning_rate,
+    make_net,
+    my_part,
+    reference,
+    shard,
+    train,
+)
+
+MICROBATCHES = (1, 3)
+
+
+def both_scopes(strategy: str, microbatches: int, optimizer: str = "fused_adam") -> list[Training]:
+    """Train eagerly and captured; the two must agree bit for bit."""
+    runs = []
+    for scope in ("none", "full_iteration"):
+        model = make_net(strategy)
+        optim = adam(model, optimizer)
+        runs.append(train(model, optim, scope=scope, microbatches=microbatches))
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    return runs[1:]
+
+
+def check_strategies(
+    pool: RankPool, strategies: Sequence[str], microbatches: int, optimizer: str = "fused_adam"
+) -> None:
+    for strategy in strategies:
+        results = pool.run(both_scopes, strategy, microbatches, optimizer)
+        assert_close_to_reference([training for (training,) in results], reference())
+
+
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_train_as_one_and_replay_as_eager(
+    ranks2: RankPool, strategy: str, microbatches: int
+) -> None:
+    check_strategies(ranks2, [strategy], microbatches)
+
+
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_four_ranks_train_as_one_and_replay_as_eager(
+    ranks4: RankPool, strategy: str, microbatches: int
+) -> None:
+    check_strategies(ranks4, [strategy], microbatches)
+
+
+def test_one_rank_trains_as_an_unsharded_model(ranks1: RankPool) -> None:
+    check_strategies(ranks1, STRATEGIES, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gpu_ranks_train_as_one_and_replay_as_eager(
+    gpu_ranks: RankPool, strategy: str, microbatches: int
+) -> None:
+    check_strategies(gpu_ranks, [strategy], microbatches)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_torch_adamw_trains_shards(ranks2: RankPool, strategy: str) -> None:
+    check_strategies(ranks2, [strategy], 1, "adamw")
+
+
+def ddp_steps(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = make_net(None)
+    optim = adam(model, "adamw")
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    losses = []
+    for index, batch in enumerate(batches(num_steps)):
+        set_lr(optim, learning_rate(index))
+        optim.zero_grad()
+        loss = wrapped(*my_part(batch))
+        loss.backward()
+        optim.step()
+        losses.append(loss.detach())
+    return losses, full_parameters(model)
+
+
+def same_as_ddp() -> None:
+    model = make_net("no_shard")
+    got = train(model, adam(model, "adamw"), max_grad_norm=None)
+    assert_replayed(got)
+    losses, params = ddp_steps(NUM_STEPS)
+    for index, (left, right) in enumerate(zip(losses, got.losses, strict=True)):
+        assert torch.equal(left, right), f"loss {index}: DDP {left}, no_shard {right}"
+    assert list(params) == list(got.params)
+    for name, param in params.items():
+        # DDP gives an unused parameter a zero gradient, so its weight decays; ours has none.
+        if name != "unused":
+            assert torch.equal(param, got.params[name]), name
+
+
+def test_no_shard_equals_ddp_bit_for_bit(ranks2: RankPool) -> None:
+    """Two ranks: a + b is b + a, and halving is exact, so the order of additions is no matter."""
+    ranks2.run(same_as_ddp)
+
+
+def dropout_runs(strategy: str) -> None:
+    runs = []
+    for scope in ("none", "full_iteration"):
+        model = make_net(strategy, dropout=0.3)
+        torch.manual_seed(10 + dist.get_rank())
+        runs.append(train(model, adam(model), scope=scope))
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    model = make_net(strategy, dropout=0.3)
+    torch.manual_seed(20 + dist.get_rank())
+    other = train(model, adam(model), scope="none")
+    assert not torch.equal(other.losses[0], runs[0].losses[0]), "dropout does nothing"
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_dropout_replays_as_eager_draws(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(dropout_runs, strategy)
+
+
+class Checkpointed(Net):
+    """Recomputes units, or the inside of units, in the backward pass."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        if inside:
+            for block in self.blocks:
+                block.forward = _recomputed(block.forward)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden) if self.inside else _recomputed(block)(hidden)
+        out: Tensor = self.head(hidden) * self.scale + self.empty.sum() + self.frozen.sum() * 0.01
+        return out
+
+
+def _recomputed(function: Any) -> Any:
+    def run(x: Tensor) -> Any:
+        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+
+    return run
+
+
+def checkpointed_runs(strategy: str, inside: bool) -> Training:
+    runs = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = shard(Checkpointed(inside).to(rank_device()), strategy)
+        runs.append(train(model, adam(model), scope=scope, microbatches=3))
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    plain = make_net(strategy)
+    assert_same_training(train(plain, adam(plain), scope="none", microbatches=3), runs[1])
+    return runs[1]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around_units", "inside_units"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_activation_recompute_changes_nothing(
+    ranks2: RankPool, strategy: str, inside: bool
+) -> None:
+    assert_close_to_reference(ranks2.run(checkpointed_runs, strategy, inside), reference())
+
+
+class Twice(nn.Module):
+    """One unit that runs twice in a forward pass, and another that runs in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([Block(8), nn.BatchNorm1d(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks[0](self.inp(x))
+        hidden = self.blocks[0](torch.relu(self.blocks[1](hidden)))
+        out: Tensor = hidden.square().mean()
+        return out
+
+
+def inputs(num: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    return [torch.randn(6, 4, generator=generator).to(rank_device()) for _ in range(num)]
+
+
+def twice_runs(strategy: str) -> None:
+    runs: list[Training] = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = shard(Twice().to(rank_device()), strategy)
+        optim = adam(model)
+        result = Training()
+        with graphfsdp.capture(model, optim, scope=scope, max_grad_norm=1.0) as step:
+            for index, x in enumerate(inputs(NUM_STEPS)):
+                set_lr(optim, learning_rate(index))
+                result.losses.append(step(x))
+            result.params = full_parameters(model)
+            result.buffers = {name: b.clone() for name, b in model.named_buffers()}
+        runs.append(result)
+    assert_same_training(*runs)
+    assert int(runs[0].buffers["blocks.1.num_batches_tracked"]) == NUM_STEPS
+    # Against DDP's arithmetic by hand: the mean of the ranks' gradients of a plain model.
+    torch.manual_seed(0)
+    model = Twice().to(rank_device())
+    optim = adam(model)
+    for index, x in enumerate(inputs(NUM_STEPS)):
+        set_lr(optim, learning_rate(index))
+        optim.zero_grad()
+        model(x).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(runs[1].params[name], param.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_that_runs_twice_and_batch_norm(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(twice_runs, strategy)
+
+
+def evaluating_runs(strategy: str, with_grad: bool) -> None:
+    """Evaluation passes between training steps see the newest weights and disturb nothing."""
+    runs = []
+    for evaluates in (False, True):
+        model = make_net(strategy)
+        optim = adam(model)
+        losses = []
+        with graphfsdp.capture(model, optim, max_grad_norm=1.0) as step:
+            for batch in batches(NUM_STEPS):
+                if evaluates:
+                    plain = make_net(None)
+                    plain.load_state_dict(full_parameters(model))
+                    with torch.set_grad_enabled(with_grad):
+                        got, expected = model(*my_part(batch)), plain(*my_part(batch))
+                    assert torch.equal(got, expected)
+                    assert got.requires_grad == with_grad
+                    del got, expected
+                losses.append(step(*my_part(batch)))
+        runs.append((losses, full_parameters(model)))
+    for left, right in zip(runs[0][0], runs[1][0], strict=True):
+        assert torch.equal(left, right)
+    for name, whole in runs[0][1].items():
+        assert torch.equal(whole, runs[1][1][name]), name
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluation_between_captured_steps(
+    ranks2: RankPool, strategy: str, with_grad: bool
+) -> None:
+    ranks2.run(evaluating_runs, strategy, with_grad)
