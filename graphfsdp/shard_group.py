@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphfsdp.collectives import all_gather_
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.errors import ConfigError
 from graphfsdp.layout import Slot
 from graphfsdp.layout_plan import plan_unit
 from graphfsdp.shard_buffer import BufferDtypes, ShardBuffer
@@ -139,6 +140,22 @@ class ShardGroup:
                 item.main_grad = _as_dtensor(view, item.slot, self.options)
                 _give_full_tensor(item.main_grad, item, gradient=True)
             _give_full_tensor(item.param, item, gradient=False)
+
+    def check_memory(self) -> None:
+        """Refuse parameters that were moved out of the unit's buffers.
+
+        Raises:
+            ConfigError: a parameter's shard lies elsewhere; training would go on with the old one.
+        """
+        for item in self.managed:
+            local: Tensor = item.param._local_tensor  # type: ignore[attr-defined]
+            if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
+                raise ConfigError(
+                    f"parameter {f'{self.name}.{item.name}'.lstrip('.')!r} does not lie in the "
+                    "buffers of its unit any more (module.to(), param.data = ..., or "
+                    "load_state_dict(assign=True) after fully_shard). Remedy: move and cast the "
+                    "model before fully_shard, and load with assign=False"
+                )
 
     def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         """Yield every parameter with its whole, gathered weight; gathers what is not here."""

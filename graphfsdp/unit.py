@@ -119,6 +119,7 @@ class Unit:
                 f"unit {self.group.name!r} was called inside its own forward pass; its weights "
                 "cannot be whole and sharded at once. Remedy: wrap the inner module instead"
             )
+        self.group.check_memory()
         self.phase = UnitPhase.FORWARD
         self._refresh()
         self._install(self._differentiable_views())
@@ -196,9 +197,9 @@ class Unit:
 
     def _refresh(self) -> None:
         """Forget gathered weights that the optimizer may have made stale."""
-        keeps_for_backward = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
-        if not self._fresh and not self.pinned and not keeps_for_backward:
-            self.group.reshard()
+        if self._fresh or self.pinned or _is_in_backward():
+            return  # a forward inside backward is a recomputation: nothing has been stepped
+        self.group.reshard()
 
     def _differentiable_views(self) -> list[Tensor]:
         if not (torch.is_grad_enabled() and self.group.trainable):
@@ -251,7 +252,7 @@ class Unit:
         return saved_tensors_hooks(_Pack(storages), unpack)
 
     def _queue_end_of_backward(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if _is_in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _main_grads_are_bound(self) -> bool:
@@ -278,6 +279,10 @@ class Unit:
             else:
                 item.param.grad = item.main_grad
         self._landed.clear()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _foreign_hooks_are_active() -> bool:
