@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.backward_rules import host_reading_gradient
+
 Varies = Callable[[Tensor], bool]
 
 _HOST_READ_REMEDY = (
@@ -179,6 +181,13 @@ def refuse_op(
     crossing = _transfer(op, args, kwargs) or _host_scalar(op, inputs, varies)
     if crossing is not None:
         return crossing
+    gradient = host_reading_gradient(op, args)
+    if gradient is not None:
+        return Refusal(
+            f"the gradient of {op} is computed by reading values on the host, which a graph "
+            "cannot hold (under a recording torch takes another formula, with other last bits)",
+            gradient.remedy,
+        )
     dynamic = _has_dynamic_shape(op, args, kwargs)
     if not dynamic and torch.Tag.data_dependent_output not in op.tags:
         return None

