@@ -99,9 +99,10 @@ class Recorder(Watcher):
             info = self._known(tensor, name)
             if info.external:
                 self.undo.save(info, tensor)
-        if torch.Tag.nondeterministic_seeded in op.tags:
+        trusted = op.namespace in _TRUSTED_NAMESPACES
+        if torch.Tag.nondeterministic_seeded in op.tags or not trusted:
             self.undo.save_generators(args, kwargs)
-        if op.namespace in _TRUSTED_NAMESPACES:
+        if trusted:
             result = run()
         else:
             result = self._run_distrusted(op, inputs, written, run)

@@ -137,9 +137,8 @@ class PersistentGradients:
                 groups.setdefault((dtype_of(param), param.device), []).append((name, param))
                 continue
             main_grad = sharded[param]
-            if main_grad.view is not None:
-                binding = Binding.DECOUPLED_GRAD if main_grad.decoupled else Binding.GRAD
-                entries[name] = _Entry(name, param, main_grad.view, binding, sharding=main_grad)
+            binding = Binding.DECOUPLED_GRAD if main_grad.decoupled else Binding.GRAD
+            entries[name] = _Entry(name, param, main_grad.view, binding, sharding=main_grad)
         self.buffers: list[FlatBuffer] = []
         for (dtype, device), members in groups.items():
             parts = [local_part(param) for _, param in members]
@@ -149,7 +148,7 @@ class PersistentGradients:
                 view = wrap_like(local_view, param)
                 binding = _binding(name, param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
-        self._entries = [entries[name] for name in named_params if name in entries]
+        self._entries = [entries[name] for name in named_params]
         self._groups.update(e.group for e in self._entries if e.group is not None)
         self._decoupled = use_decoupled_grad
         self._landed: list[tuple[nn.Parameter, Tensor, _Entry]] | None = None

@@ -142,6 +142,8 @@ def _has_dynamic_shape(
     if name == "aten::repeat_interleave":
         size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
         return isinstance(args[0], Tensor) and size is None
+    if name == "aten::_pack_padded_sequence":
+        return True  # though torch has not tagged it
     if name == "aten::nonzero_static":
         return False
     return torch.Tag.dynamic_output_shape in op.tags
@@ -153,6 +155,10 @@ def _deciding(
     """Return the tensors whose values decide a shape, or are read on the host."""
     if op._schema.name in (*_INDEX_PUT, "aten::index", "aten::masked_select"):
         return _tensors([args[1]])  # the masks
+    if op._schema.name == "aten::_pack_padded_sequence":
+        return [args[1]]  # the lengths
+    if op._schema.name == "aten::_ctc_loss" and args[0].device.type == "cpu":
+        return _tensors(args[2:4])  # the lengths of inputs and targets, unless they are numbers
     return inputs
 
 
@@ -201,58 +207,21 @@ def refuse_op(
     return host_read(str(op))
 
 
-_Function = Callable[..., Any]
-
-
-def _host_read_functions() -> dict[_Function, str]:
-    tensor = torch.Tensor
-    names = ["tolist", "numpy", "cpu", "__array__", "__repr__", "__format__", "__dlpack__"]
-    return {getattr(tensor, name): f"Tensor.{name}" for name in names}
-
-
-class HostReadFunctions:
-    """Host reads that never reach the dispatcher: judged by the Python function called."""
-
-    def __init__(self, device_type: str) -> None:
-        self._functions = _host_read_functions()
-        self._device_type = device_type
-
-    def refuse(
-        self,
-        function: _Function,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        varies: Varies,
-    ) -> tuple[str, Refusal] | None:
-        """Judge a call of a torch function from Python.
-
-        Returns:
-            The function's name and the refusal, or None.
-        """
-        name = self._functions.get(function)
-        if name is None and function is torch.Tensor.to and self._goes_to_cpu(args, kwargs):
-            name = "Tensor.to('cpu')"
-        if name is None or not isinstance(args[0], Tensor) or not varies(args[0]):
-            return None
-        return name, host_read(name)
-
-    def _goes_to_cpu(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        target = kwargs.get("device", args[1] if len(args) > 1 else None)
-        if isinstance(target, str):
-            return torch.device(target).type == "cpu"
-        # On a CPU, `x.to(y.device)` is the device-agnostic idiom and no host read on CUDA.
-        return (
-            self._device_type != "cpu" and isinstance(target, torch.device) and target.type == "cpu"
-        )
+def is_fixed_result(
+    op: torch._ops.OpOverload, args: Sequence[Any], index: int, varies: Varies
+) -> bool:
+    """Tell whether a result derives only from those inputs that are the same in every replay."""
+    # The sizes of a packed sequence follow from its lengths alone.
+    return op._schema.name == "aten::_pack_padded_sequence" and index == 1 and not varies(args[1])
 
 
 __all__ = [
-    "HostReadFunctions",
     "Refusal",
     "Varies",
     "compiled_region",
     "generator_state",
     "higher_order",
     "host_read",
+    "is_fixed_result",
     "refuse_op",
 ]

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,14 @@ _OURS = tuple(
     | {str(_FLOOR.parent / folder) for folder in ("capture", "optim")}
 )
 _SKIPPED = (_TORCH, *_OURS)
+_PYTHON = sysconfig.get_path("stdlib")  # contextlib, copy and the like only pass calls on
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def _is_users(file: str) -> bool:
     if file.startswith("<") or file.startswith(_SKIPPED):
+        return False
+    if file.startswith(_PYTHON) and not file.startswith(_INSTALLED):
         return False
     return str(Path(file).parent) != str(_FLOOR)
 

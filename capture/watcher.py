@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphfsdp._capture.function_rules import FunctionRules
 from graphfsdp._capture.host_watch import host_watch
-from graphfsdp._capture.rules import HostReadFunctions, Refusal, higher_order, refuse_op
+from graphfsdp._capture.rules import Refusal, higher_order, is_fixed_result, refuse_op
 from graphfsdp._capture.source import ModuleTracker, user_source_line
 from graphfsdp._capture.storages import StorageInfo, StorageTable
 from graphfsdp.errors import CaptureError
@@ -59,7 +60,7 @@ class Watcher:
         self.last_op: str | None = None
         self.num_ops = 0
         self._tracker = ModuleTracker(model)
-        self._function_rules = HostReadFunctions(device.type)
+        self._function_rules = FunctionRules(device.type)
         self._inside_op = False
 
     @contextmanager
@@ -69,12 +70,19 @@ class Watcher:
         Raises:
             CaptureError: a rule was broken, even where the model swallowed the exception.
         """
-        with ExitStack() as stack:
-            stack.enter_context(self._tracker.tracking())
-            stack.enter_context(_FunctionMode(self))
-            stack.enter_context(_DispatchMode(self))
-            stack.enter_context(host_watch(self._on_host_call))
-            yield
+        functions = _FunctionMode(self)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._tracker.tracking())
+                stack.enter_context(functions)
+                stack.enter_context(_DispatchMode(self))
+                stack.enter_context(host_watch(self._on_host_call, functions))
+                yield
+        except Exception as error:
+            # What follows a swallowed refusal, or what somebody made of it, is not the cause.
+            if self.failure is not None and error is not self.failure:
+                raise self.failure from error
+            raise
         if self.failure is not None:
             raise self.failure
 
@@ -124,7 +132,7 @@ class Watcher:
                 self.refuse(*refused)
             if function is torch.nn.functional.one_hot and self._is_fixed_one_hot(args, kwargs):
                 return self._one_hot(*args, **kwargs)
-        return function(*args, **kwargs)
+        return self._function_rules.seal(function(*args, **kwargs))
 
     def _is_fixed_one_hot(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
@@ -164,11 +172,12 @@ class Watcher:
         finally:
             self._inside_op = False
         varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
-        for tensor in (*flat_tensors([result]), *written):
+        for index, tensor in enumerate((*flat_tensors([result]), *written)):
             known = self.storages.find(tensor, str(op))
+            news = varies and not is_fixed_result(op, args, index, self.varies)
             if known is None:
-                known = self.storages.add(tensor, str(op), external=False, varies=varies)
-            known.varies = known.varies or varies
+                known = self.storages.add(tensor, str(op), external=False, varies=news)
+            known.varies = known.varies or news
         return result
 
     def _info(self, tensor: Tensor, op: str, *, external: bool) -> StorageInfo:

@@ -24,6 +24,7 @@ class FSDPModule:
 
     def unshard(self) -> None:
         """Gather the whole weights of this unit and hold them until ``reshard``."""
+        _shards_of(self)
         unit_of(self).unshard()
 
     def reshard(self) -> None:
@@ -69,11 +70,11 @@ class FSDPModule:
         found = {}
         for unit in _units(self, recurse=True):
             options = unit.group.options
-            whole = options.strategy is ShardingStrategy.NO_SHARD
             for item in unit.group.trainable:
+                assert item.main_grad is not None
                 found[item.param] = MainGrad(
                     view=item.main_grad,
-                    group=None if whole else options.group,
+                    group=options.group if item.buffer.sharded else None,
                     decoupled=options.policy.use_decoupled_grad,
                 )
         return found

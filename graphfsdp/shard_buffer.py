@@ -105,13 +105,9 @@ class ShardBuffer:
 
     def local_shape(self, slot: Slot) -> tuple[int, ...]:
         """Return the shape of this rank's rows of one parameter."""
-        if not self.sharded or not slot.shape:
-            return slot.shape if not self.sharded else self._scalar_shape(slot)
-        rows = self.layout.local_rows(slot, self._rank)
-        return (rows.num_rows, *slot.shape[1:])
-
-    def _scalar_shape(self, slot: Slot) -> tuple[int, ...]:
-        return () if self.layout.local_rows(slot, self._rank).numel else (0,)
+        if not self.sharded:
+            return slot.shape
+        return (self.layout.local_rows(slot, self._rank).num_rows, *slot.shape[1:])
 
     @staticmethod
     def full_view(flat: Tensor, slot: Slot) -> Tensor:
@@ -126,8 +122,8 @@ class ShardBuffer:
         """
         for slot, value in zip(self.layout.slots, values, strict=True):
             local = self.local_view(self.main, slot)
-            if not self.sharded or not slot.shape:
-                local.copy_(value.expand(local.shape) if local.numel() == 0 else value)
+            if not self.sharded:
+                local.copy_(value)
                 continue
             rows = self.layout.local_rows(slot, self._rank)
             local.copy_(value.narrow(0, rows.first_row, rows.num_rows))

@@ -1,6 +1,5 @@
 """The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
 
-import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from graphfsdp.collectives import all_gather_
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.flat_buffer import contiguous_stride
 from graphfsdp.layout import Slot
 from graphfsdp.layout_plan import plan_unit
+from graphfsdp.row_shard import RowShard
 from graphfsdp.shard_buffer import BufferDtypes, ShardBuffer
 
 
@@ -31,7 +31,7 @@ class ManagedParameter:
         owners: The modules and attribute names that hold it (several where it is tied).
         buffer: The flat buffer that it lies in.
         slot: Where it lies there.
-        main_grad: DTensor over this rank's main grads; None if frozen or if no row is here.
+        main_grad: DTensor over this rank's main grads, maybe of no row; None if frozen.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ManagedParameter:
     owners: list[tuple[nn.Module, str]]
     buffer: ShardBuffer
     slot: Slot
-    main_grad: Tensor | None = None
+    main_grad: DTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,14 @@ class ShardGroup:
         self.managed = []
         self.buffers = []
         found = _free_parameters(module)
-        kinds: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, bool, bool], list[str]] = {}
         for name, (param, _) in found.items():
-            kind = (param.dtype, param.device, param.requires_grad)
+            # A scalar has no rows to share out: every rank holds it.
+            kind = (param.dtype, param.device, param.requires_grad, param.dim() > 0)
             kinds.setdefault(kind, []).append(name)
-        for (dtype, device, trainable), names in kinds.items():
-            self._take(found, names, dtype, device, trainable=trainable)
+        for (dtype, device, trainable, has_rows), names in kinds.items():
+            strategy = options.strategy if has_rows else ShardingStrategy.NO_SHARD
+            self._take(found, names, dtype, device, trainable=trainable, strategy=strategy)
 
     def _take(
         self,
@@ -98,10 +100,11 @@ class ShardGroup:
         device: torch.device,
         *,
         trainable: bool,
+        strategy: ShardingStrategy,
     ) -> None:
         options = self.options
         dtypes = _dtypes(dtype, options.policy)
-        replicated = options.strategy is ShardingStrategy.NO_SHARD
+        replicated = strategy is ShardingStrategy.NO_SHARD
         layout = plan_unit(
             [tuple(found[name][0].shape) for name in names],
             num_ranks=1 if replicated else options.group.size(),
@@ -113,7 +116,7 @@ class ShardGroup:
                 dtypes=dtypes,
                 device=device,
                 group=options.group,
-                strategy=options.strategy,
+                strategy=strategy,
                 trainable=trainable,
             )
             self.buffers.append(buffer)
@@ -135,11 +138,11 @@ class ShardGroup:
             dtensor: Any = item.param
             dtensor._local_tensor = local
             item.main_grad = None
-            if item.buffer.grad is not None and local.numel() > 0:
+            if item.buffer.grad is not None:
+                # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
+                # must find the same list on every rank.
                 view = item.buffer.local_view(item.buffer.grad, item.slot)
-                item.main_grad = _as_dtensor(view, item.slot, self.options)
-                _give_full_tensor(item.main_grad, item, gradient=True)
-            _give_full_tensor(item.param, item, gradient=False)
+                item.main_grad = _as_dtensor(view, item.slot, item.buffer, self.options)
 
     def check_memory(self) -> None:
         """Refuse parameters that were moved out of the unit's buffers.
@@ -219,16 +222,14 @@ def _dtypes(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> BufferDtypes:
     )
 
 
-def _as_dtensor(local: Tensor, slot: Slot, options: UnitOptions) -> DTensor:
-    sharded = options.strategy is not ShardingStrategy.NO_SHARD and len(slot.shape) > 0
-    stride = torch.empty(slot.shape, device="meta").stride()
+def _as_dtensor(local: Tensor, slot: Slot, buffer: ShardBuffer, options: UnitOptions) -> DTensor:
     return DTensor.from_local(
         local,
         options.mesh,
-        [Shard(0) if sharded else Replicate()],
+        [RowShard() if buffer.sharded else Replicate()],
         run_check=False,
         shape=torch.Size(slot.shape),
-        stride=stride,
+        stride=contiguous_stride(slot.shape),
     )
 
 
@@ -237,7 +238,9 @@ def _make_dtensor(
 ) -> nn.Parameter:
     """Return the parameter that takes the place of a whole one, with all its attributes."""
     local = buffer.local_view(buffer.main, slot)
-    sharded = nn.Parameter(_as_dtensor(local, slot, options), requires_grad=param.requires_grad)
+    sharded = nn.Parameter(
+        _as_dtensor(local, slot, buffer, options), requires_grad=param.requires_grad
+    )
     for name, value in vars(param).items():
         setattr(sharded, name, value)
     # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
@@ -245,24 +248,6 @@ def _make_dtensor(
     param.grad = None
     param.data = param.data.new_empty(0)
     return sharded
-
-
-def _give_full_tensor(tensor: Tensor, item: ManagedParameter, *, gradient: bool) -> None:
-    """Let ``tensor.full_tensor()`` know about uneven rows, which DTensor itself does not."""
-    holder: Any = tensor
-    holder.full_tensor = functools.partial(_full_tensor, item, gradient=gradient)
-
-
-def _full_tensor(item: ManagedParameter, *, gradient: bool) -> Tensor:
-    buffer = item.buffer
-    flat = buffer.grad if gradient else buffer.main
-    assert flat is not None
-    flat = flat.detach()
-    if buffer.sharded:
-        whole = torch.empty(buffer.layout.total_numel, dtype=flat.dtype, device=flat.device)
-        all_gather_(whole, flat, buffer.group)
-        flat = whole
-    return buffer.full_view(flat, item.slot).clone()
 
 
 __all__ = ["ManagedParameter", "ShardGroup", "UnitOptions"]

@@ -13,12 +13,12 @@ class MainGrad:
     """Where the reduced gradient of one parameter lies for ever.
 
     Attributes:
-        view: DTensor over this rank's rows of the persistent buffer; None if no row is here.
+        view: DTensor over this rank's rows of the persistent buffer, maybe none.
         group: The ranks that hold the other rows; None if every rank holds the whole gradient.
         decoupled: Bound to ``param.decoupled_grad`` instead of ``param.grad``.
     """
 
-    view: Tensor | None
+    view: Tensor
     group: dist.ProcessGroup | None
     decoupled: bool
 

@@ -99,6 +99,10 @@ class Unit:
         self._token = torch.zeros((), requires_grad=True)
         self._landed: set[int] = set()  # by position in group.trainable
         self._context: ExitStack | None = None
+        self._recomputing = False
+        for owner in {id(o): o for item in group.managed for o, _ in item.owners}.values():
+            if owner is not module:
+                owner.register_forward_pre_hook(self._inner_call)
 
     @property
     def frees_weights(self) -> bool:
@@ -181,11 +185,13 @@ class Unit:
             self._bind_gradients()
         # Until then no optimizer step can have come between, so gathered weights stay good.
         self._fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
-        if self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.pinned:
-            self.group.reshard()
+        self.end_backward()
 
     def end_backward(self) -> None:
-        """Drop weights that a backward pass gathered and nobody released (frozen units)."""
+        """Drop weights that a backward pass has gathered, and put the shards back."""
+        if self._recomputing:
+            self._recomputing = False
+            self._install([item.param for item in self.group.managed])
         stage_three = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         if stage_three and not self.pinned and self.phase is UnitPhase.IDLE:
             self.group.reshard()
@@ -194,6 +200,45 @@ class Unit:
     def has_pending_gradients(self) -> bool:
         """Whether gradients of a backward pass wait for their reduction."""
         return any(buffer.has_pending_gradients for buffer in self.group.buffers)
+
+    def _inner_call(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
+        """See to it that a module inside the unit finds whole weights.
+
+        Raises:
+            PhaseError: it was called from outside the unit's forward.
+        """
+        if self.phase is UnitPhase.FORWARD or self.pinned:
+            return
+        if not _is_in_backward():
+            raise PhaseError(
+                f"a {type(inner).__name__} of unit {self.group.name!r} was called outside the "
+                "unit's own forward, where its weights are shards. Remedy: call the unit, or "
+                "wrap the inner module with fully_shard itself, or unshard() the unit first"
+            )
+        if not self._recomputing:
+            self._install_for_recomputation()
+
+    def _install_for_recomputation(self) -> None:
+        """Put whole weights into the module while backward runs a part of its forward again.
+
+        Their gradients come through the original forward; these leaves only make the same
+        operators save the same tensors.
+        """
+        self._recomputing = True
+        self._queue_end_of_backward()
+        leaves = []
+        for item, view in self.group.full_views():
+            leaf = view.detach().requires_grad_(item.buffer.trainable)
+            if item.buffer.trainable:
+                leaf.register_post_accumulate_grad_hook(self._refuse_reentrant)
+            leaves.append(leaf)
+        self._install(leaves)
+
+    def _refuse_reentrant(self, leaf: Tensor) -> None:
+        raise PhaseError(
+            f"a reentrant checkpoint inside unit {self.group.name!r} computes gradients of its "
+            "own, which would be lost. Remedy: checkpoint(..., use_reentrant=False)"
+        )
 
     def _refresh(self) -> None:
         """Forget gathered weights that the optimizer may have made stale."""
@@ -257,10 +302,9 @@ class Unit:
 
     def _main_grads_are_bound(self) -> bool:
         """Tell whether the main grads hold something to add to; make unbound ones zero then."""
-        views = [item for item in self.group.trainable if item.main_grad is not None]
-        bound = [item for item in views if self._bound(item) is not None]
-        if bound and len(bound) < len(views):
-            for item in views:
+        bound = [item for item in self.group.trainable if self._bound(item) is not None]
+        if bound and len(bound) < len(self.group.trainable):
+            for item in self.group.trainable:
                 if self._bound(item) is None and item.buffer.grad is not None:
                     item.buffer.local_view(item.buffer.grad, item.slot).zero_()
         return bool(bound)
@@ -272,7 +316,7 @@ class Unit:
 
     def _bind_gradients(self) -> None:
         for position, item in enumerate(self.group.trainable):
-            if position not in self._landed or item.main_grad is None:
+            if position not in self._landed:
                 continue
             if self.group.options.policy.use_decoupled_grad:
                 item.param.decoupled_grad = item.main_grad  # type: ignore[attr-defined]

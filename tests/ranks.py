@@ -33,6 +33,7 @@ import torch.distributed as dist
 GROUP_TIMEOUT_S = 60
 GRACE_S = 5  # for the other ranks after one has failed: some wait for it in a collective
 START_LIMIT_S = 90
+PRELOADED = ("torch", "torch.distributed.tensor", "pytest", "graphfsdp")
 
 
 class RankError(AssertionError):
@@ -116,7 +117,9 @@ class RankPool:
             return
         self._folder = tempfile.TemporaryDirectory()
         folder = pathlib.Path(self._folder.name)
-        context = multiprocessing.get_context("spawn")
+        # One process imports torch; the ranks are forked from it before it has done anything.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             stack_file = folder / f"stack{rank}"

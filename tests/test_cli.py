@@ -93,12 +93,35 @@ def test_a_directory_that_holds_another_run_is_kept_as_it_is(
     assert (tmp_path / "config.json").read_text() == "precious"
 
 
-def test_several_processes_are_refused(
+def test_several_processes_without_a_launcher_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--device", "cpu"]) == 2
-    assert "without torchrun" in capsys.readouterr().err
+    assert "start them with torchrun --nproc-per-node 2 " in capsys.readouterr().err
+
+
+def test_of_several_processes_the_first_one_tells_of_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_SAY_FIRST_S", 0.0)
+    for local_rank, shown in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert main(["train", "--lr", "0"]) == 2
+        assert capsys.readouterr().err.count("--lr must be") == shown
+
+
+def test_a_failure_names_its_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("train", "fails", fail),))
+    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err.startswith("rank 3: error: ")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from graphfsdp.config import Scope
+from graphfsdp.config import Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import make_parser, parse_train_arguments
 from graphfsdp.training.config import TrainConfig
@@ -41,7 +41,9 @@ def test_a_preset_is_found_by_name_and_shown_in_help(preset: object) -> None:
 
 def test_tiny_is_the_launch_bound_size() -> None:
     tiny = find_preset("tiny")
-    assert (tiny.num_layers, tiny.hidden_size, tiny.batch_size, tiny.seq_length) == (4, 64, 4, 32)
+    batch = tiny.batch(num_ranks=1)
+    assert (tiny.num_layers, tiny.hidden_size) == (4, 64)
+    assert (batch.num_sequences, batch.seq_length) == (4, 32)
 
 
 def test_flags_override_the_preset() -> None:
@@ -59,9 +61,37 @@ def test_a_switch_that_a_preset_turns_on_can_be_turned_off() -> None:
 
 def test_global_batch_is_cut_into_micro_batches() -> None:
     config = parse("--micro-batch-size 4 --global-batch-size 12 --seq-length 10")
-    assert config.num_microbatches == 3
-    assert config.tokens_per_iteration == 120
-    assert parse("--micro-batch-size 4").num_microbatches == 1
+    batch = config.batch(num_ranks=1)
+    assert (batch.num_microbatches, batch.num_sequences, batch.num_tokens) == (3, 12, 120)
+    assert parse("--micro-batch-size 4").batch(num_ranks=1).num_microbatches == 1
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 6), (2, 3), (3, 2), (6, 1)])
+def test_the_global_batch_is_the_same_for_every_number_of_ranks(
+    num_ranks: int, num_microbatches: int
+) -> None:
+    batch = parse("--micro-batch-size 2 --global-batch-size 12").batch(num_ranks)
+    assert (batch.num_microbatches, batch.num_sequences) == (num_microbatches, 12)
+
+
+def test_without_a_global_batch_each_rank_runs_one_micro_batch() -> None:
+    batch = parse("--micro-batch-size 2 --seq-length 10").batch(num_ranks=5)
+    assert (batch.num_microbatches, batch.num_sequences, batch.num_tokens) == (1, 10, 100)
+
+
+def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
+    config = parse("--micro-batch-size 2 --global-batch-size 12")
+    message = r"--global-batch-size 12 is not divisible by --micro-batch-size 2 x 4 ranks = 8: "
+    with pytest.raises(ConfigError, match=message):
+        config.batch(num_ranks=4)
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_a_strategy_has_a_name_and_a_number(strategy: ShardingStrategy) -> None:
+    for given in (strategy.value, str(strategy.stage)):
+        config = parse(f"--data-parallel-sharding-strategy {given}")
+        assert config.sharding is strategy
+        assert config.data_parallel_sharding_strategy == strategy.value
 
 
 @pytest.mark.parametrize("flag", ["--cuda-graph-scope", "--cuda-graph-impl"])
@@ -107,6 +137,8 @@ def test_precision_flags_become_a_policy() -> None:
         ("--hidden-dropout 1.5", r"--hidden-dropout must be in \[0, 1\)"),
         ("--log-interval 0", "--log-interval must be at least 1"),
         ("--seed -1", "--seed must be at least 0"),
+        ("--data-parallel-sharding-strategy 4", "argument --data-parallel-sharding-strategy: inv"),
+        ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be at least 1"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
     ],
 )

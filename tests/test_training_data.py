@@ -122,6 +122,20 @@ def test_a_batch_depends_on_seed_and_step_alone(device: torch.device) -> None:
     assert not torch.equal(make_sampler(device, seed=2).training_batch(3)[0], first)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_share_the_batch_of_one_process(num_ranks: int, device: torch.device) -> None:
+    def batch(rank: int, num_ranks: int) -> torch.Tensor:
+        sampler = BatchSampler(
+            counting_corpus(1000), seq_length=8, batch_size=6, seed=1, device=device,
+            rank=rank, num_ranks=num_ranks,
+        )  # fmt: skip
+        return torch.stack(sampler.training_batch(3))
+
+    parts = [batch(rank, num_ranks) for rank in range(num_ranks)]
+    assert parts[0].shape == (2, 6 // num_ranks, 8)
+    assert torch.equal(torch.cat(parts, dim=1), batch(0, 1))
+
+
 def test_batches_draw_nothing_from_torch(device: torch.device) -> None:
     before = torch.get_rng_state()
     sampler = make_sampler(device)
@@ -145,6 +159,8 @@ def test_validation_windows_are_fixed_and_held_out(device: torch.device) -> None
     assert everything.max() == 999
     again = torch.stack([torch.stack(batch) for batch in sampler.validation_batches(3, 4)])
     assert torch.equal(again, everything)
+    chosen = torch.stack([torch.stack(b) for b in sampler.validation_batches(3, 4, [2, 0, 2])])
+    assert torch.equal(chosen, everything[[2, 0, 2]])
 
 
 @pytest.mark.parametrize(("seq_length", "part"), [(100, "held-out"), (900, "training")])

@@ -132,7 +132,7 @@ def _split(name: str, tokens: TokenArray, *, is_bytes: bool) -> Corpus:
         train=tokens[:border],
         validation=tokens[border:],
         vocab_size=256 if is_bytes else int(counts.nonzero()[0][-1]) + 1,
-        unigram_entropy=float(-(seen * np.log(seen)).sum()),
+        unigram_entropy=float(0.0 - (seen * np.log(seen)).sum()),
         is_bytes=is_bytes,
     )
 

@@ -61,8 +61,8 @@ class BatchSampler:
         self._corpus = corpus
         self._window = np.arange(seq_length + 1)
         self._batch_size = batch_size
-        part = batch_size // num_ranks
-        self._part = slice(rank * part, (rank + 1) * part)
+        size = batch_size // num_ranks
+        self._part = slice(rank * size, (rank + 1) * size)
         self._seed = seed
         self._device = device
 

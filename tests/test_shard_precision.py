@@ -1,0 +1,270 @@
+"""Dtypes of sharded weights and gradients, against an emulation by plain PyTorch, bit for bit.
+
+With two ranks a + b is b + a, so nothing depends on the order of additions. Matrix products may
+depend on where their operands lie, so the emulation lays its weights out as the units do. Then it
+has the very bits of the sharded run.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import MixedPrecisionPolicy
+from graphfsdp.optim import FusedAdam
+from helpers import NUM_STEPS, set_lr
+from ranks import RankPool, rank_device
+from sharding_helpers import (
+    ADAM_EPS,
+    STRATEGIES,
+    Net,
+    Training,
+    assert_replayed,
+    assert_same_training,
+    batches,
+    buffers,
+    learning_rate,
+    shard,
+    train,
+    units,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A policy, and the dtype in which the model comes."""
+
+    policy: MixedPrecisionPolicy
+    model: torch.dtype = FP32
+
+    @property
+    def main(self) -> torch.dtype:
+        return self.policy.main_params_dtype or self.model
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.policy.param_dtype or self.model
+
+    @property
+    def grad(self) -> torch.dtype:
+        return self.policy.main_grads_dtype or self.main
+
+    @property
+    def comm(self) -> torch.dtype:
+        return self.policy.grad_comm_dtype or self.grad
+
+
+PRECISIONS = {
+    "bf16_compute": Precision(MixedPrecisionPolicy(param_dtype=BF16)),
+    "bf16_grads": Precision(
+        MixedPrecisionPolicy(param_dtype=BF16, main_grads_dtype=BF16, use_decoupled_grad=True)
+    ),
+    "bf16_comm": Precision(MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=BF16)),
+    "fp16_comm": Precision(MixedPrecisionPolicy(grad_comm_dtype=FP16)),
+    "fp32_comm": Precision(
+        MixedPrecisionPolicy(main_grads_dtype=BF16, grad_comm_dtype=FP32, use_decoupled_grad=True)
+    ),
+    "bf16_model": Precision(MixedPrecisionPolicy(main_params_dtype=FP32), model=BF16),
+    "all_bf16": Precision(MixedPrecisionPolicy(), model=BF16),
+}
+
+
+def make_model(precision: Precision) -> nn.Module:
+    torch.manual_seed(0)
+    return Net().to(rank_device(), precision.model)
+
+
+def make_optimizer(params: Any, decoupled: bool) -> FusedAdam:
+    return FusedAdam(
+        params, lr=0.02, eps=ADAM_EPS, weight_decay=0.1, use_decoupled_grad=decoupled
+    )
+
+
+def sharded_run(name: str, strategy: str, microbatches: int, scope: str) -> Training:
+    precision = PRECISIONS[name]
+    model = shard(make_model(precision), strategy, mp_policy=precision.policy)
+    for buffer in buffers(model, trainable=True):
+        assert buffer.main.dtype == precision.main
+        assert buffer.grad is not None
+        assert buffer.grad.dtype == precision.grad
+        assert buffer.unshard().dtype == precision.compute
+        buffer.reshard()
+    decoupled = precision.policy.use_decoupled_grad
+    optim = make_optimizer([p for p in model.parameters() if p.requires_grad], decoupled)
+    result = train(model, optim, scope=scope, microbatches=microbatches, max_grad_norm=None)
+    kind, other = ("decoupled_grad", "grad") if decoupled else ("grad", "decoupled_grad")
+    for unit in units(model):
+        for item in unit.group.trainable:
+            got = getattr(item.param, kind, None)
+            assert got is None or got is item.main_grad
+            assert getattr(item.param, other, None) is None
+    return result
+
+
+def emulated_run(name: str, strategy: str, microbatches: int) -> list[Training]:
+    """Do by hand what the policy says, for all ranks in this process."""
+    precision, num_ranks = PRECISIONS[name], dist.get_world_size()
+    model = make_model(precision)
+    twin = shard(make_model(precision), strategy, mp_policy=precision.policy)
+    main = {
+        key: nn.Parameter(param.detach().to(precision.main), requires_grad=param.requires_grad)
+        for key, param in model.named_parameters()
+    }
+    optim = make_optimizer([p for p in main.values() if p.requires_grad], decoupled=True)
+    results = [Training() for _ in range(num_ranks)]
+    for index, batch in enumerate(batches(NUM_STEPS)):
+        set_lr(optim, learning_rate(index))
+        full: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
+        grads: dict[str, Tensor] = {}
+        losses: list[list[Tensor]] = [[] for _ in range(num_ranks)]
+        for microbatch in range(microbatches):
+            for rank in range(num_ranks):
+                part = _part(batch, rank * microbatches + microbatch, num_ranks * microbatches)
+                loss, found = _gradients(
+                    model, _laid_out(twin, main), part, precision, microbatches
+                )
+                losses[rank].append(loss)
+                _add(full[rank], found)
+            if strategy in ("optim_grads", "optim_grads_params") or microbatch + 1 == microbatches:
+                reduced = {
+                    key: torch.stack([of_rank[key] for of_rank in full]).sum(0) / num_ranks
+                    for key in full[0]
+                }
+                _add(grads, {key: grad.to(precision.grad) for key, grad in reduced.items()})
+                full = [{} for _ in range(num_ranks)]
+        for key, param in main.items():
+            param.decoupled_grad = grads.get(key)  # type: ignore[attr-defined]
+        optim.step()
+        for rank in range(num_ranks):
+            parts = losses[rank]
+            results[rank].losses.append(parts[0] if len(parts) == 1 else torch.stack(parts).mean(0))
+    for result in results:
+        result.params = {key: param.detach().clone() for key, param in main.items()}
+    return results
+
+
+def _part(batch: tuple[Tensor, ...], index: int, count: int) -> list[Tensor]:
+    length = len(batch[0]) // count
+    return [part[index * length : (index + 1) * length].to(rank_device()) for part in batch]
+
+
+def _laid_out(twin: nn.Module, main: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the weights in the compute dtype, at the places that a gathered buffer has."""
+    whole: dict[str, Tensor] = {}
+    for unit in units(twin):
+        flats = {
+            id(buffer): torch.zeros(
+                buffer.layout.total_numel, dtype=buffer.dtypes.compute, device=rank_device()
+            )
+            for buffer in unit.group.buffers
+        }
+        prefix = next(key for key, module in twin.named_modules() if module is unit.module)
+        for item in unit.group.managed:
+            key = f"{prefix}.{item.name}".lstrip(".")
+            view = item.buffer.full_view(flats[id(item.buffer)], item.slot)
+            view.copy_(main[key].detach())
+            whole[key] = view.requires_grad_(main[key].requires_grad)
+    return whole
+
+
+def _gradients(
+    model: nn.Module,
+    whole: dict[str, Tensor],
+    part: list[Tensor],
+    precision: Precision,
+    microbatches: int,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = torch.func.functional_call(model, whole, tuple(part))
+    (loss / microbatches if microbatches > 1 else loss).backward()
+    found = {
+        key: param.grad.to(precision.comm)
+        for key, param in whole.items()
+        if param.grad is not None
+    }
+    return loss.detach(), found
+
+
+def _add(held: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    for key, grad in more.items():
+        held[key] = held[key].add(grad) if key in held else grad
+
+
+def check_precision(name: str, strategy: str, microbatches: int) -> None:
+    eager = sharded_run(name, strategy, microbatches, "none")
+    captured = sharded_run(name, strategy, microbatches, "full_iteration")
+    assert_same_training(eager, captured)
+    assert_replayed(captured)
+    expected = emulated_run(name, strategy, microbatches)[dist.get_rank()]
+    for index, (left, right) in enumerate(zip(expected.losses, captured.losses, strict=True)):
+        assert torch.equal(left, right), f"loss {index}: emulated {left}, sharded {right}"
+    assert list(expected.params) == list(captured.params)
+    for key, param in expected.params.items():
+        assert param.dtype == captured.params[key].dtype == PRECISIONS[name].main
+        assert torch.equal(param, captured.params[key]), f"{key} differs"
+    assert min(float(loss) for loss in captured.losses) < float(captured.losses[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", list(PRECISIONS))
+def test_a_policy_does_what_it_says(ranks2: RankPool, name: str, strategy: str) -> None:
+    ranks2.run(check_precision, name, strategy, 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["bf16_grads", "bf16_comm"])
+def test_a_policy_holds_for_microbatches(ranks2: RankPool, name: str, strategy: str) -> None:
+    ranks2.run(check_precision, name, strategy, 3)
+
+
+def inputs_seen() -> list[torch.dtype]:
+    """A unit's floating-point inputs are cast to what it computes in."""
+    unit = graphfsdp.fully_shard(
+        nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=BF16)
+    )
+    seen: list[torch.dtype] = []
+    unit.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    seen.append(unit(torch.ones(2, 4, device=rank_device())).dtype)
+    return seen
+
+
+def test_inputs_are_cast(ranks2: RankPool) -> None:
+    assert ranks2.run(inputs_seen) == [[BF16, BF16]] * 2
+
+
+def clash() -> list[str]:
+    messages = []
+    for policy in (
+        MixedPrecisionPolicy(main_grads_dtype=BF16),
+        MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=BF16),
+        MixedPrecisionPolicy(main_params_dtype=BF16, main_grads_dtype=FP32),
+    ):
+        try:
+            graphfsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy)
+        except graphfsdp.PrecisionError as error:
+            messages.append(str(error))
+    model = graphfsdp.fully_shard(
+        nn.Linear(4, 4),
+        mp_policy=MixedPrecisionPolicy(main_grads_dtype=BF16, use_decoupled_grad=True),
+    )
+    for optimizer in (
+        FusedAdam(model.parameters()),
+        torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), fused=True),
+    ):
+        try:
+            graphfsdp.capture(model, optimizer)
+        except graphfsdp.PrecisionError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_clash_of_dtypes_is_refused_with_ways_out(ranks2: RankPool) -> None:
+    for messages in ranks2.run(clash):
+        assert len(messages) == 5
+        assert all("use_decoupled_grad=True" in message for message in messages)
+        assert all("'weight'" in message for message in messages[:3])
