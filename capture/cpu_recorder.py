@@ -8,10 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.copy_on_write import CopyOnWrite
-from graphfsdp._capture.rules import Refusal
+from graphfsdp._capture.rules import Refusal, new_generator
 from graphfsdp._capture.storages import StorageInfo, storage_of
-from graphfsdp._capture.watcher import Run, Watcher, flat_tensors
+from graphfsdp._capture.watcher import Run, Watcher, flat_tensors, read_tensors
 
+# What these return has no contents until somebody writes them.
+_EMPTY_OPS = (
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
+    *("aten::new_empty", "aten::new_empty_strided"),
+)
 _TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional")
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
@@ -92,20 +97,20 @@ class Recorder(Watcher):
             return self._run_inplace_view(name, args, run)
         if self.is_literal(op):
             return self._run_literal(args[0], name, run)
+        self._judge_generators(name, (*args, *kwargs.values()))
+        self._keep_unseen_contents(read_tensors(op, args, kwargs), name)
         node = Node(op, self._template(args, name), self._template_map(kwargs, name), [], "none")
         inputs = flat_tensors(args) + flat_tensors(kwargs.values())
         node.touched = [self._known(tensor, name) for tensor in inputs]
         for tensor in written:
             info = self._known(tensor, name)
+            info.filled = True
             if info.external:
                 self.undo.save(info, tensor)
         trusted = op.namespace in _TRUSTED_NAMESPACES
         if torch.Tag.nondeterministic_seeded in op.tags or not trusted:
             self.undo.save_generators(args, kwargs)
-        if trusted:
-            result = run()
-        else:
-            result = self._run_distrusted(op, inputs, written, run)
+        result = run() if trusted else self._run_distrusted(op, inputs, written, run)
         self._finish(node, result, inputs, written)
         return result
 
@@ -182,6 +187,7 @@ class Recorder(Watcher):
             info = self.storages.find(item, name)
             if info is None:
                 info = self.storages.add(item, name, external=False, varies=False)
+                info.filled = node.op._schema.name not in _EMPTY_OPS
                 aliases = False
             key = (storage_of(item, name)._cdata, geometry_of(item))
             value = self._values.get(key)
@@ -210,6 +216,28 @@ class Recorder(Watcher):
             Node(copy, [tensor.clone()], {}, [value], "tensor", [info], effects=False)
         )
         return run()
+
+    def _keep_unseen_contents(self, tensors: Sequence[Tensor], op: str) -> None:
+        """Make contents that were written below all operators part of the program.
+
+        Some of torch's C++ functions fill an empty tensor with numbers by themselves; the first
+        read is the time to notice.
+        """
+        for tensor in tensors:
+            info = self._known(tensor, op)
+            if info.filled:
+                continue
+            info.filled = True
+            value = self._first_value[id(info)]
+            offset, shape, stride, dtype, *_ = value.geometry
+            contents = torch.empty(0, dtype=dtype).set_(info.get(), offset, shape, stride).clone()
+            copy = torch.ops.aten.copy_.default
+            self.nodes.append(Node(copy, [value, contents], {}, [value], "tensor", [info]))
+
+    def _judge_generators(self, op: str, values: Sequence[Any]) -> None:
+        for generator in values:
+            if isinstance(generator, torch.Generator) and _is_new(generator):
+                self.refuse(op, new_generator(op))
 
     def _run_inplace_view(self, op: str, args: Sequence[Any], run: Run) -> Any:
         """Run an operator that changes how its argument looks at its storage, and nothing else.
@@ -271,6 +299,10 @@ def geometry_of(tensor: Tensor) -> Geometry:
         tensor.is_conj(),
         tensor.is_neg(),
     )
+
+
+def _is_new(generator: torch.Generator) -> bool:
+    return torch.equal(generator.get_state(), torch.Generator(generator.device).get_state())
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

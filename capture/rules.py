@@ -61,6 +61,15 @@ def generator_state(how: str) -> Refusal:
     )
 
 
+def new_generator(how: str) -> Refusal:
+    """Return the refusal of a generator that nothing was drawn from before."""
+    return Refusal(
+        f"{how} draws from a random generator that is as new; if the iteration makes it, eager "
+        "would start it anew each time, and a replay goes on drawing from one",
+        "make the generator before the loop, and seed it",
+    )
+
+
 def compiled_region(name: str) -> Refusal:
     """Return the refusal of a region made by torch.compile, which a CPU recording cannot see."""
     return Refusal(
@@ -223,5 +232,6 @@ __all__ = [
     "higher_order",
     "host_read",
     "is_fixed_result",
+    "new_generator",
     "refuse_op",
 ]

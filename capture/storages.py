@@ -19,12 +19,14 @@ class StorageInfo:
         external: It existed before the recording.
         varies: Its contents differ from replay to replay, because they derive from an existing
             tensor or from the RNG. Constants made inside the iteration do not vary.
+        filled: Some operator, or somebody before the recording, has written contents into it.
         first_use: The user's line at which an external storage was first seen.
     """
 
     ref: StorageWeakRef
     external: bool
     varies: bool
+    filled: bool = True
     first_use: SourceLine | None = None
 
     @property

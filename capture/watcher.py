@@ -263,4 +263,16 @@ def written_tensors(
     return written
 
 
-__all__ = ["Watcher", "flat_tensors", "is_wrapper_subclass", "written_tensors"]
+def read_tensors(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the arguments whose contents an operator reads, and does not just look at anew."""
+    read: list[Tensor] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            read.extend(flat_tensors([value]))
+    return read
+
+
+__all__ = ["Watcher", "flat_tensors", "is_wrapper_subclass", "read_tensors", "written_tensors"]
