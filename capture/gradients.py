@@ -210,8 +210,9 @@ class PersistentGradients:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the persistent buffers."""
-        return sum(buffer.num_bytes for buffer in self.buffers)
+        """Bytes of the persistent buffers, and of this rank's rows in those of a sharded model."""
+        rows = (local_part(e.view) for e in self._entries if e.sharding is not None)
+        return sum(b.num_bytes for b in self.buffers) + sum(r.nbytes for r in rows)
 
     def save_bindings(self) -> Callable[[], None]:
         """Return a function that puts today's gradients back on the parameters."""

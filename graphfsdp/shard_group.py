@@ -126,6 +126,7 @@ class ShardGroup:
             for name, slot in zip(members, buffer_layout.slots, strict=True):
                 whole, owners = found[name]
                 param = _make_dtensor(whole, buffer, slot, options)
+                setattr(whole, _TAKEN_AS, name)
                 for owner, attribute in owners:
                     owner._parameters[attribute] = param
                 item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot)
@@ -194,6 +195,8 @@ class ShardGroup:
         return [item for item in self.managed if item.buffer.trainable]
 
 
+# On a whole parameter: its name in the unit that has taken it over.
+_TAKEN_AS = "_graphfsdp_taken_as"
 _Found = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
@@ -205,6 +208,12 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
             if param is None or isinstance(param, DTensor):
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
+            if hasattr(param, _TAKEN_AS):
+                raise ConfigError(
+                    f"parameter {full_name!r} is tied to {getattr(param, _TAKEN_AS)!r}, which "
+                    "another unit has taken over. Remedy: let one unit hold both modules (wrap "
+                    "neither of them, or a common parent)"
+                )
             found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
     return {name: (param, owners) for name, param, owners in found.values()}
 

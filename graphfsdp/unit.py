@@ -11,17 +11,17 @@ resized, no hook waits on a parameter, and a recording sees ordinary operators o
 import enum
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
+from graphfsdp.saved_weights import foreign_hooks_are_active, is_in_backward, saving_places
 from graphfsdp.shard_group import ManagedParameter, ShardGroup
 
 
@@ -30,34 +30,6 @@ class UnitPhase(enum.Enum):
 
     IDLE = "idle"
     FORWARD = "forward"
-
-
-class _Place:
-    """A saved weight: where it lies in a gathered buffer."""
-
-    __slots__ = ("buffer_index", "offset", "shape", "stride")
-
-    def __init__(self, buffer_index: int, tensor: Tensor) -> None:
-        self.buffer_index = buffer_index
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-
-
-class _Pack:
-    """Saves a tensor, or its place where it looks at a gathered buffer.
-
-    A class, so that a unit knows the hooks of the unit around it.
-    """
-
-    def __init__(self, storages: dict[int, int]) -> None:
-        self._storages = storages  # index of the buffer by identity of its storage
-
-    def __call__(self, tensor: Tensor) -> Any:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return tensor
-        index = self._storages.get(tensor.untyped_storage()._cdata)
-        return tensor if index is None else _Place(index, tensor)
 
 
 class _Unshard(torch.autograd.Function):
@@ -128,8 +100,10 @@ class Unit:
         self._refresh()
         self._install(self._differentiable_views())
         self._context = ExitStack()
-        if torch.is_grad_enabled() and self.frees_weights and not _foreign_hooks_are_active():
-            self._context.enter_context(self._saving_places())
+        if torch.is_grad_enabled() and self.frees_weights and not foreign_hooks_are_active():
+            self._context.enter_context(
+                saving_places(self.group.buffers, self._queue_end_of_backward)
+            )
 
     def leave_forward(self) -> None:
         """Put the sharded parameters back, and drop the whole weights where they are not kept."""
@@ -209,7 +183,7 @@ class Unit:
         """
         if self.phase is UnitPhase.FORWARD or self.pinned:
             return
-        if not _is_in_backward():
+        if not is_in_backward():
             raise PhaseError(
                 f"a {type(inner).__name__} of unit {self.group.name!r} was called outside the "
                 "unit's own forward, where its weights are shards. Remedy: call the unit, or "
@@ -242,7 +216,7 @@ class Unit:
 
     def _refresh(self) -> None:
         """Forget gathered weights that the optimizer may have made stale."""
-        if self._fresh or self.pinned or _is_in_backward():
+        if self._fresh or self.pinned or is_in_backward():
             return  # a forward inside backward is a recomputation: nothing has been stepped
         self.group.reshard()
 
@@ -280,24 +254,8 @@ class Unit:
                 # Past nn.Module.__setattr__, which takes nothing but Parameters here.
                 owner._parameters[name] = tensor  # type: ignore[assignment]
 
-    def _saving_places(self) -> AbstractContextManager[Any]:
-        storages = {
-            buffer.full.untyped_storage()._cdata: index
-            for index, buffer in enumerate(self.group.buffers)
-            if buffer.full is not None
-        }
-
-        def unpack(saved: Any) -> Tensor:
-            if not isinstance(saved, _Place):
-                return saved  # type: ignore[no-any-return]
-            full = self.group.buffers[saved.buffer_index].unshard()
-            self._queue_end_of_backward()
-            return full.as_strided(saved.shape, saved.stride, saved.offset)
-
-        return saved_tensors_hooks(_Pack(storages), unpack)
-
     def _queue_end_of_backward(self) -> None:
-        if _is_in_backward():
+        if is_in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _main_grads_are_bound(self) -> bool:
@@ -323,20 +281,6 @@ class Unit:
             else:
                 item.param.grad = item.main_grad
         self._landed.clear()
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _foreign_hooks_are_active() -> bool:
-    """Tell whether somebody else packs saved tensors here (activation checkpointing).
-
-    Only the innermost hooks are asked, and a checkpoint must see every saved tensor. It saves no
-    weights itself: it runs the unit's forward again.
-    """
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and not isinstance(top[0], _Pack)
 
 
 def cast_inputs(

@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from probe import Inner, Program
 
@@ -139,6 +140,58 @@ def to_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 @rule("Tensor.__array__", HOST, cpu_only=True)
 def numpy_function(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * float(numpy.asarray(x)[0, 0])  # refused
+
+
+@rule("Tensor.apply_", "runs a Python function on every element", cpu_only=True)
+def applied_python(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * x.clone().apply_(lambda value: value + 1)  # refused
+
+
+@rule("Tensor.map_", "runs a Python function on every element", cpu_only=True)
+def mapped_python(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * x.clone().map_(h.detach(), lambda left, right: left + right)  # refused
+
+
+@rule("torch.tensor", HOST)
+def literal_of_tensors(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.tensor([x[0, 0], x[0, 1]], device=h.device).sum()  # refused
+
+
+@rule("torch.as_tensor", HOST)
+def literal_of_nested_tensors(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.as_tensor([[1.0, x[0, 0]]], device=h.device).sum()  # refused
+
+
+@rule("Tensor.new_tensor", HOST)
+def new_tensor_of_tensors(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * h.new_tensor([x[0, 0]])  # refused
+
+
+@rule("Tensor.__getitem__", HOST)
+def list_of_indices(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h[:, [x[0].argmax(), 0]]  # refused
+
+
+@rule("tensor_split", HOST, cpu_only=True)
+def split_at_a_tensor(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h.tensor_split((x[0] > 0).sum().view(1), dim=1)[0]  # refused
+
+
+@rule("aten._pack_padded_sequence.default", SHAPE, cpu_only=True)
+def packed_by_the_batch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    lengths = torch.stack([(x[0] > 0).sum(), (x[0] * 0).sum().long()]) + 4
+    return pack_padded_sequence(h.view(2, 4, 4).repeat(1, 2, 1), lengths, True).data  # refused
+
+
+@rule("aten.rand.generator", "draws from a random generator that is as new", cpu_only=True)
+def new_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.rand(4, generator=torch.Generator())  # refused
+
+
+@rule("torch.Generator.get_state", GENERATOR)
+def forked_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():  # refused
+        return h * torch.rand_like(h)
 
 
 @rule("Tensor.__repr__", HOST)

@@ -27,7 +27,7 @@ FLOOR = frozenset(
 SHARD_LEG = frozenset(
     {
         *("buffer_pool", "checkpoint", "fully_shard", "materialize", "model_shards"),
-        *("row_shard", "schedule", "shard_buffer", "shard_group", "unit"),
+        *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
     }
 )
 ROOF = frozenset({"", "__main__", "bench", "cli", "front", "training"})

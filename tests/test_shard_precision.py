@@ -242,6 +242,8 @@ def emulations_apart() -> dict[str, float]:
 
 def test_a_wrong_dtype_would_be_seen(ranks2: RankPool) -> None:
     for apart in ranks2.run(emulations_apart):
+        # In one microbatch it is the same whether sums are rounded on the way or in the buffer.
+        assert apart.pop("bf16_comm bf16_grads") == 0
         assert min(apart.values()) > 3 * TOLERANCE, apart
 
 

@@ -1,0 +1,82 @@
+"""Weights that autograd saves for backward, as places in a gathered buffer instead of tensors."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphfsdp.shard_buffer import ShardBuffer
+
+
+class _Place:
+    """A saved weight: where it lies in a gathered buffer."""
+
+    __slots__ = ("buffer_index", "offset", "shape", "stride")
+
+    def __init__(self, buffer_index: int, tensor: Tensor) -> None:
+        self.buffer_index = buffer_index
+        self.offset = tensor.storage_offset()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+
+
+class _Pack:
+    """Saves a tensor, or its place where it looks at a gathered buffer.
+
+    A class, so that a unit knows the hooks of the unit around it.
+    """
+
+    def __init__(self, storages: dict[int, int]) -> None:
+        self._storages = storages  # index of the buffer by identity of its storage
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        index = self._storages.get(tensor.untyped_storage()._cdata)
+        return tensor if index is None else _Place(index, tensor)
+
+
+def saving_places(
+    buffers: Sequence[ShardBuffer], on_gather: Callable[[], None]
+) -> AbstractContextManager[Any]:
+    """Save places of unsharded buffers while the body runs; backward gathers them again.
+
+    Args:
+        buffers: The buffers of a unit, unsharded.
+        on_gather: Called whenever backward asks for a place.
+    """
+    storages = {
+        buffer.full.untyped_storage()._cdata: index
+        for index, buffer in enumerate(buffers)
+        if buffer.full is not None
+    }
+
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, _Place):
+            return saved  # type: ignore[no-any-return]
+        full = buffers[saved.buffer_index].unshard()
+        on_gather()
+        return full.as_strided(saved.shape, saved.stride, saved.offset)
+
+    return saved_tensors_hooks(_Pack(storages), unpack)
+
+
+def foreign_hooks_are_active() -> bool:
+    """Tell whether somebody else packs saved tensors here (activation checkpointing).
+
+    Only the innermost hooks are asked, and a checkpoint must see every saved tensor. It saves no
+    weights itself: it runs the unit's forward again.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and not isinstance(top[0], _Pack)
+
+
+def is_in_backward() -> bool:
+    """Tell whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+__all__ = ["foreign_hooks_are_active", "is_in_backward", "saving_places"]

@@ -1,0 +1,184 @@
+"""Programs that were once captured silently wrong, refused without need, or reported badly."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import graphfsdp
+import refused_programs
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, line_of, snapshot
+from probe import Inner, Program, batches, check_captured, check_refused, make_probe
+
+CPU = torch.device("cpu")
+
+
+def reading_hook(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    h.register_hook(lambda grad: grad * grad.tolist()[0][0])  # refused
+    return h
+
+
+class ReadingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * torch.tensor([grads[0].abs().max()], device=grads[0].device)  # refused
+
+
+def reading_backward(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = ReadingBackward.apply(h)  # type: ignore[no-untyped-call]
+    return out
+
+
+def inner_gradient(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    inner = x.clone().requires_grad_()
+    inner.register_hook(lambda grad: grad * grad.tolist()[0][0])  # refused
+    (slope,) = torch.autograd.grad((inner * inner).sum(), inner)
+    return h * slope
+
+
+@pytest.mark.parametrize(
+    ("program", "marked", "op"),
+    [
+        (reading_hook, reading_hook, "Tensor.tolist"),
+        (reading_backward, ReadingBackward.backward, "torch.tensor"),
+        (inner_gradient, inner_gradient, "Tensor.tolist"),
+    ],
+)
+def test_reads_below_the_dispatcher_are_refused_in_a_backward_too(
+    program: Program, marked: Any, op: str, device: torch.device
+) -> None:
+    error = check_refused(program, device)
+    assert error.op == op
+    assert error.source is not None
+    assert error.source.line == line_of(marked, "# refused")
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_no_function_mode_is_left_after_a_generator_was_refused_in_a_backward() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        h.register_hook(lambda grad: grad * torch.get_rng_state()[0])
+        return h
+
+    assert check_refused(program, CPU).op == "torch.Generator.get_state"
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_refusal_that_the_model_turns_into_another_error_is_still_the_refusal() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        try:
+            factor = x.sum().item()  # refused
+        except graphfsdp.CaptureError as error:
+            raise RuntimeError("something went wrong") from error
+        return h * factor
+
+    error = check_refused(program, CPU)
+    assert error.op == refused_programs.SCALAR
+    assert error.source is not None
+    assert error.source.line == line_of(program, "# refused")
+
+
+def test_an_own_operator_that_draws_random_numbers_is_undone() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        noise: Tensor = torch.ops.graphfsdp_review.noise(x)
+        return h * noise * noise.sum().item()
+
+    step, model, optim = make_probe(program, CPU)
+    model.dropout.p = 0.0  # the operator's draw is the first of the iteration
+    for x in batches(CPU, 3):
+        step(x)
+    before = snapshot(model, optim)
+    with pytest.raises(graphfsdp.CaptureError):
+        step(batches(CPU, 1)[0])
+    assert_same_state(before, snapshot(model, optim))
+
+
+@torch.library.custom_op("graphfsdp_review::noise", mutates_args=())
+def _noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@_noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_numpy_cannot_write_a_constant_behind_the_recording() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        shift = torch.zeros(4)
+        if writes:
+            shift.numpy()[:] = 3.0
+        return h * float(np.sqrt(torch.full((4,), 2.0).numpy()).sum()) + shift
+
+    writes = False
+    check_captured(program, CPU)
+    step, *_ = make_probe(program, CPU)
+    for x in batches(CPU, 3):
+        step(x)
+    writes = True
+    with pytest.raises(ValueError, match="read-only"):
+        step(batches(CPU, 1)[0])
+
+
+def test_contents_that_no_operator_wrote_are_part_of_the_program() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        filled = torch.empty(4)
+        filled.untyped_storage()  # harmless
+        np.from_dlpack(filled)[:] = 3.0
+        return h * filled + torch.empty(4).copy_(x[0])
+
+    check_captured(program, CPU)
+
+
+def ctc_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    scores = model(x).log_softmax(dim=-1)
+    as_numbers = functional.ctc_loss(scores, targets, (12, 12), (4, 4))
+    as_tensors = functional.ctc_loss(scores, targets, torch.full((2,), 12), torch.full((2,), 3))
+    return as_numbers + as_tensors
+
+
+class PackedLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([12, 7]))
+        output, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])
+        loss: Tensor = output.square().mean() + packed.data.mean()
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["ctc", "packed"])
+def test_lengths_that_never_change_need_no_host_read(kind: str) -> None:
+    runs = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(3)
+        model = nn.Linear(6, 5) if kind == "ctc" else PackedLSTM()
+        optim = FusedAdam(model.parameters(), lr=0.01)
+        loss_fn = ctc_loss if kind == "ctc" else None
+        generator = torch.Generator().manual_seed(5)
+        with graphfsdp.capture(model, optim, loss_fn=loss_fn, scope=scope) as step:
+            for _ in range(10):
+                x = torch.randn(12, 2, 6, generator=generator)
+                targets = torch.randint(1, 5, (2, 4), generator=generator)
+                runs.append((step(x, targets), snapshot(model, optim)))
+    for eager, replayed in zip(runs[:10], runs[10:], strict=True):
+        assert torch.equal(eager[0], replayed[0])
+        assert_same_state(eager[1], replayed[1])
+
+
+def test_target_lengths_from_the_batch_are_refused() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        lengths = (x[:1, 0] > 0).long() + 1
+        scores = h.unsqueeze(1).log_softmax(dim=-1)
+        return functional.ctc_loss(scores, torch.tensor([[1, 2]]), torch.tensor([8]), lengths)
+
+    assert check_refused(program, CPU).op == "aten._ctc_loss.Tensor"
