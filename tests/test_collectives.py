@@ -109,9 +109,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(ranks2: RankPool) -
         assert "mean" in unknown
 
 
-def counted(
-    strategy: str, microbatches: int, reshard: bool
-) -> tuple[dict[str, int], int, int]:
+def counted(strategy: str, microbatches: int, reshard: bool) -> tuple[dict[str, int], int, int]:
     model = make_net(strategy, reshard_after_forward=reshard)
     got = train(model, adam(model), num_steps=4, microbatches=microbatches)
     assert got.report is not None

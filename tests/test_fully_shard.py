@@ -54,9 +54,7 @@ def plain_loop(strategy: str, set_to_none: bool) -> Training:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_loop_of_fsdp2_works(ranks2: RankPool, strategy: str, set_to_none: bool) -> None:
-    assert_close_to_reference(
-        ranks2.run(plain_loop, strategy, set_to_none), reference(NUM_STEPS)
-    )
+    assert_close_to_reference(ranks2.run(plain_loop, strategy, set_to_none), reference(NUM_STEPS))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -158,7 +156,9 @@ def whole_and_back(strategy: str) -> None:
     loss = other(*batch)
     loss.backward()
     assert torch.equal(loss, by_hand)
-    for (name, left), right in zip(gradients(model).items(), gradients(other).values(), strict=True):
+    for (name, left), right in zip(
+        gradients(model).items(), gradients(other).values(), strict=True
+    ):
         assert torch.equal(left, right), name
 
 

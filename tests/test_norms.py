@@ -22,7 +22,9 @@ def group() -> dist.ProcessGroup:
     return found
 
 
-def tensors(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def tensors(
+    seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
@@ -69,7 +71,11 @@ def mixed_norms() -> tuple[float, float, int]:
     with OpNames() as seen:
         got = global_norm([part.to(on) for part in whole], {group(): local}, on)
     num_collectives = sum("all_reduce" in name for name in seen.names)
-    return float(got), norm_of([*whole, *(part for parts in rows for part in parts)]), num_collectives
+    return (
+        float(got),
+        norm_of([*whole, *(part for parts in rows for part in parts)]),
+        num_collectives,
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

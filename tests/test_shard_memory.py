@@ -14,7 +14,17 @@ from graphfsdp.layout_plan import plan_unit
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.flat_runs import merge_neighbours
 from ranks import RankPool, rank_device
-from sharding_helpers import STRATEGIES, Block, adam, batches, buffers, make_net, my_part, shard
+from sharding_helpers import (
+    STRATEGIES,
+    Block,
+    adam,
+    batches,
+    buffers,
+    make_net,
+    my_part,
+    shard,
+    units,
+)
 
 FLOAT_BYTES = 4
 WIDTH = 16
@@ -157,19 +167,19 @@ def whole_weights_while_running(reshard: bool) -> dict[str, list[int]]:
         )
     model(batch().requires_grad_()).backward()  # torch warns if no input needs a gradient
     seen["after"] = [num_alive(model)]
-    seen["per_unit"] = [len(buffers(model)) // (NUM_BLOCKS + 1)]
+    seen["of_units"] = [len(unit.group.buffers) for unit in units(model)]
     return seen
 
 
 def test_zero_3_holds_one_block_and_the_root(ranks2: RankPool) -> None:
     for seen in ranks2.run(whole_weights_while_running, True):
-        (per_unit,) = seen["per_unit"]
-        assert len(seen["forward"]) == NUM_BLOCKS
-        assert max(seen["forward"]) <= 2 * per_unit
-        assert max(seen["backward"]) <= 2 * per_unit
+        root, *blocks = seen["of_units"]
+        assert len(seen["forward"]) == len(seen["backward"]) == len(blocks) == NUM_BLOCKS
+        assert max(seen["forward"]) <= root + max(blocks)
+        assert max(seen["backward"]) <= root + max(blocks)
         assert seen["after"] == [0]
     for seen in ranks2.run(whole_weights_while_running, False):
-        assert max(seen["backward"]) == (NUM_BLOCKS + 1) * seen["per_unit"][0]
+        assert max(seen["backward"]) == sum(seen["of_units"])
         assert seen["after"] == [0]
 
 

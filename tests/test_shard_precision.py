@@ -83,9 +83,7 @@ def make_model(precision: Precision) -> nn.Module:
 
 
 def make_optimizer(params: Any, decoupled: bool) -> FusedAdam:
-    return FusedAdam(
-        params, lr=0.02, eps=ADAM_EPS, weight_decay=0.1, use_decoupled_grad=decoupled
-    )
+    return FusedAdam(params, lr=0.02, eps=ADAM_EPS, weight_decay=0.1, use_decoupled_grad=decoupled)
 
 
 def sharded_run(name: str, strategy: str, microbatches: int, scope: str) -> Training:
@@ -185,9 +183,7 @@ def _gradients(
     loss = torch.func.functional_call(model, whole, tuple(part))
     (loss / microbatches if microbatches > 1 else loss).backward()
     found = {
-        key: param.grad.to(precision.comm)
-        for key, param in whole.items()
-        if param.grad is not None
+        key: param.grad.to(precision.comm) for key, param in whole.items() if param.grad is not None
     }
     return loss.detach(), found
 
@@ -249,9 +245,7 @@ def test_a_wrong_dtype_would_be_seen(ranks2: RankPool) -> None:
 
 def inputs_seen() -> list[torch.dtype]:
     """A unit's floating-point inputs are cast to what it computes in."""
-    unit = graphfsdp.fully_shard(
-        nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=BF16)
-    )
+    unit = graphfsdp.fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     seen: list[torch.dtype] = []
     unit.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     seen.append(unit(torch.ones(2, 4, device=rank_device())).dtype)
