@@ -1,6 +1,6 @@
 """The host side of an iteration's state: what Python objects point at which tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class HostState:
         }
         self._state = {param: dict(state) for param, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
+        self._numbers = _numbers(vars(optimizer))
         self._restore_gradients = gradients.save_bindings()
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -44,7 +45,7 @@ class HostState:
 
         Raises:
             CaptureError: a module holds another tensor than before, or the optimizer made new
-                state while it was recorded.
+                state, or counted on the host, while it was recorded.
         """
         for (module_name, name), (module, before) in self._attributes.items():
             if _lookup(module, name) is before:
@@ -75,6 +76,21 @@ class HostState:
                         "would start it anew. Remedy: more warm-up steps, so that every "
                         "parameter has been stepped once before the capture"
                     )
+            where = f"its state of a parameter of shape {tuple(param.shape)}"
+            self._check_numbers(_numbers(before_state), _numbers(state), where)
+        self._check_numbers(self._numbers, _numbers(vars(self._optimizer)), "its attributes")
+
+    def _check_numbers(
+        self, before: Mapping[str, float], after: Mapping[str, float], where: str
+    ) -> None:
+        for key, value in after.items():
+            if before.get(key) != value:
+                raise CaptureError(
+                    f"{type(self._optimizer).__name__} changed the number {key!r} among {where} "
+                    f"from {before.get(key)} to {value}; a replay runs no Python and would go on "
+                    "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
+                    "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor"
+                )
 
     def restore(self) -> None:
         """Point everything back at the tensors that it pointed at."""
@@ -89,6 +105,7 @@ class HostState:
             else:
                 self._optimizer.state[param].clear()
                 self._optimizer.state[param].update(self._state[param])
+        vars(self._optimizer).update(self._numbers)
         for group, before_group in zip(self._optimizer.param_groups, self._groups, strict=False):
             group.clear()
             group.update(before_group)
@@ -100,6 +117,14 @@ class HostState:
             return False
         new = self._attributes[key][1]
         return bool(new.untyped_storage()._cdata != old.untyped_storage()._cdata)
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -1,11 +1,14 @@
 """What a batch must look like for a graph: structure, shapes, dtypes, devices, plain values."""
 
-from collections.abc import Sequence
+import copy
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp.errors import BatchMismatchError, ConfigError
@@ -43,6 +46,16 @@ class PlainLeaf:
 
     value: Any
 
+    @classmethod
+    def of(cls, value: Any) -> "PlainLeaf":
+        """Return a leaf that goes on being what the value is now, should it change in place."""
+        try:
+            kept = cls(copy.deepcopy(value))
+        except Exception:
+            return cls(value)
+        # What is not equal to its copy can only be told by being the same object.
+        return kept if kept.matches(value) else cls(value)
+
     def matches(self, leaf: object) -> bool:
         """Tell whether a leaf is the same value."""
         if leaf is self.value:
@@ -55,7 +68,7 @@ class PlainLeaf:
             return False
 
     def __str__(self) -> str:
-        return f"{self.value!r} ({type(self.value).__name__})"
+        return f"{reprlib.repr(self.value)} ({type(self.value).__name__})"
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -80,7 +93,8 @@ class BatchSignature:
                 _check_tensor(name, leaf)
                 self.leaves.append(TensorLeaf.of(leaf))
             else:
-                self.leaves.append(PlainLeaf(leaf))
+                _check_plain(name, leaf)
+                self.leaves.append(PlainLeaf.of(leaf))
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Compare a batch with the signature.
@@ -143,6 +157,29 @@ def _check_tensor(name: str, leaf: Tensor) -> None:
             f"batch leaf {name} requires a gradient, which would be left in a copy that you "
             "never see. Remedy: detach it, or make it a parameter"
         )
+
+
+def _check_plain(name: str, leaf: object) -> None:
+    if isinstance(leaf, np.ndarray):
+        raise ConfigError(
+            f"batch leaf {name} is a numpy array, which a graph would never read again. Remedy: "
+            "pass a tensor (torch.as_tensor)"
+        )
+    if not isinstance(leaf, nn.Module) and any(isinstance(v, Tensor) for v in _inside(leaf)):
+        raise ConfigError(
+            f"batch leaf {name} is a {type(leaf).__name__}, whose tensors cannot be seen: a graph "
+            "would go on with those of this batch. Remedy: pass its tensors, in a dict, list or "
+            "tuple (**batch), or register the class with torch.utils._pytree"
+        )
+
+
+def _inside(leaf: object) -> Iterator[object]:
+    """Yield what an object holds directly."""
+    if isinstance(leaf, Mapping):
+        yield from leaf.values()
+    yield from getattr(leaf, "__dict__", {}).values()
+    for slot in getattr(type(leaf), "__slots__", ()):
+        yield getattr(leaf, slot, None)
 
 
 def _leaf_names(leaves: Sequence[Any], spec: pytree.TreeSpec) -> list[str]:

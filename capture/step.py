@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.agreement import Agreement
-from graphfsdp._capture.backend import Graph, GraphBackend
+from graphfsdp._capture.backend import Graph, GraphBackend, GraphFacts
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.host_state import HostState
 from graphfsdp._capture.iteration import Iteration, LossFunction
@@ -68,6 +68,7 @@ class CapturedStep:
         self._phase = Phase.EAGER if options.scope is Scope.NONE else Phase.WARMUP
         self._inputs: StaticInputs | None = None
         self._graph: Graph | None = None
+        self._facts: GraphFacts | None = None
         self._spec: pytree.TreeSpec | None = None
         self._grad_norm: Tensor | None = None
         self._num_calls: Counter[str] = Counter()
@@ -130,7 +131,7 @@ class CapturedStep:
 
     def report(self) -> CaptureReport:
         """Return the facts of this step."""
-        facts = None if self._graph is None else self._graph.facts
+        facts = self._facts
         started = bool(self._num_calls.total())
         return CaptureReport(
             backend=self._backend.name,
@@ -240,6 +241,7 @@ class CapturedStep:
         self._phase = self._phase.to(Phase.REPLAY)
         self._capture_ms = (time.perf_counter() - started) * 1e3
         self._num_captures += 1
+        self._facts = self._graph.facts
         self._num_calls["capture"] += 1
         _LOG.info("captured %s nodes in %.0f ms", self._graph.facts.num_nodes, self._capture_ms)
         return results

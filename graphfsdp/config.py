@@ -100,10 +100,12 @@ class CaptureOptions:
         minimum = 1 if self.scope is Scope.FULL_ITERATION else 0
         _at_least("warmup_steps", self.warmup_steps, minimum)
         _at_least("microbatches", self.microbatches, 1)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+        norm = self.max_grad_norm
+        if norm is None:
+            return
+        if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
             raise ConfigError(
-                f"max_grad_norm must be a positive number (or None for no clipping), "
-                f"got {self.max_grad_norm!r}"
+                f"max_grad_norm must be a positive number (or None for no clipping), got {norm!r}"
             )
 
 

@@ -1,5 +1,6 @@
 """`graphfsdp.capture`: checks the arguments and joins the legs into a captured step."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import nn
 from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.iteration import default_loss
 from graphfsdp._capture.step import CapturedStep
+from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.backends import adapt
 from graphfsdp.sharded import sharded_roots
 
@@ -71,11 +73,17 @@ def capture(
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ConfigError(
+            f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}"
+        )
     _adopt_sharded_parameters(model, optimizer)
     named_params = _trainable(model, optimizer)
     graph_backend = make_backend(backend, _only_device(model, named_params))
     adapted = adapt(optimizer)
-    policy = mp_policy or MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
+    policy = _policy_of(model, adapted, mp_policy)
     adapted.check(named_params, policy, options.scope)
     return CapturedStep(
         model,
@@ -86,6 +94,39 @@ def capture(
         policy=policy,
         options=options,
     )
+
+
+def _policy_of(
+    model: nn.Module, optimizer: CapturableOptimizer, given: MixedPrecisionPolicy | None
+) -> MixedPrecisionPolicy:
+    """Return the given policy, or the one that optimizer and sharding come to.
+
+    Raises:
+        PrecisionError: ``fully_shard`` puts gradients where nobody reads them, or has them in
+            another dtype than the policy says.
+    """
+    policy = given or MixedPrecisionPolicy(use_decoupled_grad=optimizer.use_decoupled_grad)
+    grads = [grad for root in sharded_roots(model) for grad in root.main_grads().values()]
+    for grad in grads:
+        if grad.decoupled != policy.use_decoupled_grad:
+            who = "capture's mp_policy" if given else type(optimizer.optimizer).__name__
+            raise PrecisionError(
+                f"fully_shard has use_decoupled_grad={grad.decoupled} and so binds gradients to "
+                f"{'decoupled_grad' if grad.decoupled else 'grad'}, but {who} has "
+                f"use_decoupled_grad={policy.use_decoupled_grad}: nothing would be trained. Ways "
+                "out: MixedPrecisionPolicy(use_decoupled_grad=...) for fully_shard as the "
+                "optimizer has it, or FusedAdam(use_decoupled_grad=...) as fully_shard has it"
+            )
+        if policy.main_grads_dtype not in (None, grad.view.dtype):
+            raise PrecisionError(
+                f"fully_shard has main grads in {grad.view.dtype}, but capture's mp_policy says "
+                f"main_grads_dtype={policy.main_grads_dtype}. Remedy: leave mp_policy out, or "
+                "give both the same"
+            )
+    dtypes = {grad.view.dtype for grad in grads}
+    if given is None and len(dtypes) == 1:
+        return dataclasses.replace(policy, main_grads_dtype=dtypes.pop())
+    return policy
 
 
 def _adopt_sharded_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -21,12 +21,17 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
             all its numbers guarded.
 
     Raises:
-        ConfigError: it is no optimizer.
+        ConfigError: it is no optimizer, or one that runs the model by itself.
     """
     if isinstance(optimizer, FusedAdam):
         return FusedAdamAdapter(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return TorchAdamAdapter(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "torch LBFGS runs the model as often as it likes within a step (step(closure)), so "
+            "its iteration is no fixed one. Remedy: an optimizer that steps without a closure"
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         return BakedAdapter(optimizer)
     raise ConfigError(

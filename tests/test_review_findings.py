@@ -1,5 +1,7 @@
 """Programs that were once captured silently wrong, refused without need, or reported badly."""
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -139,7 +141,7 @@ def test_contents_that_no_operator_wrote_are_part_of_the_program() -> None:
 
 def ctc_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     scores = model(x).log_softmax(dim=-1)
-    as_numbers = functional.ctc_loss(scores, targets, (12, 12), (4, 4))
+    as_numbers = torch.ctc_loss(scores, targets, (12, 12), (4, 4), reduction=1)
     as_tensors = functional.ctc_loss(scores, targets, torch.full((2,), 12), torch.full((2,), 3))
     return as_numbers + as_tensors
 
@@ -182,3 +184,122 @@ def test_target_lengths_from_the_batch_are_refused() -> None:
         return functional.ctc_loss(scores, torch.tensor([[1, 2]]), torch.tensor([8]), lengths)
 
     assert check_refused(program, CPU).op == "aten._ctc_loss.Tensor"
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """Decays its learning rate by a count that is a Python number."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.where = where
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += self.where == "attributes"
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + (self.where == "state")
+                param.sub_(param.grad, alpha=group["lr"] / (1 + self.count + state["count"]))
+
+
+@pytest.mark.parametrize("where", ["state", "attributes"])
+def test_an_optimizer_that_counts_on_the_host_is_refused(where: str) -> None:
+    def make(scope: str) -> tuple[graphfsdp.CapturedStep, nn.Module, CountingSGD]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 1)
+        optim = CountingSGD(model.parameters(), where)
+        options: dict[str, Any] = {"loss_fn": lambda m, x: m(x).square().mean(), "scope": scope}
+        return graphfsdp.capture(model, optim, **options), model, optim
+
+    step, model, optim = make("full_iteration")
+    for x in batches(CPU, 3):
+        step(x)
+    before = snapshot(model, optim)
+    with pytest.raises(graphfsdp.CaptureError, match="changed the number 'count'"):
+        step(batches(CPU, 1)[0])
+    assert_same_state(before, snapshot(model, optim))
+    assert optim.count == (3 if where == "attributes" else 0)
+    assert {state["count"] for state in optim.state.values()} == {3 if where == "state" else 0}
+    eager, captured = make("none")[0], make("forward_backward")[0]
+    for x in batches(CPU, 8):
+        assert torch.equal(eager(x), captured(x))
+
+
+def test_lbfgs_is_refused_in_every_scope() -> None:
+    model = nn.Linear(4, 1)
+    for scope in ("none", "forward_backward", "full_iteration"):
+        with pytest.raises(graphfsdp.ConfigError, match="LBFGS"):
+            graphfsdp.capture(model, torch.optim.LBFGS(model.parameters()), scope=scope)
+
+
+class BatchOfTensors(UserDict[str, Tensor]):
+    """A mapping that torch's pytrees do not know, as tokenizers return it."""
+
+
+@dataclass
+class Options:
+    power: int
+
+
+def leaf_loss(model: nn.Module, x: Tensor, leaf: Any) -> Tensor:
+    power = leaf.power if isinstance(leaf, Options) else 2
+    loss: Tensor = model(x).pow(power).mean()
+    return loss
+
+
+def step_with_leaves() -> graphfsdp.CapturedStep:
+    model = nn.Linear(4, 1)
+    return graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=leaf_loss)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (
+            BatchOfTensors(x=torch.ones(2)),
+            r"args\[1\] is a BatchOfTensors, whose tensors",
+        ),
+        (np.ones(3), r"args\[1\] is a numpy array"),
+    ],
+)
+def test_leaves_that_hide_values_are_refused(leaf: Any, message: str) -> None:
+    with pytest.raises(graphfsdp.ConfigError, match=message):
+        step_with_leaves()(torch.ones(2, 4), leaf)
+
+
+def test_a_plain_value_that_changes_in_place_is_another_value() -> None:
+    step, options = step_with_leaves(), Options(power=2)
+    for _ in range(6):
+        step(torch.ones(2, 4), options)
+    step(torch.ones(2, 4), Options(power=2))
+    options.power = 4
+    with pytest.raises(graphfsdp.BatchMismatchError, match=r"power=2.*power=4"):
+        step(torch.ones(2, 4), options)
+
+
+def test_a_module_may_be_an_argument() -> None:
+    step, teacher = step_with_leaves(), nn.Linear(4, 1)
+    for _ in range(6):
+        step(torch.ones(2, 4), teacher)
+
+
+@pytest.mark.parametrize(
+    "options", [{"loss_fn": 3}, {"mp_policy": "bf16"}, {"max_grad_norm": "1"}], ids=str
+)
+def test_arguments_of_another_type_are_refused_at_once(options: dict[str, Any]) -> None:
+    model = nn.Linear(4, 1)
+    with pytest.raises(graphfsdp.ConfigError, match=next(iter(options))):
+        graphfsdp.capture(model, FusedAdam(model.parameters()), **options)
+
+
+def test_the_report_outlives_the_graph() -> None:
+    step, *_ = make_probe(lambda self, h, x: h, CPU)
+    for x in batches(CPU, 5):
+        step(x)
+    open_report = step.report()
+    step.close()
+    assert step.report().op_counts == open_report.op_counts
+    assert step.report().num_nodes == open_report.num_nodes
+    assert f"{open_report.num_nodes} nodes" in str(step.report())
