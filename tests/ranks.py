@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 60
-GRACE_S = 5  # for the other ranks after one has failed: some wait for it in a collective
+GRACE_S = 2  # for the other ranks after one has failed: some wait for it in a collective
 START_LIMIT_S = 90
 PRELOADED = ("torch", "torch.distributed.tensor", "pytest", "graphfsdp")
 

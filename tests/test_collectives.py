@@ -1,6 +1,7 @@
 """Our collectives as operators, how many of them an iteration issues, and the pool of ranks."""
 
 import contextlib
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def seen_operators() -> list[str]:
         reduce_scatter_(tensor, whole, group())
         all_reduce_(tensor, group())
         broadcast_(tensor, group())
-    return seen.names
+    return list(seen.names)
 
 
 def test_a_collective_is_one_operator(ranks2: RankPool) -> None:
@@ -109,28 +110,58 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(ranks2: RankPool) -
         assert "mean" in unknown
 
 
-def counted(strategy: str, microbatches: int, reshard: bool) -> tuple[dict[str, int], int, int]:
+@dataclass(frozen=True)
+class Counts:
+    """Collectives of one iteration, and the buffers that they serve.
+
+    Buffers of 0-D parameters, and all with no_shard, are whole on every rank.
+    """
+
+    gathers: int
+    scatters: int
+    reduces: int
+    sharded: int  # trainable
+    whole: int  # trainable
+    frozen: int
+
+
+def counted(strategy: str, microbatches: int, reshard: bool) -> Counts:
     model = make_net(strategy, reshard_after_forward=reshard)
     got = train(model, adam(model), num_steps=4, microbatches=microbatches)
     assert got.report is not None
-    trainable, frozen = buffers(model, trainable=True), buffers(model, trainable=False)
-    return dict(got.report.op_counts), len(trainable), len(frozen)
+    counts = got.report.op_counts
+    assert counts["graphfsdp.fused_adam_.default"] == 1
+    assert not [key for key in counts if "c10d" in key]
+    trainable = buffers(model, trainable=True)
+    gathers, scatters, reduces = (
+        counts.get(f"graphfsdp.{op}_.default", 0)
+        for op in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+    return Counts(
+        gathers,
+        scatters,
+        reduces,
+        sharded=sum(buffer.sharded for buffer in trainable),
+        whole=sum(not buffer.sharded for buffer in trainable),
+        frozen=sum(buffer.sharded for buffer in buffers(model, trainable=False)),
+    )
 
 
 def expected_counts(
-    strategy: str, microbatches: int, reshard: bool, trainable: int, frozen: int
+    strategy: str, microbatches: int, reshard: bool, got: Counts
 ) -> tuple[int, int, int]:
-    """All-gathers, reduce-scatters and all-reduces of one iteration; one of these is the norm's."""
-    everything = trainable + frozen
+    """All-gathers, reduce-scatters and all-reduces; one all-reduce is the norm's."""
+    everything = got.sharded + got.frozen
     if strategy == "no_shard":
-        return 0, 0, trainable
+        return 0, 0, got.whole
     if strategy == "optim":
-        return everything, trainable, 1
+        return everything, got.sharded, got.whole + 1
+    reduces = microbatches * got.whole + 1
     if strategy == "optim_grads":
-        return everything, microbatches * trainable, 1
+        return everything, microbatches * got.sharded, reduces
     # Nothing saves the frozen parameter, so backward gathers the trainable buffers only.
-    again = trainable if reshard else 0
-    return microbatches * (everything + again), microbatches * trainable, 1
+    again = got.sharded if reshard else 0
+    return microbatches * (everything + again), microbatches * got.sharded, reduces
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -138,16 +169,11 @@ def expected_counts(
 def test_collectives_of_an_iteration(ranks2: RankPool, strategy: str, microbatches: int) -> None:
     reshard = strategy != "kept"
     name = strategy if reshard else "optim_grads_params"
-    for counts, trainable, frozen in ranks2.run(counted, name, microbatches, reshard):
-        assert trainable >= 4
-        assert frozen == 1
-        got = tuple(
-            counts.get(f"graphfsdp.{op}_.default", 0)
-            for op in ("all_gather", "reduce_scatter", "all_reduce")
-        )
-        assert got == expected_counts(name, microbatches, reshard, trainable, frozen)
-        assert counts["graphfsdp.fused_adam_.default"] == 1
-        assert not [key for key in counts if "c10d" in key]
+    for got in ranks2.run(counted, name, microbatches, reshard):
+        assert got.sharded + got.whole >= 4
+        assert (got.sharded == 0) == (name == "no_shard")
+        expected = expected_counts(name, microbatches, reshard, got)
+        assert (got.gathers, got.scatters, got.reduces) == expected
 
 
 def with_evaluation() -> int:
@@ -161,7 +187,8 @@ def with_evaluation() -> int:
             optim.step()
             optim.zero_grad()
         model(*batch)
-    return seen.names.count("graphfsdp.all_gather_.default") - 3 * len(buffers(model))
+    num_sharded = sum(buffer.sharded for buffer in buffers(model))
+    return list(seen.names).count("graphfsdp.all_gather_.default") - 3 * num_sharded
 
 
 def test_every_forward_after_a_step_gathers_once(ranks2: RankPool) -> None:
@@ -187,8 +214,8 @@ def my_rank() -> int:
 def test_the_pool_reports_a_failure_and_a_hang_and_goes_on() -> None:
     pool = RankPool(2)
     with contextlib.closing(pool):
-        with pytest.raises(RankError, match="rank 1 failed:(.|\n)*rank one is unwell"):
+        with pytest.raises(RankError, match=r"rank 1 failed:(.|\n)*rank one is unwell"):
             pool.run(fails_on_rank_1, limit_s=10)
-        with pytest.raises(RankError, match="rank 1 did not end(.|\n)*in sleeps"):
+        with pytest.raises(RankError, match=r"rank 1 did not end(.|\n)*in sleeps"):
             pool.run(sleeps, limit_s=2)
         assert pool.run(my_rank) == [0, 1]

@@ -159,6 +159,7 @@ def whole_weights_while_running(reshard: bool) -> dict[str, list[int]]:
     seen: dict[str, list[int]] = {"forward": [], "backward": []}
     assert isinstance(model.blocks, nn.ModuleList)
     for block in model.blocks:
+        assert isinstance(block, Block)
         block.norm.register_forward_pre_hook(
             lambda module, args: seen["forward"].append(num_alive(model))
         )

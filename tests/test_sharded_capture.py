@@ -19,7 +19,6 @@ from sharding_helpers import (
     Net,
     Training,
     adam,
-    assert_close_to_reference,
     assert_replayed,
     assert_same_training,
     batches,
@@ -27,10 +26,10 @@ from sharding_helpers import (
     learning_rate,
     make_net,
     my_part,
-    reference,
     shard,
     train,
 )
+from sharding_reference import assert_close_to_reference, reference
 
 MICROBATCHES = (1, 3)
 
