@@ -45,6 +45,7 @@ def paired_cpu(results: pathlib.Path) -> str | None:
                     f"{eager:.2f}",
                     f"{speed['step_ms']:.2f}",
                     str(Spread(**speed["speedup"])),
+                    f"{peak['process_peak_bytes_ratio']:.2f}" if peak else "",
                     f"{peak['replay_peak_bytes_ratio']:.2f}" if peak else "",
                     f"{peak['peak_bytes_ratio']:.2f}" if peak else "",
                 )
@@ -55,7 +56,8 @@ def paired_cpu(results: pathlib.Path) -> str | None:
         "eager ms/step",
         "ms/step",
         "times as fast as eager: median (min to max)",
-        "peak memory / eager's",
+        "peak memory of the process / eager's",
+        "the same less libraries, replays",
         "with the recording",
     )
     facts = document["environment"]

@@ -143,7 +143,7 @@ def _loss_of(output: Any) -> Tensor:
             "model must return the loss, or an output with .loss"
         )
     for leaf in pytree.tree_leaves(output):
-        if not isinstance(leaf, Tensor):
+        if leaf is not None and not isinstance(leaf, Tensor):
             raise InvalidLossError(
                 f"loss_fn returned a {type(leaf).__name__} beside the loss; expected tensors "
                 "only, since a replay recomputes nothing else. Remedy: return it as a tensor"
@@ -161,12 +161,12 @@ def _own(leaf: Any) -> Any:
 def _merge(outputs: list[Any]) -> Any:
     """Return the mean loss, and other results stacked, over the microbatches."""
     specs = [pytree.tree_structure(output) for output in outputs]
-    stacked = [
-        torch.stack(leaves)
+    loss, *others = [
+        None if leaves[0] is None else torch.stack(leaves)
         for leaves in zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
     ]
-    stacked[0] = stacked[0].mean(dim=0)
-    return pytree.tree_unflatten(stacked, specs[0])
+    assert loss is not None
+    return pytree.tree_unflatten([loss.mean(dim=0), *others], specs[0])
 
 
 __all__ = ["Iteration", "LossFunction", "default_loss"]

@@ -70,6 +70,7 @@ class CapturedStep:
         self._graph: Graph | None = None
         self._facts: GraphFacts | None = None
         self._spec: pytree.TreeSpec | None = None
+        self._is_tensor: list[bool] = []  # by leaf of the output; the others are None
         self._grad_norm: Tensor | None = None
         self._num_calls: Counter[str] = Counter()
         self._num_captures = 0
@@ -193,7 +194,9 @@ class CapturedStep:
         Capture: everything in here.
         """
         assert self._inputs is not None
-        results, self._spec = pytree.tree_flatten(self._iteration.forward_backward(self._inputs))
+        leaves, self._spec = pytree.tree_flatten(self._iteration.forward_backward(self._inputs))
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._full:
             grad_norm = self._iteration.optimizer_step()
             results += [] if grad_norm is None else [grad_norm]
@@ -262,10 +265,12 @@ class CapturedStep:
 
     def _unflatten(self, results: list[Tensor]) -> Any:
         assert self._spec is not None
-        num_outputs = self._spec.num_leaves
+        num_outputs = sum(self._is_tensor)
         if len(results) > num_outputs:
             self._grad_norm = results[num_outputs]
-        return pytree.tree_unflatten(results[:num_outputs], self._spec)
+        tensors = iter(results[:num_outputs])
+        leaves = [next(tensors) if is_tensor else None for is_tensor in self._is_tensor]
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def _sharded_gradients(model: nn.Module) -> dict[nn.Parameter, MainGrad]:

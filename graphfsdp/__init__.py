@@ -1,5 +1,7 @@
 """graphfsdp: train with the whole iteration in one CUDA graph."""
 
+from typing import TYPE_CHECKING, Any
+
 from graphfsdp._capture.phase import Phase as Phase
 from graphfsdp._capture.report import CaptureReport as CaptureReport
 from graphfsdp._capture.step import CapturedStep as CapturedStep
@@ -16,7 +18,18 @@ from graphfsdp.errors import InvalidLossError as InvalidLossError
 from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.front import capture as capture
-from graphfsdp.fully_shard import FSDPModule as FSDPModule
-from graphfsdp.fully_shard import fully_shard as fully_shard
+
+if TYPE_CHECKING:
+    from graphfsdp._fully_shard import FSDPModule as FSDPModule
+    from graphfsdp._fully_shard import fully_shard as fully_shard
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # DTensor takes about a second to import, which a run on one rank need not wait for.
+    if name in ("FSDPModule", "fully_shard"):
+        from graphfsdp import _fully_shard as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'graphfsdp' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.fully_shard import unit_of
+from graphfsdp._fully_shard import unit_of
 from graphfsdp.optim import FusedAdam
 from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.unit import Unit

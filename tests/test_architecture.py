@@ -26,7 +26,7 @@ FLOOR = frozenset(
 )
 SHARD_LEG = frozenset(
     {
-        *("buffer_pool", "checkpoint", "fully_shard", "materialize", "model_shards"),
+        *("_fully_shard", "buffer_pool", "checkpoint", "materialize", "model_shards"),
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
     }
 )

@@ -183,3 +183,24 @@ def test_the_default_loss_takes_the_loss_of_an_output(device: torch.device) -> N
         x = torch.randn(4, WIDTH, device=device)
         expected = model(x).loss.detach()
         assert torch.equal(step(x), expected)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_nothing_beside_the_loss_may_be_none(device: torch.device, microbatches: int) -> None:
+    results = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).to(device)
+        step = graphfsdp.capture(
+            model,
+            FusedAdam(model.parameters(), lr=0.1),
+            loss_fn=lambda m, x: (m(x).square().mean(), {"extra": None, "mean": m(x).mean()}),
+            scope=scope,
+            microbatches=microbatches,
+        )
+        generator = torch.Generator().manual_seed(1)
+        outputs = [step(torch.randn(4, 3, generator=generator).to(device)) for _ in range(14)]
+        assert all(extras["extra"] is None for _, extras in outputs)
+        results.append([(loss, extras["mean"]) for loss, extras in outputs])
+    for eager, replayed in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))

@@ -158,3 +158,11 @@ def test_help_shows_the_default_of_each_flag() -> None:
     assert "learning rate at the end (default: 0.0)" in shown
     assert "gated feed-forward layers instead of GELU ones (default: on)" in shown
     assert "float32 main weights --main-params-dtype" in shown  # off, so nothing to say
+
+
+def test_a_short_run_gets_a_warmup_that_fits_unless_one_is_given() -> None:
+    assert parse("--preset tiny --train-iters 10").lr_warmup_iters == 1
+    assert parse("--train-iters 1").lr_warmup_iters == 0
+    assert parse("--train-iters 50 --lr-warmup-iters 20").lr_warmup_iters == 20
+    with pytest.raises(ConfigError, match="--lr-warmup-iters 20"):
+        parse("--train-iters 20 --lr-warmup-iters 20")

@@ -41,7 +41,12 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     strategy = given.get("data_parallel_sharding_strategy")
     if strategy is not None:
         given["data_parallel_sharding_strategy"] = ShardingStrategy.parse(strategy).value
-    return replace(find_preset(given.get("preset", "default")), **given)
+    preset = find_preset(given.get("preset", "default"))
+    if "train_iters" in given:
+        # A preset's warm-up is for the preset's length; a shorter run gets a shorter one.
+        shortest = min(preset.lr_warmup_iters, given["train_iters"] // 10)
+        given.setdefault("lr_warmup_iters", max(shortest, 0))
+    return replace(preset, **given)
 
 
 def make_parser() -> argparse.ArgumentParser:
