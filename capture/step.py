@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from graphfsdp._capture.agreement import Agreement
 from graphfsdp._capture.backend import Graph, GraphBackend, GraphFacts
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.guards import AddressGuard
 from graphfsdp._capture.host_state import HostState
 from graphfsdp._capture.iteration import Iteration, LossFunction
 from graphfsdp._capture.phase import Phase
@@ -64,6 +65,7 @@ class CapturedStep:
             max_grad_norm=options.max_grad_norm,
         )
         self._groups = [g for root in sharded_roots(model) for g in root.process_groups()]
+        self._addresses: AddressGuard | None = None
         self._trained = list(named_params.values())
         self._phase = Phase.EAGER if options.scope is Scope.NONE else Phase.WARMUP
         self._inputs: StaticInputs | None = None
@@ -241,6 +243,7 @@ class CapturedStep:
                 agreement.settle(error)
             raise
         self._step_outside()
+        self._addresses = AddressGuard(self._model)
         self._phase = self._phase.to(Phase.REPLAY)
         self._capture_ms = (time.perf_counter() - started) * 1e3
         self._num_captures += 1
@@ -251,6 +254,8 @@ class CapturedStep:
 
     def _replay(self) -> list[Tensor]:
         assert self._graph is not None
+        assert self._addresses is not None
+        self._addresses.check()
         if self._full:
             self._optimizer.before_replay()
         self._gradients.rebind()

@@ -134,3 +134,26 @@ def test_autocast_around_the_loop_uses_no_stale_weights(device: torch.device) ->
         assert float(mine.detach()) == loss
         mine.backward()
         optim.step()
+
+
+@pytest.mark.parametrize("move", ["data", "to", "assign", "buffer"])
+def test_moved_parameters_raise(move: str, device: torch.device) -> None:
+    step, model, _ = start(device, lr=0.1)
+    model.register_buffer("statistic", torch.zeros(2, device=device))
+    for _ in range(5):
+        step(inputs(device))
+    before = [param.detach().clone() for param in model.parameters()]
+    if move == "data":
+        model.layer.weight.data = model.layer.weight.data.clone()
+    elif move == "to":
+        model.to(torch.float64)
+    elif move == "assign":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    else:
+        model.statistic = torch.ones(2, device=device)
+    with pytest.raises(graphfsdp.GuardError, match="other memory"):
+        step(inputs(device))
+    pairs = zip(before, model.parameters(), strict=True)
+    assert all(torch.equal(old, now.to(old.dtype)) for old, now in pairs)
+    step.close()
