@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from benchmarks.timing import as_record, interleave, window_seconds
 from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.adam_settings import bytes_per_param
 from graphfsdp.training.gpt import GPT, GPTConfig
 
-# Read gradient, weight and two moments, write weight and two moments, 4 bytes each. With a bf16
-# model weight: a bf16 gradient and a bf16 weight to write instead of the fp32 gradient.
-BYTES_PER_PARAMETER = 28
 LR, BETAS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 0.1
 CHECK_STEPS = 5
 TOLERANCE = 1e-5
@@ -52,6 +50,10 @@ def compare_optimizers(
     ours = parameters_of(config, device, torch.float32)
     theirs = parameters_of(config, device, torch.float32)
     mixed = parameters_of(config, device, torch.bfloat16)
+    fused = FusedAdam(ours, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    fused_mixed = FusedAdam(
+        mixed, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, master_weights=True
+    )
     contenders: dict[str, Callable[[], object]] = {
         "torch AdamW(fused=True), fp32": torch.optim.AdamW(
             theirs,
@@ -61,11 +63,14 @@ def compare_optimizers(
             fused=True,
             capturable=device.type == "cuda",  # torch's own is capturable on accelerators only
         ).step,
-        "FusedAdam, fp32": FusedAdam(ours, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY).step,
-        "FusedAdam, bf16 with fp32 main weights": FusedAdam(
-            mixed, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, master_weights=True
-        ).step,
+        "FusedAdam, fp32": fused.step,
+        "FusedAdam, bf16 with fp32 main weights": fused_mixed.step,
     }
+    plain_bytes = bytes_per_param(fused.settings, torch.float32, torch.float32)
+    moved = dict.fromkeys(contenders, plain_bytes)
+    moved["FusedAdam, bf16 with fp32 main weights"] = bytes_per_param(
+        fused_mixed.settings, torch.bfloat16, torch.bfloat16
+    )
     for step in contenders.values():
         for _ in range(CHECK_STEPS):
             step()
@@ -80,21 +85,24 @@ def compare_optimizers(
         {"largest_difference": gap, "tolerance": TOLERANCE},
     )
     num_parameters = sum(parameter.numel() for parameter in ours)
-    num_bytes = BYTES_PER_PARAMETER * num_parameters
-    ceiling = copy_bytes_per_s(device, num_bytes)
+    ceiling = copy_bytes_per_s(device, plain_bytes * num_parameters)
     reference = next(iter(contenders))
     record = as_record(interleave(contenders, num_rounds, num_steps, device), reference)
     for name, numbers in record.items():
         assert isinstance(numbers, dict)
-        rate = num_bytes / numbers["step_ms"] * 1e3
-        text = (
-            f"{numbers['step_ms']:.3f} ms, {rate / 1e9:,.0f} GB/s ({rate / ceiling:.0%} of a copy)"
-        )
+        rate = moved[name] * num_parameters / numbers["step_ms"] * 1e3
+        text = f"{numbers['step_ms']:.3f} ms, {moved[name]} bytes per parameter, "
+        text += f"{rate / 1e9:,.0f} GB/s ({rate / ceiling:.0%} of a copy)"
         if numbers["speedup"]:
             text += f"; {numbers['speedup']['median']:.3f} times as fast as torch's"
         yield (
             f"{name}, {num_parameters / 1e6:.1f}M parameters in {len(ours)} tensors",
             text,
             True,
-            {**numbers, "bytes_per_s": rate, "copy_bytes_per_s": ceiling},
+            {
+                **numbers,
+                "bytes_per_param": moved[name],
+                "bytes_per_s": rate,
+                "copy_bytes_per_s": ceiling,
+            },
         )

@@ -7,5 +7,6 @@ if __name__ != "graphfsdp.optim":
     )
 
 from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
+from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
 
-__all__ = ["FusedAdam"]
+__all__ = ["DeviceGradScaler", "FusedAdam"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.flat_runs import is_dense, same_layout
 
 
@@ -84,23 +85,22 @@ def check_lr_device(group: Mapping[str, Any], row: int) -> None:
             )
 
 
-def check_state(param: Tensor, state: Mapping[str, Tensor], name: str) -> None:
+def check_state(
+    param: Tensor, state: Mapping[str, Tensor], name: str, settings: AdamSettings
+) -> None:
     """Refuse state tensors that somebody has replaced by others that do not fit.
 
     Raises:
         ConfigError: a moment or main weight has another shape, layout, dtype or device.
     """
-    wide = torch.promote_types(param.dtype, torch.float32)
     like = (
         param if is_dense(param.shape, param.stride()) else torch.empty_like(param, device="meta")
     )
-    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+    for key, dtype in settings.state_dtypes(param).items():
         tensor = state.get(key)
-        if tensor is None and key == "master_param":
-            continue
         if (
             tensor is None
-            or tensor.dtype != wide
+            or tensor.dtype != dtype
             or tensor.device != param.device
             or not same_layout(tensor, like)
         ):
@@ -112,7 +112,7 @@ def check_state(param: Tensor, state: Mapping[str, Tensor], name: str) -> None:
                 )
             raise ConfigError(
                 f"the state {key!r} of {name} is {got}; expected shape {tuple(like.shape)}, "
-                f"strides {like.stride()}, {wide}, on {param.device}. It does not fit the "
+                f"strides {like.stride()}, {dtype}, on {param.device}. It does not fit the "
                 "parameter any more: was the model moved or cast after the first step? "
                 "load_state_dict copies values into the right places"
             )

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphfsdp.optim.adam_settings import Flags
 from graphfsdp.optim.flat_runs import Bundle
 
 # Elements that one program of the kernel updates; 16 for each of 128 threads.
 BLOCK_NUMEL = 2048
 NUM_WARPS = 4
 
-# Columns of the run table; a missing main weight has address 0.
-RUN_COLUMNS = (
-    "param", "grad", "exp_avg", "exp_avg_sq", "main_param", "numel", "lane", "first_block",
-)  # fmt: skip
+# Columns of the run table; a missing tensor has address 0.
+ADDRESSES = ("param", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "main_param")
+RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "first_block")
 LANE_COLUMNS = ("step", "row")
-# decay, weight_decay, 1 - beta1, beta2, 1 - beta2, step_size, root_correction2, eps
-NUM_COEFFICIENTS = 8
+# The fields of adam_math.AdamCoefficients.
+NUM_COEFFICIENTS = 12
 
 _KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -34,9 +34,9 @@ class Tables(NamedTuple):
 
     Attributes:
         lanes: [L, 2] int64, address of a step count and row of the hyper-parameter table.
-        runs: [R, 8] int64, see ``RUN_COLUMNS``; addresses are in bytes, multiples of 16.
+        runs: [R, 9] int64, see ``RUN_COLUMNS``; addresses are in bytes, multiples of 16.
         block_to_run: [B] int32, the run that each block belongs to.
-        odd_runs: [R, 8] int64, the runs with an address that is no multiple of 16.
+        odd_runs: [R, 9] int64, the runs with an address that is no multiple of 16.
         odd_block_to_run: [B] int32, the same for those.
     """
 
@@ -48,11 +48,16 @@ class Tables(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """Storage dtypes of one launch; ``main_param`` is None without main weights."""
+    """Storage dtypes of one launch; None where there is no such tensor.
+
+    A ``main_param`` of int16 holds remainders, see ``remainders``.
+    """
 
     param: torch.dtype
     grad: torch.dtype
-    moment: torch.dtype
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    max_exp_avg_sq: torch.dtype | None
     main_param: torch.dtype | None
 
 
@@ -64,11 +69,12 @@ def is_available() -> bool:
 
 def supports(dtypes: Dtypes) -> bool:
     """Return whether the kernel knows these storage dtypes."""
-    return all(dtype is None or dtype in _KERNEL_DTYPES for dtype in dtypes)
+    floats = dtypes[:-1] if dtypes.main_param == torch.int16 else dtypes
+    return all(dtype is None or dtype in _KERNEL_DTYPES for dtype in floats)
 
 
 def make_tables(
-    runs: Sequence[Bundle],  # param, grad, exp_avg, exp_avg_sq, main_param or None; non-empty
+    runs: Sequence[Bundle],  # tensors in the order of ADDRESSES, None where there is none
     lane_of_run: Sequence[int],
     lanes: Sequence[tuple[Tensor, int]],  # first step count of the lane; its row
     device: torch.device,
@@ -92,8 +98,11 @@ def make_tables(
         ]
         for run, lane in zip(runs, lane_of_run, strict=True)
     ]
-    even = [row for row in rows if not any(address % 16 for address in row[:5])]
-    odd = [row for row in rows if any(address % 16 for address in row[:5])]
+    even: list[list[int]] = []
+    odd: list[list[int]] = []
+    for row in rows:
+        on_border = not any(address % 16 for address in row[: len(ADDRESSES)])
+        (even if on_border else odd).append(row)
     lane_table = np.array([[step.data_ptr(), row] for step, row in lanes], dtype=np.int64)
     arrays = [lane_table, *_run_arrays(even), *_run_arrays(odd)]
     return Tables(*(torch.from_numpy(array).to(device) for array in arrays))
@@ -113,9 +122,8 @@ def launch(
     dtypes: Dtypes,
     hyper: Tensor,  # [G, 5] float64
     grad_scale: Tensor | None,  # [] float, multiplies every gradient
-    *,
-    adam_w_mode: bool,
-    bias_correction: bool,
+    found_inf: Tensor | None,  # [] float, nothing is changed unless it is zero
+    flags: Flags,
 ) -> None:
     """Update all runs of one dtype combination: one small kernel for the scalars, one for all.
 
@@ -130,13 +138,15 @@ def launch(
         (tables.lanes.shape[0], NUM_COEFFICIENTS), dtype=torch.float32, device=hyper.device
     )
     scale = coefficients if grad_scale is None else grad_scale.to(torch.float32)
+    skip = coefficients if found_inf is None else found_inf.to(torch.float32)
     with torch.cuda.device_of(hyper):
         kernels.coefficients_kernel[(tables.lanes.shape[0],)](
             tables.lanes,
             hyper,
             coefficients,
-            ADAM_W_MODE=adam_w_mode,
-            BIAS_CORRECTION=bias_correction,
+            ADAM_W_MODE=flags.adam_w_mode,
+            BIAS_CORRECTION=flags.bias_correction,
+            TE_MATH=flags.te_math,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -151,10 +161,12 @@ def launch(
                 block_to_run,
                 coefficients,
                 scale,
+                skip,
                 **constants(
                     dtypes,
+                    flags,
                     has_scale=grad_scale is not None,
-                    adam_w_mode=adam_w_mode,
+                    has_skip=found_inf is not None,
                     aligned=aligned,
                 ),
                 num_warps=NUM_WARPS,
@@ -164,23 +176,37 @@ def launch(
 
 def constants(
     dtypes: Dtypes,
+    flags: Flags,
     *,
     has_scale: bool,
-    adam_w_mode: bool,
+    has_skip: bool,
     aligned: bool,
 ) -> dict[str, Any]:
     """Return the compile-time arguments of the update kernel."""
     language = _kernels().tl
-    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-    main_param = dtypes.main_param or torch.float32
+    names = {
+        None: "float32",
+        torch.float32: "float32",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+        torch.int16: "int16",
+    }
+    halves = dtypes.main_param == torch.int16
     return {
-        "PARAM_DTYPE": getattr(language, names[dtypes.param]),
+        # With remainders, the model weight is the upper half of an integer.
+        "PARAM_DTYPE": language.int16 if halves else getattr(language, names[dtypes.param]),
         "GRAD_DTYPE": getattr(language, names[dtypes.grad]),
-        "MOMENT_DTYPE": getattr(language, names[dtypes.moment]),
-        "MAIN_DTYPE": getattr(language, names[main_param]),
-        "HAS_MAIN": dtypes.main_param is not None,
+        "FIRST_DTYPE": getattr(language, names[dtypes.exp_avg]),
+        "SECOND_DTYPE": getattr(language, names[dtypes.exp_avg_sq]),
+        "MAIN_DTYPE": getattr(language, names[dtypes.main_param]),
+        "HAS_MAIN": dtypes.main_param is not None and not halves,
+        "HALVES": halves,
+        "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
-        "ADAM_W_MODE": adam_w_mode,
+        "HAS_SKIP": has_skip,
+        "ADAM_W_MODE": flags.adam_w_mode,
+        "MAXIMIZE": flags.maximize,
+        "TE_MATH": flags.te_math,
         "ALIGNED": aligned,
         "BLOCK_NUMEL": BLOCK_NUMEL,
     }
@@ -194,6 +220,7 @@ def _kernels() -> Any:
 
 
 __all__ = [
+    "ADDRESSES",
     "BLOCK_NUMEL",
     "LANE_COLUMNS",
     "NUM_COEFFICIENTS",

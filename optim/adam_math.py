@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphfsdp.optim.adam_settings import Flags
+from graphfsdp.optim.remainders import join_remainder, split_remainder_
+
 HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 
@@ -23,6 +26,10 @@ class AdamCoefficients(NamedTuple):
         step_size: ``lr`` over the bias correction of the first moment.
         root_correction2: Square root of the bias correction of the second moment.
         eps: Added to the root of the corrected second moment.
+        lr: Learning rate.
+        beta1: Weight of the old first moment.
+        correction1: Bias correction of the first moment.
+        correction2: Bias correction of the second moment.
     """
 
     decay: Tensor
@@ -33,6 +40,10 @@ class AdamCoefficients(NamedTuple):
     step_size: Tensor
     root_correction2: Tensor
     eps: Tensor
+    lr: Tensor
+    beta1: Tensor
+    correction1: Tensor
+    correction2: Tensor
 
 
 def adam_coefficients(
@@ -40,6 +51,7 @@ def adam_coefficients(
     step: Tensor,  # [] float, updates done so far, this one included
     *,
     bias_correction: bool,
+    te_math: bool = False,
 ) -> AdamCoefficients:
     """Compute the scalars of one update on the device, in float64.
 
@@ -47,12 +59,15 @@ def adam_coefficients(
 
     Args:
         bias_correction: Correct both moments for their start at zero.
+        te_math: Round every number of the table to float32 first, as Transformer Engine does.
 
     Returns:
-        Eight [] tensors.
+        Twelve [] tensors.
 
     Capture: no host sync; replays read the table and the step that they find.
     """
+    if te_math:
+        hyper_row = hyper_row.float().double()
     lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
     one = torch.ones_like(lr)
     correction1 = one - beta1**step if bias_correction else one
@@ -66,6 +81,10 @@ def adam_coefficients(
         step_size=lr / correction1,
         root_correction2=correction2.sqrt(),
         eps=eps,
+        lr=lr,
+        beta1=beta1,
+        correction1=correction1,
+        correction2=correction2,
     )
 
 
@@ -76,43 +95,154 @@ def adam_update_(
     exp_avg: Tensor,  # [...] float, first moment, updated in place
     exp_avg_sq: Tensor,  # [...] float, second moment, updated in place
     coefficients: AdamCoefficients,  # [] float64 each
+    flags: Flags,
     *,
-    main_param: Tensor | None = None,  # [...] float, main weight, updated in place
+    max_exp_avg_sq: Tensor | None = None,  # [...] float, its largest so far, updated in place
+    main_param: Tensor | None = None,  # [...] float or int16 remainders, updated in place
     grad_scale: Tensor | None = None,  # [] float, multiplies the gradient
-    adam_w_mode: bool,
+    found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
 ) -> None:
     """Apply one Adam step to one parameter, in place.
 
     The maths is in float32 whatever the storage is (in float64 for a float64 weight). With a main
     weight, the model weight is only written: it becomes the rounded main weight.
 
-    Args:
-        adam_w_mode: Decoupled weight decay; otherwise decay is added to the gradient.
-
     Capture: no host sync; temporaries come from the graph's pool; all addresses stay fixed.
     Source: Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); decoupled decay: Loshchilov & Hutter
-        2019, Algorithm 2 (arXiv:1711.05101).
+        2019, Algorithm 2 (arXiv:1711.05101); the largest second moment: Reddi et al. 2018,
+        Algorithm 2 (arXiv:1904.09237).
     """
-    weight_store = param if main_param is None else main_param
+    if found_inf is not None:
+        _update_unless(
+            found_inf, param, grad, exp_avg, exp_avg_sq, coefficients, flags,
+            max_exp_avg_sq, main_param, grad_scale,
+        )  # fmt: skip
+        return
+    halves = main_param is not None and main_param.dtype == torch.int16
+    weight_store = param if main_param is None or halves else main_param
     wide = torch.promote_types(weight_store.dtype, torch.float32)
-    weight = weight_store.to(wide)  # the tensor itself where it is wide already
+    # ``to`` returns the tensor itself where it is wide already.
+    if main_param is not None and halves:
+        weight = join_remainder(param, main_param)
+    else:
+        weight = weight_store.to(wide)
     first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
+    largest = None if max_exp_avg_sq is None else max_exp_avg_sq.to(wide)
     gradient = grad.to(wide)
     if grad_scale is not None:
         gradient = gradient * grad_scale
+    if flags.maximize:
+        gradient = -gradient
+    rule = _te_rule_ if flags.te_math else _torch_rule_
+    rule(weight, gradient, first, second, largest, coefficients, adam_w_mode=flags.adam_w_mode)
+    stores = [(exp_avg, first), (exp_avg_sq, second)]
+    if max_exp_avg_sq is not None and largest is not None:
+        stores.append((max_exp_avg_sq, largest))
+    if main_param is not None and halves:
+        split_remainder_(param, main_param, weight)
+    else:
+        stores.append((weight_store, weight))
+        if main_param is not None:
+            stores.append((param, weight))
+    for store, value in stores:
+        if store is not value:
+            store.copy_(value)
+
+
+def _update_unless(
+    found_inf: Tensor,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coefficients: AdamCoefficients,
+    flags: Flags,
+    max_exp_avg_sq: Tensor | None,
+    main_param: Tensor | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """Update copies, then take them over unless the flag is set; arguments as above."""
+    stores = (param, exp_avg, exp_avg_sq, max_exp_avg_sq, main_param)
+    copies = [None if store is None else store.clone() for store in stores]
+    weight, first, second, largest, main = copies
+    assert weight is not None
+    assert first is not None
+    assert second is not None
+    adam_update_(
+        weight, grad, first, second, coefficients, flags,
+        max_exp_avg_sq=largest, main_param=main, grad_scale=grad_scale,
+    )  # fmt: skip
+    skip = found_inf != 0
+    for store, value in zip(stores, copies, strict=True):
+        if store is not None and value is not None:
+            store.copy_(torch.where(skip, store, value))
+
+
+def _torch_rule_(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    largest: Tensor | None,
+    coefficients: AdamCoefficients,
+    *,
+    adam_w_mode: bool,
+) -> None:
+    """The order of operations of torch's own Adam."""
     if adam_w_mode:
         weight.mul_(coefficients.decay)
     else:
         gradient = gradient + weight * coefficients.weight_decay
     first.add_((gradient - first) * coefficients.one_minus_beta1)
     second.mul_(coefficients.beta2).add_(gradient * gradient * coefficients.one_minus_beta2)
-    denominator = second.sqrt().div_(coefficients.root_correction2).add_(coefficients.eps)
+    if largest is not None:
+        torch.maximum(largest, second, out=largest)
+        second = largest
+    denominator = _root(second).div_(coefficients.root_correction2).add_(coefficients.eps)
     weight.sub_((first / denominator).mul_(coefficients.step_size))
-    for store, value in ((weight_store, weight), (exp_avg, first), (exp_avg_sq, second)):
-        if store is not value:
-            store.copy_(value)
-    if main_param is not None:
-        param.copy_(weight)
+
+
+def _te_rule_(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    largest: Tensor | None,
+    coefficients: AdamCoefficients,
+    *,
+    adam_w_mode: bool,
+) -> None:
+    """The order of operations of Transformer Engine's multi-tensor Adam.
+
+    Source: transformer_engine/common/multi_tensor/adam.cu, as compiled with fused multiply-add.
+    """
+    wide = weight.dtype
+    at = AdamCoefficients(*(value.to(wide) for value in coefficients))
+    if not adam_w_mode:
+        gradient = _fma(at.weight_decay, weight, gradient)
+    first.copy_(_fma(at.one_minus_beta1, gradient, at.beta1 * first))
+    second.copy_(_fma(gradient, at.one_minus_beta2 * gradient, at.beta2 * second))
+    if largest is not None:
+        torch.maximum(largest, second, out=largest)
+        second = largest
+    denominator = _root(second / at.correction2) + at.eps
+    update = (first / at.correction1) / denominator
+    if adam_w_mode:
+        update = _fma(weight, at.weight_decay, update)
+    weight.copy_(_fma(-update, at.lr, weight))
+
+
+def _root(value: Tensor) -> Tensor:
+    """Return the correctly rounded root, which torch's float32 one on the CPU is not."""
+    return value.double().sqrt().to(value.dtype)
+
+
+def _fma(left: Tensor, right: Tensor, add: Tensor) -> Tensor:
+    """Return ``left * right + add`` with an unrounded product.
+
+    The product of two float32 is exact in float64; the sum is rounded to float64 and to float32.
+    """
+    return (left.double() * right.double() + add.double()).to(add.dtype)
 
 
 __all__ = ["HYPER_COLUMNS", "AdamCoefficients", "adam_coefficients", "adam_update_"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.dtensors import local_part, wrap_like
+from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.flat_runs import is_dense
 
 State = dict[str, Tensor]
@@ -16,31 +17,22 @@ State = dict[str, Tensor]
 # States that do not continue their neighbour start on a border of this many elements, which is
 # a multiple of 16 bytes in every dtype.
 _BORDER_NUMEL = 64
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-def main_weight_dtype(param: Tensor, *, master_weights: bool) -> torch.dtype:
-    """Return the dtype of the weight that the optimizer updates for ``param``."""
-    return torch.float32 if master_weights and param.dtype in _LOW_PRECISION else param.dtype
 
 
 def create_states(
     params: Sequence[tuple[int, Tensor]],  # row of the group, parameter
-    *,
-    master_weights: bool,
+    settings: AdamSettings,
 ) -> dict[Tensor, State]:
     """Allocate the state of parameters, so that neighbouring parameters have neighbouring states.
 
-    Moments are float32 (float64 for a float64 parameter) with the parameter's strides, and start
-    at zero. A main weight starts as the parameter. Step counts are slices of one buffer, so that
-    advancing all of them is one operation.
-
-    Args:
-        master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
+    Moments have the dtypes of the settings (float64 for a float64 parameter) and the parameter's
+    strides, and start at zero. A main weight starts as the parameter, so a remainder as zero. Step
+    counts are slices of one buffer, so that advancing all of them is one operation.
 
     Returns:
-        ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and ``master_param`` [...]
-        where there is one, for each parameter; all but ``step`` are DTensors where it is one.
+        ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and ``max_exp_avg_sq`` and
+        ``master_param`` [...] where there are such, for each parameter; all but ``step`` are
+        DTensors where it is one.
     """
     locals_ = {local: param for _, param in params for local in [local_part(param)]}
     ordered = sorted(
@@ -54,18 +46,15 @@ def create_states(
         steps = torch.zeros(len(members), dtype=torch.float32, device=device)
         for param, step in zip(members, steps.unbind(), strict=True):
             states[param] = {"step": step}
-        for dtype in sorted({_moment_dtype(param) for param in members}, key=str):
-            same = [param for param in members if _moment_dtype(param) == dtype]
-            for name in ("exp_avg", "exp_avg_sq"):
-                for param, moment in zip(same, _like(same, dtype), strict=True):
-                    states[param][name] = moment
-        with_main = [
-            param
-            for param in members
-            if main_weight_dtype(param, master_weights=master_weights) != param.dtype
-        ]
-        for param, main in zip(with_main, _like(with_main, torch.float32), strict=True):
-            states[param]["master_param"] = main.copy_(param.detach())
+        wanted: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+        for param in members:
+            for name_and_dtype in settings.state_dtypes(param).items():
+                wanted.setdefault(name_and_dtype, []).append(param)
+        for (name, dtype), owners in sorted(wanted.items(), key=str):
+            for param, tensor in zip(owners, _like(owners, dtype), strict=True):
+                states[param][name] = tensor
+                if name == "master_param" and dtype != torch.int16:
+                    tensor.copy_(param.detach())
     return {
         param: {
             key: value if key == "step" else wrap_like(value, param)
@@ -98,10 +87,6 @@ def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> d
     keys = {param: (classes.get(param, -1), param in active) for param in {*classes, *active}}
     numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
     return {param: numbers[key] for param, key in keys.items()}
-
-
-def _moment_dtype(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)
 
 
 def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int]:
@@ -145,4 +130,4 @@ def _continues(left: Tensor, right: Tensor) -> bool:
     )
 
 
-__all__ = ["State", "create_states", "main_weight_dtype", "split_classes", "step_classes"]
+__all__ = ["State", "create_states", "split_classes", "step_classes"]

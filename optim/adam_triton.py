@@ -4,6 +4,7 @@ Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: N803 - compile-time arguments are in capitals
 # Triton compiles this source itself: its arguments have no Python types.
 
 import triton
@@ -14,9 +15,10 @@ import triton.language as tl
 def coefficients_kernel(
     lanes_ptr,  # [L, 2] int64, address of a float32 step count; row of the table
     hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
-    coefficients_ptr,  # [L, 8] float32, written
-    ADAM_W_MODE: tl.constexpr,  # noqa: N803 - compile-time arguments are in capitals
-    BIAS_CORRECTION: tl.constexpr,  # noqa: N803
+    coefficients_ptr,  # [L, 12] float32, written
+    ADAM_W_MODE: tl.constexpr,
+    BIAS_CORRECTION: tl.constexpr,
+    TE_MATH: tl.constexpr,
 ):
     """Compute one lane's scalars in float64, one program per lane.
 
@@ -29,6 +31,9 @@ def coefficients_kernel(
     beta1 = tl.load(hyper + 1)
     beta2 = tl.load(hyper + 2)
     weight_decay = tl.load(hyper + 4)
+    if TE_MATH:
+        beta1 = beta1.to(tl.float32).to(tl.float64)
+        beta2 = beta2.to(tl.float32).to(tl.float64)
     correction1 = beta1 * 0.0 + 1.0
     correction2 = correction1
     if BIAS_CORRECTION:
@@ -40,7 +45,7 @@ def coefficients_kernel(
     decay = correction1 * 0.0 + 1.0
     if ADAM_W_MODE:
         decay = 1.0 - lr * weight_decay
-    out = coefficients_ptr + lane * 8
+    out = coefficients_ptr + lane * 12
     tl.store(out, decay.to(tl.float32))
     tl.store(out + 1, weight_decay.to(tl.float32))
     tl.store(out + 2, (1.0 - beta1).to(tl.float32))
@@ -49,6 +54,10 @@ def coefficients_kernel(
     tl.store(out + 5, (lr / correction1).to(tl.float32))
     tl.store(out + 6, tl.sqrt(correction2).to(tl.float32))
     tl.store(out + 7, tl.load(hyper + 3).to(tl.float32))
+    tl.store(out + 8, lr.to(tl.float32))
+    tl.store(out + 9, beta1.to(tl.float32))
+    tl.store(out + 10, correction1.to(tl.float32))
+    tl.store(out + 11, correction2.to(tl.float32))
 
 
 @triton.jit
@@ -57,18 +66,24 @@ def _update_block(
     numel,
     param_ptr,
     grad_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
+    first_ptr,
+    second_ptr,
+    largest_ptr,
     main_ptr,
     coefficients_ptr,
     scale_ptr,
-    MASKED: tl.constexpr,  # noqa: N803
-    PARAM_DTYPE: tl.constexpr,  # noqa: N803
-    MOMENT_DTYPE: tl.constexpr,  # noqa: N803
-    MAIN_DTYPE: tl.constexpr,  # noqa: N803
-    HAS_MAIN: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-    ADAM_W_MODE: tl.constexpr,  # noqa: N803
+    MASKED: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    FIRST_DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    MAIN_DTYPE: tl.constexpr,
+    HAS_MAIN: tl.constexpr,
+    HALVES: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    ADAM_W_MODE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    TE_MATH: tl.constexpr,
 ):
     decay = tl.load(coefficients_ptr)
     weight_decay = tl.load(coefficients_ptr + 1)
@@ -84,83 +99,126 @@ def _update_block(
     if MASKED:
         mask = offsets < numel
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
-    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask).to(tl.float32)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask).to(tl.float32)
+    first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
+    second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
     if HAS_MAIN:
         weight = tl.load(main_ptr + offsets, mask=mask).to(tl.float32)
+    elif HALVES:
+        # See Note [Remainders].
+        high = tl.load(param_ptr + offsets, mask=mask).to(tl.int32)
+        low = tl.load(main_ptr + offsets, mask=mask).to(tl.int32)
+        weight = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         weight = tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
 
     if HAS_SCALE:
         grad = grad * tl.load(scale_ptr)
-    if ADAM_W_MODE:
-        weight = weight * decay
+    if MAXIMIZE:
+        grad = -grad
+    if TE_MATH:
+        lr = tl.load(coefficients_ptr + 8)
+        beta1 = tl.load(coefficients_ptr + 9)
+        if not ADAM_W_MODE:
+            grad = tl.fma(weight, weight_decay, grad)
+        first = tl.fma(grad, one_minus_beta1, beta1 * first)
+        second = tl.fma(grad, one_minus_beta2 * grad, beta2 * second)
     else:
-        grad = grad + weight * weight_decay
-    exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
-    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root_correction2) + eps
-    weight = weight - tl.div_rn(exp_avg, denominator) * step_size
+        if ADAM_W_MODE:
+            weight = weight * decay
+        else:
+            grad = grad + weight * weight_decay
+        first = first + (grad - first) * one_minus_beta1
+        second = second * beta2 + grad * grad * one_minus_beta2
+    corrected = second
+    if AMSGRAD:
+        largest = tl.load(largest_ptr + offsets, mask=mask).to(tl.float32)
+        # NaN stays NaN, as in torch.maximum.
+        corrected = tl.where((largest >= second) | (largest != largest), largest, second)
+        tl.store(largest_ptr + offsets, corrected.to(SECOND_DTYPE), mask=mask)
+    if TE_MATH:
+        denominator = tl.sqrt_rn(tl.div_rn(corrected, tl.load(coefficients_ptr + 11))) + eps
+        update = tl.div_rn(tl.div_rn(first, tl.load(coefficients_ptr + 10)), denominator)
+        if ADAM_W_MODE:
+            update = tl.fma(weight, weight_decay, update)
+        weight = tl.fma(-update, lr, weight)
+    else:
+        denominator = tl.div_rn(tl.sqrt_rn(corrected), root_correction2) + eps
+        weight = weight - tl.div_rn(first, denominator) * step_size
 
-    tl.store(exp_avg_ptr + offsets, exp_avg.to(MOMENT_DTYPE), mask=mask)
-    tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq.to(MOMENT_DTYPE), mask=mask)
-    if HAS_MAIN:
-        tl.store(main_ptr + offsets, weight.to(MAIN_DTYPE), mask=mask)
-    tl.store(param_ptr + offsets, weight.to(PARAM_DTYPE), mask=mask)
+    tl.store(first_ptr + offsets, first.to(FIRST_DTYPE), mask=mask)
+    tl.store(second_ptr + offsets, second.to(SECOND_DTYPE), mask=mask)
+    if HALVES:
+        bits = weight.to(tl.int32, bitcast=True)
+        low = (bits << 16) >> 16
+        tl.store(main_ptr + offsets, low.to(tl.int16), mask=mask)
+        tl.store(param_ptr + offsets, ((bits - low) >> 16).to(tl.int16), mask=mask)
+    else:
+        if HAS_MAIN:
+            tl.store(main_ptr + offsets, weight.to(MAIN_DTYPE), mask=mask)
+        tl.store(param_ptr + offsets, weight.to(PARAM_DTYPE), mask=mask)
 
 
 @triton.jit
 def update_kernel(
-    runs_ptr,  # [R, 8] int64, five addresses, numel, lane, first block
+    runs_ptr,  # [R, 9] int64, six addresses, numel, lane, first block
     block_to_run_ptr,  # [B] int32
-    coefficients_ptr,  # [L, 8] float32
+    coefficients_ptr,  # [L, 12] float32
     scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
-    PARAM_DTYPE: tl.constexpr,  # noqa: N803
-    GRAD_DTYPE: tl.constexpr,  # noqa: N803
-    MOMENT_DTYPE: tl.constexpr,  # noqa: N803
-    MAIN_DTYPE: tl.constexpr,  # noqa: N803
-    HAS_MAIN: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-    ADAM_W_MODE: tl.constexpr,  # noqa: N803
-    ALIGNED: tl.constexpr,  # noqa: N803
-    BLOCK_NUMEL: tl.constexpr,  # noqa: N803
+    skip_ptr,  # [] float32, nothing is changed unless it is zero; not read without HAS_SKIP
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    FIRST_DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    MAIN_DTYPE: tl.constexpr,
+    HAS_MAIN: tl.constexpr,
+    HALVES: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    ADAM_W_MODE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    TE_MATH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_NUMEL: tl.constexpr,
 ):
     """Update one block of one run: one read and one write of everything, no gradient write.
 
     Capture: addresses come from the run table, so the table must stay as it is.
     """
     block = tl.program_id(0)
-    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 8
-    param = tl.load(run)
-    grad = tl.load(run + 1)
-    exp_avg = tl.load(run + 2)
-    exp_avg_sq = tl.load(run + 3)
-    main = tl.load(run + 4)
-    numel = tl.load(run + 5)
-    coefficients = coefficients_ptr + tl.load(run + 6) * 8
-    start = (block - tl.load(run + 7)) * BLOCK_NUMEL
-    param_ptr = param.to(tl.pointer_type(PARAM_DTYPE))
-    grad_ptr = grad.to(tl.pointer_type(GRAD_DTYPE))
-    exp_avg_ptr = exp_avg.to(tl.pointer_type(MOMENT_DTYPE))
-    exp_avg_sq_ptr = exp_avg_sq.to(tl.pointer_type(MOMENT_DTYPE))
-    main_ptr = main.to(tl.pointer_type(MAIN_DTYPE))
+    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 9
+    param_ptr = tl.load(run).to(tl.pointer_type(PARAM_DTYPE))
+    grad_ptr = tl.load(run + 1).to(tl.pointer_type(GRAD_DTYPE))
+    first_ptr = tl.load(run + 2).to(tl.pointer_type(FIRST_DTYPE))
+    second_ptr = tl.load(run + 3).to(tl.pointer_type(SECOND_DTYPE))
+    largest_ptr = tl.load(run + 4).to(tl.pointer_type(SECOND_DTYPE))
+    main_ptr = tl.load(run + 5).to(tl.pointer_type(MAIN_DTYPE))
+    numel = tl.load(run + 6)
+    coefficients = coefficients_ptr + tl.load(run + 7) * 12
+    start = (block - tl.load(run + 8)) * BLOCK_NUMEL
+    if HAS_SKIP:
+        # A run without elements: every load and store is masked off, so no memory is moved.
+        numel = tl.where(tl.load(skip_ptr) == 0.0, numel, 0)
     if ALIGNED:
         # On the pointers: the compiler does not carry it over from the integers.
         param_ptr = tl.multiple_of(param_ptr, 16)
         grad_ptr = tl.multiple_of(grad_ptr, 16)
-        exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 16)
-        exp_avg_sq_ptr = tl.multiple_of(exp_avg_sq_ptr, 16)
+        first_ptr = tl.multiple_of(first_ptr, 16)
+        second_ptr = tl.multiple_of(second_ptr, 16)
+        largest_ptr = tl.multiple_of(largest_ptr, 16)
         main_ptr = tl.multiple_of(main_ptr, 16)
     offsets = start + tl.arange(0, BLOCK_NUMEL)
     if start + BLOCK_NUMEL <= numel:
         _update_block(
-            offsets, numel, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, main_ptr,
+            offsets, numel, param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr,
             coefficients, scale_ptr, False,
-            PARAM_DTYPE, MOMENT_DTYPE, MAIN_DTYPE, HAS_MAIN, HAS_SCALE, ADAM_W_MODE,
+            PARAM_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, HAS_MAIN, HALVES, AMSGRAD,
+            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH,
         )  # fmt: skip
     else:
         _update_block(
-            offsets, numel, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, main_ptr,
+            offsets, numel, param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr,
             coefficients, scale_ptr, True,
-            PARAM_DTYPE, MOMENT_DTYPE, MAIN_DTYPE, HAS_MAIN, HAS_SCALE, ADAM_W_MODE,
+            PARAM_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, HAS_MAIN, HALVES, AMSGRAD,
+            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH,
         )  # fmt: skip

@@ -103,6 +103,7 @@ class FusedAdamAdapter:
         devices = {param.device for group in self._fused.param_groups for param in group["params"]}
         for device in sorted(devices, key=str):
             yield f"hyper-parameter table on {device}", self._fused.hyper_table(device)
+        yield from self._fused.control.tensors()
 
     def _layout(self) -> list[tuple[int, int | None]]:
         return [

@@ -13,22 +13,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.optim.adam_checks import (
-    check_gradient,
-    check_group,
-    check_lr_device,
-    check_parameter,
-    check_state,
-)
-from graphfsdp.optim.adam_plan import Flags, Member, Plan, gradients_of, local_state
-from graphfsdp.optim.adam_state import (
-    create_states,
-    main_weight_dtype,
-    split_classes,
-    step_classes,
-)
+from graphfsdp.optim.adam_batch import Member
+from graphfsdp.optim.adam_checks import check_group, check_lr_device, check_parameter
+from graphfsdp.optim.adam_members import find_stepped, parameter_name, reset_decoupled
+from graphfsdp.optim.adam_plan import Plan, gradients_of, local_state
+from graphfsdp.optim.adam_settings import AdamSettings, Flags, check_math
+from graphfsdp.optim.adam_state import create_states, split_classes, step_classes
+from graphfsdp.optim.grad_scaler import DeviceGradScaler
 from graphfsdp.optim.hyper_table import HyperTable
 from graphfsdp.optim.state_loading import copy_states, load_groups, match_state_dict
+from graphfsdp.optim.step_control import StepControl
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -37,8 +31,9 @@ class FusedAdam(torch.optim.Optimizer):
     ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
     time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
 
-    State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...] float32, and
-    ``master_param`` [...] float32 with main weights. It is made at the first step.
+    State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], with amsgrad
+    ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32, or int16 with
+    remainders. It is made at the first step.
     """
 
     def __init__(
@@ -53,6 +48,17 @@ class FusedAdam(torch.optim.Optimizer):
         bias_correction: bool = True,
         use_decoupled_grad: bool = False,
         master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        math: str = "torch",
+        skip_nonfinite: bool = False,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        grad_scaler: DeviceGradScaler | None = None,
     ) -> None:
         """Set up the optimizer.
 
@@ -67,49 +73,74 @@ class FusedAdam(torch.optim.Optimizer):
             use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``, so that
                 the gradient's dtype need not be the parameter's.
             master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
+            master_weight_dtype: torch.float32.
+            exp_avg_dtype: Dtype in which the first moment is stored, float32 or bfloat16.
+            exp_avg_sq_dtype: The same for the second moment.
+            store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
+                that the parameter lacks, in int16: exact, and half of the memory.
+            amsgrad: Divide by the largest second moment so far.
+            maximize: Climb instead of descending.
+            math: Order of operations: "torch", or "te" for Transformer Engine's.
+            skip_nonfinite: Leave everything as it is where a gradient is not finite.
+            max_grad_norm: Clip the gradients' global norm, inside the update.
+            norm_type: 2 or infinity.
+            grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.
 
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
         """
-        self._flags = Flags(adam_w_mode, bias_correction)
-        self._use_decoupled_grad = use_decoupled_grad
-        self._master_weights = master_weights
-        self._hyper = HyperTable()
-        self._has_table = False
-        self._plan: Plan | None = None
-        # A graph reads the tables of the plans that were captured with it.
-        self._captured_plans: set[Plan] = set()
+        check_math(math, master_weight_dtype)
+        self._settings = AdamSettings(
+            Flags(adam_w_mode, bias_correction, maximize, te_math=math == "te"),
+            amsgrad,
+            use_decoupled_grad,
+            master_weights,
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
+            store_param_remainders,
+            skip_nonfinite or grad_scaler is not None,
+            max_grad_norm,
+            norm_type,
+        )
+        self._control = StepControl(self._settings, grad_scaler)
+        self._reset()
         self._classes: dict[Tensor, int] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
-    @property
-    def adam_w_mode(self) -> bool:
-        """Whether weight decay is decoupled."""
-        return self._flags.adam_w_mode
+    def _reset(self) -> None:
+        self._hyper = HyperTable()
+        self._plan: Plan | None = None
+        # A graph reads the tables of the plans that were captured with it.
+        self._captured_plans: set[Plan] = set()
 
     @property
-    def bias_correction(self) -> bool:
-        """Whether the moments are corrected for their start at zero."""
-        return self._flags.bias_correction
+    def settings(self) -> AdamSettings:
+        """What the constructor was told."""
+        return self._settings
 
     @property
     def use_decoupled_grad(self) -> bool:
         """Whether ``param.decoupled_grad`` is read instead of ``param.grad``."""
-        return self._use_decoupled_grad
+        return self._settings.use_decoupled_grad
 
     @property
     def master_weights(self) -> bool:
         """Whether low-precision parameters have float32 main weights."""
-        return self._master_weights
+        return self._settings.master_weights
+
+    @property
+    def control(self) -> StepControl:
+        """The device tensors that steer steps: skipped steps, the gradient norm, the scaler."""
+        return self._control
 
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of the weight that is updated for ``param``."""
-        return main_weight_dtype(param, master_weights=self._master_weights)
+        return self._settings.main_weight_dtype(param)
 
     def hyper_table(self, device: torch.device) -> Tensor:
         """Return the [groups, 5] float64 table that steps on a device read."""
-        self._ensure_table()
+        self._hyper.refresh(self.param_groups)
         return self._hyper.on(device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,14 +153,15 @@ class FusedAdam(torch.optim.Optimizer):
         row = len(self.param_groups) - 1
         try:
             check_group(self.param_groups[row], row)
+            name_of = parameter_name(self.param_groups)
             for index, param in enumerate(self.param_groups[row]["params"]):
-                check_parameter(local_part(param), self._name(row, index))
+                check_parameter(local_part(param), name_of(row, index))
             check_lr_device(self.param_groups[row], row)
         except ConfigError:
             self.param_groups.pop()
             raise
         self._plan = None
-        self._has_table = False
+        self._hyper.clear()
 
     def upload_hyperparameters(self) -> None:
         """Copy the numbers in ``param_groups`` to the device where they changed.
@@ -139,16 +171,25 @@ class FusedAdam(torch.optim.Optimizer):
 
         Capture: not a part of the iteration: nothing is recorded. Call it before each replay.
         """
-        if self._has_table:
-            self._hyper.upload(self.param_groups)
-        else:
-            self._ensure_table()
+        self._hyper.refresh(self.param_groups)
 
     @overload
-    def step(self, closure: None = None, *, grad_scale: Tensor | None = None) -> None: ...
+    def step(
+        self,
+        closure: None = None,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float], *, grad_scale: Tensor | None = None) -> float: ...
+    def step(
+        self,
+        closure: Callable[[], float],
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> float: ...
 
     @torch.no_grad()
     def step(
@@ -156,6 +197,7 @@ class FusedAdam(torch.optim.Optimizer):
         closure: Callable[[], float] | None = None,
         *,
         grad_scale: Tensor | None = None,  # [] float, multiplies every gradient
+        found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
     ) -> float | None:
         """Take one step with the gradients that are bound now.
 
@@ -181,14 +223,18 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         if not _is_capturing():
             self.upload_hyperparameters()
-        grads = gradients_of(self._parameters(), decoupled=self._use_decoupled_grad)
+        params = self._parameters()
+        grads = gradients_of(params, decoupled=self.use_decoupled_grad)
         plan = self._plan
         if plan is None or not plan.holds(grads, self.state.values()):
             plan = self._make_plan(grads)
         if _is_capturing():
             self._captured_plans.add(plan)
         self._hyper.copy_tensor_lrs(self.param_groups)
-        plan.run(grads, grad_scale, self._flags)
+        parts = plan.norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
+        grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
+        plan.run(grads, grad_scale, found_inf, self._control.skipped_steps, self._settings.flags)
+        self._control.finish(found_inf)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -198,16 +244,8 @@ class FusedAdam(torch.optim.Optimizer):
             set_to_none: Unbind the gradients instead of filling them with zeros.
         """
         super().zero_grad(set_to_none)
-        if not self._use_decoupled_grad:
-            return
-        for param in self._parameters():
-            grad = getattr(param, "decoupled_grad", None)
-            if grad is None:
-                continue
-            if set_to_none:
-                param.decoupled_grad = None  # type: ignore[attr-defined]
-            else:
-                grad.detach().zero_()
+        if self.use_decoupled_grad:
+            reset_decoupled(self._parameters(), set_to_none=set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of FusedAdam, or of torch's Adam or AdamW, into the tensors that exist.
@@ -223,9 +261,7 @@ class FusedAdam(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        loaded = match_state_dict(
-            state_dict, self.param_groups, self._name, adam_w_mode=self.adam_w_mode
-        )
+        loaded = match_state_dict(state_dict, self.param_groups, self._settings)
         with torch.no_grad(), _disable_current_modes():
             self._create_missing([param for param, source in loaded.items() if source])
             copy_states(loaded, self.state)
@@ -244,17 +280,13 @@ class FusedAdam(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             "state": state,
-            "_flags": self._flags,
-            "_use_decoupled_grad": self._use_decoupled_grad,
-            "_master_weights": self._master_weights,
+            "_settings": self._settings,
+            "_control": self._control,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy: the state goes back into slices of common buffers."""
-        self._hyper = HyperTable()
-        self._has_table = False
-        self._plan = None
-        self._captured_plans = set()
+        self._reset()
         super().__setstate__(state)
         copied = dict(self.state)
         self.state.clear()
@@ -268,12 +300,6 @@ class FusedAdam(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _ensure_table(self) -> None:
-        if not self._has_table:
-            with torch.no_grad(), _disable_current_modes():
-                self._hyper.build(self.param_groups)
-            self._has_table = True
-
     def _make_plan(self, grads: list[Tensor | None]) -> Plan:
         if _is_capturing():
             raise CaptureError(
@@ -281,49 +307,29 @@ class FusedAdam(torch.optim.Optimizer):
                 "CUDA graph capture. Take at least one step with the same gradient tensors "
                 "before the capture (warmup_steps >= 1), and keep their addresses"
             )
-        members = self._members(grads)
+        params = self._parameters()
+        members = find_stepped(self.param_groups, grads, self.state, self._settings)
         # Host work that a recording must not hold: it happens once.
         with _disable_current_modes():
-            self._ensure_table()
-            stepped = [param for _, _, param, _ in members]
+            self._hyper.refresh(self.param_groups)
+            stepped = [member.param for member in members]
             known = {param: n for param, n in self._classes.items() if self.state.get(param)}
             self._create_missing(stepped)
             self._classes = split_classes(known, stepped)
-            self._plan = Plan(
-                self._parameters(),
-                grads,
-                [
-                    Member(
-                        index,
-                        local_part(param),
-                        grad,
-                        local_state(self.state[param]),
-                        row,
-                        self._classes[param],
-                    )
-                    for index, row, param, grad in members
-                ],
-                self.state.values(),
-                self._hyper.on,
-            )
+            found = [
+                Member(
+                    index,
+                    local_part(param),
+                    grad,
+                    local_state(self.state[param]),
+                    row,
+                    self._classes[param],
+                )
+                for index, row, param, grad in members
+            ]
+            self._plan = Plan(params, grads, found, self.state.values(), self._hyper.on)
+            self._control.place(self._plan.device)
         return self._plan
-
-    def _members(self, grads: list[Tensor | None]) -> list[tuple[int, int, Tensor, Tensor]]:
-        """Return index, group, parameter and gradient of those that take the step."""
-        members = []
-        index = 0
-        for row, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                grad = grads[index]
-                if grad is not None:
-                    name = self._name(row, position)
-                    local = local_part(param)
-                    check_gradient(local, grad, name)
-                    if self.state.get(param):
-                        check_state(local, local_state(self.state[param]), name)
-                    members.append((index, row, param, grad))
-                index += 1
-        return members
 
     def _create_missing(self, params: Iterable[Tensor]) -> None:
         wanted = {param for param in params if not self.state.get(param)}
@@ -333,13 +339,7 @@ class FusedAdam(torch.optim.Optimizer):
             for param in group["params"]
             if param in wanted
         ]
-        self.state.update(create_states(rows, master_weights=self._master_weights))
-
-    def _name(self, row: int, position: int) -> str:
-        names = self.param_groups[row].get("param_names")
-        if names is not None:
-            return f"parameter {names[position]!r}"
-        return f"parameter {position} of group {row}"
+        self.state.update(create_states(rows, self._settings))
 
 
 def _is_capturing() -> bool:

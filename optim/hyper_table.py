@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.optim.adam_checks import check_group
 from graphfsdp.optim.adam_math import HYPER_COLUMNS
@@ -36,6 +37,24 @@ class HyperTable:
             KeyError: no parameter is there.
         """
         return self._tables[device]
+
+    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Build the tables where there are none, and upload what changed otherwise.
+
+        Raises:
+            ConfigError: a changed value is out of its range.
+
+        Capture: nothing is recorded; see ``upload``.
+        """
+        if self._tables:
+            self.upload(groups)
+            return
+        with torch.no_grad(), _disable_current_modes():
+            self.build(groups)
+
+    def clear(self) -> None:
+        """Forget the tables: a group was added."""
+        self._tables = {}
 
     def build(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Make the tables anew for these groups and the devices of their parameters.

@@ -1,18 +1,22 @@
 """Matching a saved optimizer state with FusedAdam's groups, all checks before any change."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphfsdp.dtensors import local_part
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adam_members import parameter_name
+from graphfsdp.optim.adam_settings import AdamSettings
+from graphfsdp.optim.remainders import join_remainder, split_remainder_
 
-# Settings of torch's Adam that say how it runs, not what it computes.
-_RUN_SETTINGS = frozenset(
-    {"foreach", "capturable", "differentiable", "fused", "amsgrad", "maximize"}
-)
-_NOT_LOADED = _RUN_SETTINGS | {"decoupled_weight_decay", "params", "param_names", "step"}
+# Settings of other Adams that say how they run, not what they compute.
+_RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
+# Settings of groups elsewhere that are the whole optimizer's here; they are compared.
+_COMPARED = frozenset({"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay"})
+_NOT_LOADED = _RUN_SETTINGS | _COMPARED | {"params", "param_names", "step"}
 
 Loaded = dict[Tensor, dict[str, Tensor] | None]
 
@@ -20,21 +24,19 @@ Loaded = dict[Tensor, dict[str, Tensor] | None]
 def match_state_dict(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    name_of: Callable[[int, int], str],
-    *,
-    adam_w_mode: bool,
+    settings: AdamSettings,
 ) -> Loaded:
     """Find the saved state of each parameter.
 
     Args:
-        state_dict: As ``Optimizer.state_dict`` makes it, of FusedAdam or torch's Adam or AdamW.
+        state_dict: As ``Optimizer.state_dict`` makes it, of FusedAdam, of torch's Adam or AdamW,
+            or of the FusedAdam of Transformer Engine or apex, which count steps per group.
         groups: The optimizer's groups.
-        name_of: Gives a parameter's name for messages, from group and position.
-        adam_w_mode: The mode of the optimizer that loads.
+        settings: Those of the optimizer that loads.
 
     Returns:
         For each parameter the tensors ``step``, ``exp_avg``, ``exp_avg_sq`` and maybe
-        ``master_param``; None where nothing was saved.
+        ``max_exp_avg_sq`` and ``master_param``; None where nothing was saved.
 
     Raises:
         ConfigError: something does not fit; it is named.
@@ -46,8 +48,9 @@ def match_state_dict(
             f"this optimizer has {len(groups)}"
         )
     loaded: Loaded = {}
+    name_of = parameter_name(groups)
     for row, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        _check_settings(saved, row, adam_w_mode=adam_w_mode)
+        _check_settings(saved, row, settings)
         if len(saved["params"]) != len(group["params"]):
             raise ConfigError(
                 f"parameter group {row} of the saved state has {len(saved['params'])} "
@@ -57,7 +60,9 @@ def match_state_dict(
         for position, (param, key) in enumerate(pairs):
             entries = state_dict["state"].get(key)
             loaded[param] = (
-                _match_entries(entries, saved, param, name_of(row, position)) if entries else None
+                _match_entries(entries, saved, param, name_of(row, position), settings)
+                if entries
+                else None
             )
     return loaded
 
@@ -71,12 +76,35 @@ def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> N
     """
     for param, source in loaded.items():
         for key, tensor in (states.get(param) or {}).items():
-            if source is not None and key in source:
-                tensor.copy_(source[key])
-            elif key == "master_param":
-                tensor.copy_(param)
+            saved = None if source is None else source.get(key)
+            if key == "master_param":
+                _copy_main(param, tensor, saved)
+            elif saved is not None:
+                tensor.copy_(saved)
             else:  # saved before its first step
                 tensor.zero_()
+
+
+def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
+    """Copy a main weight, whichever form it was saved in and is kept in.
+
+    A remainder that was saved belongs to the model weight that was saved with it, so that one
+    must be loaded before. A float32 main weight goes into model weight and remainder.
+    """
+    param, main = local_part(param.detach()), local_part(main)
+    saved = None if saved is None else local_part(saved).to(main.device)
+    kept_halves = main.dtype == torch.int16
+    saved_halves = saved is not None and saved.dtype == torch.int16
+    if saved is None and kept_halves:
+        main.zero_()
+    elif saved is None:
+        main.copy_(param)
+    elif kept_halves == saved_halves:
+        main.copy_(saved)
+    elif kept_halves:
+        split_remainder_(param, main, saved.float())
+    else:
+        main.copy_(join_remainder(param, saved))
 
 
 def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
@@ -95,12 +123,19 @@ def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]])
                 group[key] = tuple(value) if key == "betas" else value
 
 
-def _check_settings(saved: Mapping[str, Any], row: int, *, adam_w_mode: bool) -> None:
-    for key in ("amsgrad", "maximize"):
-        if saved.get(key):
+def _check_settings(saved: Mapping[str, Any], row: int, settings: AdamSettings) -> None:
+    own = {
+        "amsgrad": settings.amsgrad,
+        "maximize": settings.flags.maximize,
+        "bias_correction": settings.flags.bias_correction,
+    }
+    for key, value in own.items():
+        if bool(saved.get(key, value)) != value:
             raise ConfigError(
-                f"parameter group {row} was saved with {key}=True, which FusedAdam does not have"
+                f"parameter group {row} was saved with {key}={bool(saved[key])}, this FusedAdam "
+                f"has {key}={value}; construct FusedAdam with {key}={bool(saved[key])}"
             )
+    adam_w_mode = settings.flags.adam_w_mode
     decoupled = saved.get("decoupled_weight_decay", adam_w_mode)
     if bool(decoupled) != adam_w_mode and saved.get("weight_decay"):
         raise ConfigError(
@@ -112,14 +147,19 @@ def _check_settings(saved: Mapping[str, Any], row: int, *, adam_w_mode: bool) ->
 
 
 def _match_entries(
-    entries: Mapping[str, Any], saved_group: Mapping[str, Any], param: Tensor, name: str
+    entries: Mapping[str, Any],
+    saved_group: Mapping[str, Any],
+    param: Tensor,
+    name: str,
+    settings: AdamSettings,
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     step = entries.get("step", saved_group.get("step"))
     if step is None:
         raise ConfigError(f"the saved state of {name} has no 'step'")
     found["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
-    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+    largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
+    for key in ("exp_avg", "exp_avg_sq", *largest, "master_param"):
         value = entries.get(key)
         if value is None:
             if key == "master_param":

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
+from graphfsdp.optim.adam_settings import Flags
 
 LOW_PRECISION = [torch.bfloat16, torch.float16]
 
@@ -66,9 +67,9 @@ def _run(
             exp_avg,
             exp_avg_sq,
             adam_coefficients(row, step, bias_correction=bias_correction),
+            Flags(adam_w_mode, bias_correction),
             main_param=main,
             grad_scale=grad_scale,
-            adam_w_mode=adam_w_mode,
         )
     return exp_avg, exp_avg_sq
 

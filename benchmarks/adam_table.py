@@ -1,0 +1,173 @@
+"""Makes the tables in docs/fused_adam.md: bytes per parameter and kernel launches per step.
+
+Nothing is measured: every figure follows from dtypes, shapes and documented launch rules.
+"""
+
+import pathlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.layout_table import Shapes, decoder_layer
+from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.adam_settings import bytes_per_param
+
+DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "fused_adam.md"
+_FP32, _BF16 = torch.float32, torch.bfloat16
+_NARROW = MappingProxyType({"exp_avg_dtype": _BF16, "exp_avg_sq_dtype": _BF16})
+_HALVES = MappingProxyType({"master_weights": True, "store_param_remainders": True})
+
+
+class Case(NamedTuple):
+    """One row of the table of bytes.
+
+    Attributes:
+        settings: Arguments of FusedAdam.
+        param: Dtype of the parameter.
+        grad: Dtype of the gradient.
+        te: Bytes of Transformer Engine with ``capturable=True``, or why there are none. It writes
+            the gradient back.
+        torch: Bytes of ``torch.optim.AdamW(fused=True)``, or why there are none.
+    """
+
+    settings: Mapping[str, Any]
+    param: torch.dtype
+    grad: torch.dtype
+    te: str
+    torch: str
+
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        "fp32": Case({}, _FP32, _FP32, "32", "28"),
+        "fp32, bf16 moments": Case(_NARROW, _FP32, _FP32, "24", "20"),
+        "bf16, fp32 main weight": Case({"master_weights": True}, _BF16, _BF16, "30", "-"),
+        "bf16, fp32 main weight and gradient": Case(
+            {"master_weights": True}, _BF16, _FP32, "34", "-"
+        ),
+        "bf16, fp32 main weight, bf16 moments": Case(
+            {"master_weights": True, **_NARROW}, _BF16, _BF16, "22", "-"
+        ),
+        "bf16, int16 remainder": Case(_HALVES, _BF16, _BF16, "not capturable", "-"),
+        "bf16, int16 remainder, bf16 moments": Case(
+            {**_HALVES, **_NARROW}, _BF16, _BF16, "not capturable", "-"
+        ),
+        "all bf16": Case(_NARROW, _BF16, _BF16, "16", "14"),
+    }
+)
+
+
+def gpt2_124m() -> Shapes:
+    """Return the shapes of GPT-2's 148 tensors; the output weight is the embedding."""
+    width = 768
+    layer = (
+        *((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)),
+        *((width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)),
+    )
+    return ((50257, width), (1024, width), *layer * 12, (width,), (width,))
+
+
+def llama3_8b() -> Shapes:
+    """Return the shapes of Llama-3-8B's 291 tensors."""
+    layers = decoder_layer(4096, 1024, 14336) * 32
+    return ((128256, 4096), *layers, (4096,), (128256, 4096))
+
+
+MODELS: Mapping[str, Shapes] = MappingProxyType(
+    {"GPT-2-124M": gpt2_124m(), "Llama-3-8B": llama3_8b()}
+)
+
+
+class LaunchRule(NamedTuple):
+    """How a multi-tensor kernel packs chunks into launches, which its arguments' size limits.
+
+    Attributes:
+        max_tensors: Tensors of one launch.
+        max_blocks: Chunks of one launch.
+    """
+
+    max_tensors: int
+    max_blocks: int
+
+
+_CHUNK_NUMEL = 65536
+RULES: Mapping[str, LaunchRule] = MappingProxyType(
+    {
+        "torch fused, CUDA 13": LaunchRule(252, 2240),
+        "Transformer Engine, apex": LaunchRule(36, 320),
+        "the same with main weights": LaunchRule(30, 320),
+    }
+)
+
+
+def num_elements(shapes: Shapes) -> list[int]:
+    """Return the number of elements of each tensor."""
+    return [torch.Size(shape).numel() for shape in shapes]
+
+
+def num_launches(numels: Sequence[int], rule: LaunchRule) -> int:
+    """Return the launches of a multi-tensor kernel for tensors of these sizes."""
+    launches = tensors = blocks = 0
+    for index, numel in enumerate(numels):
+        tensors += 1
+        num_chunks = -(-numel // _CHUNK_NUMEL)
+        for chunk in range(num_chunks):
+            blocks += 1
+            ends_tensor = chunk == num_chunks - 1
+            full = (tensors == rule.max_tensors and ends_tensor) or blocks == rule.max_blocks
+            if full or (ends_tensor and index == len(numels) - 1):
+                launches += 1
+                blocks = 0
+                tensors = 0 if ends_tensor else 1
+    return launches
+
+
+def bytes_table() -> str:
+    """Return the table of bytes per parameter as Markdown."""
+    rows = []
+    for name, case in CASES.items():
+        settings = FusedAdam([torch.zeros(1)], **case.settings).settings
+        ours = bytes_per_param(settings, case.param, case.grad)
+        rows.append((name, str(ours), case.te, case.torch))
+    return _markdown(("weights", "FusedAdam", "TE, capturable", "torch fused"), rows)
+
+
+def launch_table() -> str:
+    """Return the table of launches of the update kernel as Markdown."""
+    rows = [
+        (
+            f"{name}, {len(shapes)} tensors",
+            "1",
+            *(str(num_launches(num_elements(shapes), rule)) for rule in RULES.values()),
+        )
+        for name, shapes in MODELS.items()
+    ]
+    return _markdown(("model", "FusedAdam", *RULES), rows)
+
+
+def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ("---", *("---:" for _ in heading[1:]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heading, rule, *rows))
+
+
+def updated(text: str) -> str:
+    """Return ``text`` with the present tables between their markers."""
+    for name, table in (("bytes", bytes_table()), ("launches", launch_table())):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        text = pattern.sub(f"{begin}\n{table}\n{end}", text)
+    return text
+
+
+def main() -> int:
+    """Rewrite the tables in the document."""
+    DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Which parameters take a step, with their names for messages and the checks before a plan."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from graphfsdp.dtensors import local_part
+from graphfsdp.optim.adam_checks import check_gradient, check_state
+from graphfsdp.optim.adam_plan import local_state
+from graphfsdp.optim.adam_settings import AdamSettings
+
+
+class Stepped(NamedTuple):
+    """A parameter that takes the step.
+
+    Attributes:
+        position: Place among all parameters of the optimizer.
+        row: Its group.
+        param: The parameter itself.
+        grad: This rank's part of its gradient.
+    """
+
+    position: int
+    row: int
+    param: Tensor
+    grad: Tensor
+
+
+def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], str]:
+    """Return a function from group and position to the parameter's name for messages."""
+
+    def name(row: int, position: int) -> str:
+        names = groups[row].get("param_names")
+        if names is not None:
+            return f"parameter {names[position]!r}"
+        return f"parameter {position} of group {row}"
+
+    return name
+
+
+def find_stepped(
+    groups: Sequence[Mapping[str, Any]],
+    grads: Sequence[Tensor | None],
+    states: Mapping[Tensor, dict[str, Tensor]],
+    settings: AdamSettings,
+) -> list[Stepped]:
+    """Return the parameters with a gradient.
+
+    Raises:
+        ConfigError: a gradient or a state tensor cannot be used; it is named.
+    """
+    name_of = parameter_name(groups)
+    found = []
+    index = 0
+    for row, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            grad = grads[index]
+            if grad is not None:
+                name = name_of(row, position)
+                local = local_part(param)
+                check_gradient(local, grad, name)
+                if states.get(param):
+                    check_state(local, local_state(states[param]), name, settings)
+                found.append(Stepped(index, row, param, grad))
+            index += 1
+    return found
+
+
+def reset_decoupled(params: Sequence[Tensor], *, set_to_none: bool) -> None:
+    """Reset ``decoupled_grad`` where there is one.
+
+    Args:
+        params: The parameters.
+        set_to_none: Unbind the gradients instead of filling them with zeros.
+    """
+    for param in params:
+        grad = getattr(param, "decoupled_grad", None)
+        if grad is None:
+            continue
+        if set_to_none:
+            param.decoupled_grad = None  # type: ignore[attr-defined]
+        else:
+            grad.detach().zero_()
+
+
+__all__ = ["Stepped", "find_stepped", "parameter_name", "reset_decoupled"]

@@ -1,0 +1,119 @@
+"""The settings of FusedAdam that hold for all groups, and the dtypes that follow from them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphfsdp.errors import ConfigError
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+_NORM_TYPES = (2.0, float("inf"))
+MATHS = ("torch", "te")
+
+
+class Flags(NamedTuple):
+    """Settings that change the update rule.
+
+    Attributes:
+        adam_w_mode: Decoupled weight decay; otherwise decay is added to the gradient.
+        bias_correction: Correct both moments for their start at zero.
+        maximize: Climb instead of descending.
+        te_math: Transformer Engine's order of operations and float32-rounded betas.
+    """
+
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+    maximize: bool = False
+    te_math: bool = False
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """What the constructor of FusedAdam was told; see there.
+
+    Raises:
+        ConfigError: a setting is unknown, or two of them clash.
+    """
+
+    flags: Flags
+    amsgrad: bool
+    use_decoupled_grad: bool
+    master_weights: bool
+    exp_avg_dtype: torch.dtype
+    exp_avg_sq_dtype: torch.dtype
+    store_param_remainders: bool
+    skip_nonfinite: bool
+    max_grad_norm: float | None
+    norm_type: float
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in _MOMENT_DTYPES:
+                raise ConfigError(
+                    f"{name} must be torch.float32 or torch.bfloat16, got {dtype}; dtypes with "
+                    "a smaller range would need scales, without which small moments become zero"
+                )
+        if self.store_param_remainders and not self.master_weights:
+            raise ConfigError(
+                "store_param_remainders=True stores main weights in a smaller form; expected "
+                "master_weights=True, got False"
+            )
+
+        if self.norm_type not in _NORM_TYPES:
+            raise ConfigError(f"norm_type must be 2 or infinity, got {self.norm_type!r}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be a positive number, got {self.max_grad_norm}")
+
+    def main_weight_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the dtype of the weight that is updated for ``param``."""
+        wide = self.master_weights and param.dtype in _LOW_PRECISION
+        return torch.float32 if wide else param.dtype
+
+    def state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+        """Return the dtype of each state tensor of ``param`` except its step count."""
+        first, second = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        if param.dtype == torch.float64:
+            first = second = torch.float64
+        dtypes = {"exp_avg": first, "exp_avg_sq": second}
+        if self.amsgrad:
+            dtypes["max_exp_avg_sq"] = second
+        main = self.main_weight_dtype(param)
+        if main != param.dtype:
+            halves = self.store_param_remainders and param.dtype == torch.bfloat16
+            dtypes["master_param"] = torch.int16 if halves else main
+        return dtypes
+
+
+def bytes_per_param(
+    settings: AdamSettings, param_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> int:
+    """Return the bytes that one step reads and writes for each element of a parameter.
+
+    State tensors are read and written, gradients read. A model weight is read and written, or only
+    written where there is a float32 main weight. Clipping and the skip of non-finite gradients
+    read the gradients once more; that is not counted.
+    """
+    stored = settings.state_dtypes(torch.empty(0, dtype=param_dtype))
+    both_ways = sum(dtype.itemsize for dtype in stored.values())
+    reads_param = stored.get("master_param", torch.int16) == torch.int16
+    return grad_dtype.itemsize + 2 * both_ways + (1 + reads_param) * param_dtype.itemsize
+
+
+def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
+    """Refuse an unknown arithmetic mode or dtype of main weights.
+
+    Raises:
+        ConfigError: it is named, with what is expected.
+    """
+    if math not in MATHS:
+        raise ConfigError(f"math must be one of {', '.join(map(repr, MATHS))}; got {math!r}")
+    if master_weight_dtype != torch.float32:
+        raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")
+
+
+__all__ = ["MATHS", "AdamSettings", "Flags", "bytes_per_param", "check_math"]

@@ -1,0 +1,137 @@
+"""The arguments of one fused step, and its plain tensor code.
+
+Shapes: [...] any shape, the same for all tensors of one parameter or flat run; G = groups;
+S = parameters that one tensor of step counts stands for.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
+from graphfsdp.optim.adam_settings import Flags
+
+# Note [Lanes]
+# A lane is a stretch of the tensor lists with one row of the hyper-parameter table and one step
+# count. Lane i covers the next lane_sizes[i] tensors; its step counts are steps[lane_steps[i]] and
+# the following ones up to the next lane's, all of which hold equal values.
+
+
+class StepArgs(NamedTuple):
+    """Arguments of ``graphfsdp::fused_adam_``, in the order of its schema.
+
+    Attributes:
+        params: [...] float, model weights, written.
+        grads: [...] any float, read only.
+        exp_avgs: [...] float, updated in place.
+        exp_avg_sqs: [...] float, updated in place.
+        max_exp_avg_sqs: [...] float, updated in place; empty without amsgrad.
+        main_params: [...] float32 or int16 remainders, updated in place; empty: there are none.
+        steps: [S] float32, advanced by one, or by none where the step is skipped.
+        hyper: [G, 5] float64.
+        lane_rows: See Note [Lanes].
+        lane_sizes: See Note [Lanes].
+        lane_steps: See Note [Lanes].
+        grad_scale: [] float, multiplies every gradient.
+        found_inf: [] float; unless it is zero, the step is skipped.
+        skipped: [] float32, grows by one where the step is skipped; None: another call counts.
+        tables: Device tables of the kernel; empty: tensor code.
+        dense: No tensor has gaps.
+        adam_w_mode: See ``Flags``, as the rest.
+        bias_correction: See there.
+        maximize: See there.
+        te_math: See there.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    max_exp_avg_sqs: list[Tensor]
+    main_params: list[Tensor]
+    steps: list[Tensor]
+    hyper: Tensor
+    lane_rows: list[int]
+    lane_sizes: list[int]
+    lane_steps: list[int]
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    skipped: Tensor | None
+    tables: list[Tensor]
+    dense: bool
+    adam_w_mode: bool
+    bias_correction: bool
+    maximize: bool
+    te_math: bool
+
+    @property
+    def flags(self) -> Flags:
+        """The settings that change the update rule."""
+        return Flags(self.adam_w_mode, self.bias_correction, self.maximize, self.te_math)
+
+
+SCHEMA = (
+    "fused_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
+    "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, bool dense, "
+    "bool adam_w_mode, bool bias_correction, bool maximize, bool te_math) -> ()"
+)
+
+
+def as_kernel(run: Callable[[StepArgs], None]) -> Callable[..., None]:
+    """Return a function with the operation's flat arguments."""
+
+    def kernel(*args: Any) -> None:
+        run(StepArgs(*args))
+
+    return kernel
+
+
+def advance(args: StepArgs) -> None:
+    """Count the step, or the skip, on the device.
+
+    Capture: no host sync.
+    """
+    if args.found_inf is None:
+        torch._foreach_add_(args.steps, 1)
+        return
+    skip = (args.found_inf != 0).to(torch.float32)
+    torch._foreach_add_(args.steps, 1 - skip)
+    if args.skipped is not None:
+        args.skipped.add_(skip)
+
+
+def run_tensor_code(args: StepArgs) -> None:
+    """Run the step as plain tensor code.
+
+    Capture: no host sync.
+    """
+    advance(args)
+    index = 0
+    for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
+        coefficients = adam_coefficients(
+            args.hyper[row],
+            args.steps[first].view(-1)[0],
+            bias_correction=args.bias_correction,
+            te_math=args.te_math,
+        )
+        for _ in range(size):
+            adam_update_(
+                args.params[index],
+                args.grads[index],
+                args.exp_avgs[index],
+                args.exp_avg_sqs[index],
+                coefficients,
+                args.flags,
+                max_exp_avg_sq=args.max_exp_avg_sqs[index] if args.max_exp_avg_sqs else None,
+                main_param=args.main_params[index] if args.main_params else None,
+                grad_scale=args.grad_scale,
+                found_inf=args.found_inf,
+            )
+            index += 1
+
+
+__all__ = ["SCHEMA", "StepArgs", "advance", "as_kernel", "run_tensor_code"]

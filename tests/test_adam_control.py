@@ -1,0 +1,170 @@
+"""What steers a step on the device: clipping, the skip of non-finite gradients, the loss scale."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from adam_helpers import SeenOps, assert_equal, copies_of, make_params, set_grads
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import DeviceGradScaler, FusedAdam
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("remainders", [True, False])
+@pytest.mark.parametrize("maths", ["torch", "te"])
+def test_a_skipped_step_changes_nothing_and_is_counted(
+    device: torch.device, dtype: torch.dtype, remainders: bool, maths: str
+) -> None:
+    params = make_params(dtype=dtype, device=device)
+    optimizer = FusedAdam(
+        params, master_weights=True, store_param_remainders=remainders, amsgrad=True, math=maths
+    )
+    go, skip = torch.zeros((), device=device), torch.ones((), device=device)
+    set_grads(params)
+    optimizer.step(found_inf=go)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    weights = copies_of(params)
+    params[0].grad = torch.full_like(params[0], math.nan)
+    optimizer.step(found_inf=skip)
+    assert_equal(params, weights)
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, tensor in entries.items():
+            assert torch.equal(tensor, before[index][key]), key
+    assert optimizer.control.skipped_steps.item() == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_bias_correction_is_right_after_a_skip(
+    device: torch.device, bad: float, norm_type: float
+) -> None:
+    params = make_params(device=device)
+    twins = copies_of(params)
+    ours = FusedAdam(params, lr=0.1, skip_nonfinite=True, norm_type=norm_type)
+    theirs = FusedAdam(twins, lr=0.1)
+    for step in range(5):
+        set_grads(params, twins)
+        if step in (0, 3):  # the first one too: state is made, and not stepped
+            assert params[1].grad is not None
+            params[1].grad[3] = bad
+        ours.step()
+        if step not in (0, 3):
+            theirs.step()
+    assert_equal(params, twins)
+    assert ours.control.skipped_steps.item() == 2
+    assert {state["step"].item() for state in ours.state.values()} == {3}
+
+
+@given(
+    max_norm=st.sampled_from([1e-3, 0.5, 1e6]),
+    norm_type=st.sampled_from([2.0, math.inf]),
+    size=st.sampled_from([1e-12, 1.0, 1e12]),
+    flat=st.booleans(),
+)
+def test_clipping_is_that_of_torch(
+    max_norm: float, norm_type: float, size: float, flat: bool
+) -> None:
+    params = make_params()
+    twins = copies_of(params)
+    set_grads(params, twins)
+    for param in (*params, *twins):
+        assert param.grad is not None
+        param.grad.mul_(size)
+    if flat:
+        numels = [param.numel() for param in params]
+        weights, grads = torch.zeros(sum(numels)), torch.zeros(sum(numels))
+        parts = zip(params, weights.split(numels), grads.split(numels), strict=True)
+        for param, weight, part in parts:
+            assert param.grad is not None
+            part.copy_(param.grad.reshape(-1))
+            weight.copy_(param.detach().reshape(-1))
+            param.data, param.grad = weight.view(param.shape), part.view(param.shape)
+    ours = FusedAdam(params, max_grad_norm=max_norm, norm_type=norm_type, bias_correction=False)
+    theirs = FusedAdam(twins, bias_correction=False)
+    ours.step()
+    filled = [twin for twin in twins if twin.numel()]  # torch has no largest of nothing
+    expected = nn.utils.clip_grad_norm_(filled, max_norm, norm_type)
+    theirs.step()
+    torch.testing.assert_close(ours.control.grad_norm, expected, rtol=1e-6, atol=0)
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(
+            ours.state[param]["exp_avg"], theirs.state[twin]["exp_avg"], rtol=1e-5, atol=1e-30
+        )
+
+
+def test_neither_skip_nor_clipping_costs_a_host_read_or_a_write_of_gradients(
+    device: torch.device,
+) -> None:
+    params = make_params(device=device)
+    optimizer = FusedAdam(params, skip_nonfinite=True, max_grad_norm=0.1)
+    set_grads(params)
+    before = [param.grad.clone() for param in params if param.grad is not None]
+    optimizer.step()
+    with SeenOps() as ops:
+        optimizer.step()
+    names = {str(func) for func, _ in ops.seen}
+    assert not any("local_scalar" in name or "is_nonzero" in name for name in names)
+    assert len(ops.of("graphfsdp")) == 1
+    for param, grad in zip(params, before, strict=True):
+        assert param.grad is not None
+        assert torch.equal(param.grad, grad)
+
+
+def test_the_loss_scale_grows_and_backs_off(device: torch.device) -> None:
+    (param,) = make_params([(4,)], device=device)
+    scaler = DeviceGradScaler(1024.0, growth_interval=2, device=device)
+    address = scaler.scale.data_ptr()
+    optimizer = FusedAdam([param], grad_scaler=scaler)
+    scales = []
+    for grad in (1.0, 1.0, math.inf, 1.0, math.nan, 1.0, 1.0):
+        param.grad = torch.full_like(param, grad)
+        optimizer.step()
+        scales.append(scaler.scale.item())
+    assert scales == [1024, 2048, 1024, 1024, 512, 512, 1024]
+    assert scaler.scale.data_ptr() == address
+    assert optimizer.control.skipped_steps.item() == 2
+
+
+def test_scaled_gradients_are_unscaled_before_they_are_clipped(device: torch.device) -> None:
+    params = make_params(device=device)
+    twins = copies_of(params)
+    ours = FusedAdam(params, max_grad_norm=0.5, grad_scaler=DeviceGradScaler(1024.0, device=device))
+    theirs = FusedAdam(twins, max_grad_norm=0.5)
+    for _ in range(3):
+        set_grads(params, twins)
+        for param in params:
+            assert param.grad is not None
+            param.grad.mul_(1024)
+        ours.step()
+        theirs.step()
+    assert_equal(params, twins)  # a power of two changes no bit
+    assert torch.equal(ours.control.grad_norm, theirs.control.grad_norm)
+
+
+def test_a_loss_scale_goes_through_its_state_dict_in_place() -> None:
+    scaler, other = DeviceGradScaler(8.0), DeviceGradScaler(2.0)
+    scaler.num_finite.fill_(5)
+    address = other.scale.data_ptr()
+    other.load_state_dict(scaler.state_dict())
+    assert (other.scale.item(), other.num_finite.item()) == (8.0, 5)
+    assert other.scale.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_scale", 0.0),
+        ("init_scale", math.inf),
+        ("growth_factor", 1.0),
+        ("backoff_factor", 1.0),
+        ("growth_interval", 0),
+    ],
+)
+def test_wrong_numbers_of_a_loss_scale_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*, got {value}"):
+        DeviceGradScaler(**{name: value})  # type: ignore[arg-type]
