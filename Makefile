@@ -1,7 +1,7 @@
 # The two commands of the README are `make train` and `make test`. On a fresh machine each makes
 # a virtual environment in .venv, installs into it what constraints.txt pins, and runs; later
-# calls only run. A machine without a GPU saves gigabytes with torch's CPU build:
-#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
+# calls only run. A machine without a GPU saves gigabytes with torch's CPU build: name its index in
+# PIP_EXTRA_INDEX_URL.
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -13,6 +13,7 @@ from graphfsdp._capture.step import CapturedStep
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.backends import adapt
 from graphfsdp.sharded import sharded_roots
 
@@ -85,6 +86,7 @@ def capture(
     adapted = adapt(optimizer)
     policy = _policy_of(model, adapted, mp_policy)
     adapted.check(named_params, policy, options.scope)
+    _refuse_clipping_of_scaled_gradients(optimizer, options)
     return CapturedStep(
         model,
         adapted,
@@ -94,6 +96,18 @@ def capture(
         policy=policy,
         options=options,
     )
+
+
+def _refuse_clipping_of_scaled_gradients(
+    optimizer: torch.optim.Optimizer, options: CaptureOptions
+) -> None:
+    scaled = isinstance(optimizer, FusedAdam) and optimizer.control.grad_scaler is not None
+    if scaled and options.max_grad_norm is not None:
+        raise ConfigError(
+            f"max_grad_norm={options.max_grad_norm} of capture would measure gradients that the "
+            "loss scale has multiplied. Remedy: FusedAdam(max_grad_norm=...), which unscales them "
+            "first"
+        )
 
 
 def _policy_of(

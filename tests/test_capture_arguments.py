@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphfsdp
-from graphfsdp.optim import FusedAdam
+from graphfsdp.optim import DeviceGradScaler, FusedAdam
 from zoo_models import Squared
 
 
@@ -58,3 +58,10 @@ def test_a_model_on_two_devices_is_refused() -> None:
     optim = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with pytest.raises(graphfsdp.ConfigError, match=r"'0.weight' on cpu, '1.weight' on meta"):
         graphfsdp.capture(model, optim)
+
+
+def test_the_norm_of_scaled_gradients_is_left_to_the_optimizer() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = FusedAdam(model.parameters(), grad_scaler=DeviceGradScaler())
+    with pytest.raises(graphfsdp.ConfigError, match=r"FusedAdam\(max_grad_norm"):
+        graphfsdp.capture(model, optimizer, max_grad_norm=1.0)
