@@ -70,6 +70,7 @@ class Unit:
         self._fresh = False  # the gathered weights are those that the optimizer left
         self._token = torch.zeros((), requires_grad=True)
         self._landed: set[int] = set()  # by position in group.trainable
+        self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context: ExitStack | None = None
         self._recomputing = False
         for owner in {id(o): o for item in group.managed for o, _ in item.owners}.values():
@@ -145,9 +146,12 @@ class Unit:
         accumulate = self._main_grads_are_bound()
         per_buffer: dict[int, list[Tensor | None]] = {}
         for position, (item, grad) in enumerate(zip(self.group.trainable, grads, strict=True)):
+            if position in self._added_by_layer:
+                grad = None  # a dummy for autograd's sake
             per_buffer.setdefault(id(item.buffer), []).append(grad)
             if grad is not None:
                 self._landed.add(position)
+        self._added_by_layer.clear()
         stage = self.group.options.strategy.stage
         sync = self.requires_gradient_sync and (stage >= 2 or self.is_last_microbatch)
         for buffer in self.group.buffers:
@@ -225,7 +229,9 @@ class Unit:
             return [view for _, view in self.group.full_views()]
         whole = _Unshard.apply(self._token, self)  # type: ignore[no-untyped-call]
         for position, tensor in enumerate(whole):
+            # Names that Megatron's and Transformer Engine's layers look for.
             tensor.get_main_grad = functools.partial(self.unreduced_gradient, position)
+            tensor.grad_added_to_main_grad = False
         trainable = iter(whole)
         return [
             next(trainable) if item.buffer.trainable else view.detach()
@@ -236,7 +242,8 @@ class Unit:
         """Return the whole gradient of one weight, for a layer that adds to it by itself.
 
         A whole weight has this as ``get_main_grad()``. A layer with its own backward (a fused
-        weight-gradient GEMM) calls it there, adds its gradient, and returns None for the weight.
+        weight-gradient GEMM) calls it there and adds its gradient; what it returns for the weight
+        is ignored then. It may set ``grad_added_to_main_grad``, which decides nothing here.
 
         Args:
             position: Number of the weight among the trainable ones.
@@ -245,6 +252,7 @@ class Unit:
         """
         item = self.group.trainable[position]
         self._landed.add(position)
+        self._added_by_layer.add(position)
         accumulate = self._main_grads_are_bound()
         return item.buffer.unreduced_gradient(item.slot, accumulate=accumulate)
 

@@ -113,13 +113,15 @@ class _OwnWeightGradient(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.get_main_grad = weight.get_main_grad  # type: ignore[attr-defined]
+        assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
         return inputs @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         inputs, weight = ctx.saved_tensors
         ctx.get_main_grad().addmm_(grads[0].t(), inputs)
-        return grads[0] @ weight, None
+        # A dummy, as fused layers return one for autograd's sake.
+        return grads[0] @ weight, torch.full_like(weight, float("nan"))
 
 
 class OwnLinear(nn.Linear):
