@@ -5,6 +5,7 @@
 Gloo on a CPU, NCCL with one GPU per rank. ``graphfsdp train`` does the same with flags.
 """
 
+import gc
 import os
 
 import torch
@@ -42,4 +43,8 @@ with graphfsdp.capture(
                 mean = loss / dist.get_world_size()
                 print(f"iteration {iteration + 1}  loss {mean:.4f}  ({step.phase.value})")
 
+dist.barrier()  # no rank leaves while another still talks to it
+# Whoever still holds the group when Python ends would have gloo's threads end after it.
+del model, block, blocks, optimizer, step
+gc.collect()
 dist.destroy_process_group()  # after the step is closed: a graph holds the communicators
