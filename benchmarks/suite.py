@@ -48,6 +48,8 @@ def run_suite(paths: Sequence[str], limit_s: float) -> SuiteResult:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # Shells start background jobs with SIGINT ignored, and children inherit that.
+            preexec_fn=_hear_interrupts,
         )
         late = False
         try:
@@ -73,6 +75,10 @@ def run_suite(paths: Sequence[str], limit_s: float) -> SuiteResult:
         elif process.returncode not in (0, 1):
             error = f"pytest ended with {process.returncode}:\n{output[-MAX_CHARACTERS:]}"
         return _count(cases, error or None)
+
+
+def _hear_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _name(case: ElementTree.Element) -> str:
