@@ -54,7 +54,7 @@ def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
     """
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except NotImplementedError:  # what torch raises for sparse and opaque layouts, and under vmap
         raise CaptureError(
             f"a tensor of layout {tensor.layout} has no storage that a graph could hold at a "
             "fixed address. Remedy: use strided (dense) tensors inside the iteration",

@@ -68,18 +68,7 @@ def capture(
         microbatches=microbatches,
         max_grad_norm=max_grad_norm,
     )
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
-    if loss_fn is not None and not callable(loss_fn):
-        raise ConfigError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
-    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(
-            f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}"
-        )
+    _refuse_other_types(model, optimizer, loss_fn, mp_policy)
     _adopt_sharded_parameters(model, optimizer)
     named_params = _trainable(model, optimizer)
     graph_backend = make_backend(backend, _only_device(model, named_params))
@@ -96,6 +85,28 @@ def capture(
         policy=policy,
         options=options,
     )
+
+
+def _refuse_other_types(
+    model: object, optimizer: object, loss_fn: object, mp_policy: object
+) -> None:
+    """Check what a caller without a type checker may get wrong.
+
+    Raises:
+        ConfigError: an argument is of another type.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ConfigError(
+            f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}"
+        )
 
 
 def _refuse_clipping_of_scaled_gradients(
