@@ -1,6 +1,7 @@
 """The CPU backend: the same capture semantics without a GPU."""
 
 import gc
+import time
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,6 +13,9 @@ from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu_recorder import Recorder, Value
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp.errors import CaptureError
+
+# A worker thread needs microseconds; what lives longer than this is kept by somebody.
+_RELEASE_S = 0.1
 
 
 class CpuGraph:
@@ -58,6 +62,7 @@ class CpuGraphBackend:
             results, values = _run(recorder, iterate)
             # Cyclic garbage would look like tensors that somebody keeps.
             gc.collect()
+            _await_release(recorder)
             refuse_dropped_tensors(recorder.storages)
             builder = ProgramBuilder(recorder, values)
             replay = builder.build()
@@ -82,6 +87,20 @@ def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value
     values = [recorder.value_of(tensor, "output") for tensor in outputs]
     # Copies, so that the recorded results die here and do not look like escapes.
     return [tensor.clone() for tensor in outputs], values
+
+
+def _await_release(recorder: Recorder) -> None:
+    """Give the threads of the process group time to let go of what a collective has used.
+
+    gloo's worker threads drop their references a little after ``wait`` has returned. Until then
+    a buffer of the iteration looks like one that the model keeps.
+    """
+    deadline = time.monotonic() + _RELEASE_S
+    for node in recorder.nodes:
+        if node.op.namespace != "aten":
+            made_here = [info for info in node.touched if not info.external]
+            while any(info.alive for info in made_here) and time.monotonic() < deadline:
+                time.sleep(_RELEASE_S / 100)
 
 
 __all__ = ["CpuGraph", "CpuGraphBackend"]

@@ -37,13 +37,14 @@ class ProgramBuilder:
         self._namespace: dict[str, Any] = {"_torch": torch._C._VariableFunctions}
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
-        self.escapes = [
-            value
-            for info in recorder.storages
-            if not info.external and info.alive
-            for value in [recorder.first_value(info)]
-            if value is not None and value.node is not None
-        ]
+        self.escapes: list[Value] = []
+        self._escaped: list[Tensor] = []  # holds what another thread might free while we build
+        for info in recorder.storages:
+            value = None if info.external else recorder.first_value(info)
+            tensor = None if value is None or value.node is None else _if_alive(value)
+            if value is not None and tensor is not None:
+                self.escapes.append(value)
+                self._escaped.append(tensor)
         self.nodes = _without_dead(recorder.nodes, [*self._outputs, *self.escapes])
 
     def build(self) -> Replay:
@@ -55,8 +56,8 @@ class ProgramBuilder:
             dead = last_use.get(index)
             if dead:
                 lines.append("    del " + ", ".join(dead))
-        for value in self.escapes:
-            target = self._constant(_materialise(value), "e")
+        for value, tensor in zip(self.escapes, self._escaped, strict=True):
+            target = self._constant(tensor, "e")
             lines.append(f"    {target}.copy_({self._name(value)})")
         lines.append(f"    return ({''.join(self._name(v) + ', ' for v in self._outputs)})")
         code = compile("\n".join(lines), "<graphfsdp cpu graph>", "exec")
@@ -132,6 +133,14 @@ class ProgramBuilder:
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
         return self._constant(value, "c")
+
+
+def _if_alive(value: Value) -> Tensor | None:
+    """Return a tensor over the value's storage, None if nobody has it any more."""
+    try:
+        return _materialise(value)
+    except ReferenceError:
+        return None
 
 
 def _materialise(value: Value) -> Tensor:
