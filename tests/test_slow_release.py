@@ -15,10 +15,14 @@ def test_what_a_worker_thread_soon_lets_go_is_no_escape(held_s: float, num_escap
     """As gloo's threads do with the buffers of a collective."""
     threads: list[threading.Thread] = []
 
+    def keep(tensor: Tensor) -> None:
+        time.sleep(held_s)
+        del tensor
+
     def lend(tensor: Tensor) -> None:
         tensor.fill_(2.0)
-        held = [tensor.detach()]  # an object of its own; the argument dies with the call
-        threads.append(threading.Thread(target=lambda: (time.sleep(held_s), held.clear())))
+        alias = tensor.detach()  # an object of its own; the argument dies with the call
+        threads.append(threading.Thread(target=keep, args=(alias,)))
         threads[-1].start()
 
     weight = torch.ones(4)
