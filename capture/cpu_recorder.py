@@ -49,6 +49,7 @@ class Node:
         results: "none", "tensor" or "list": the form of what the operator returns.
         touched: Storages that it reads or writes.
         effects: It must run even when nobody uses its results.
+        site: Number of the place in the user's program that it comes from.
     """
 
     op: torch._ops.OpOverload
@@ -58,6 +59,7 @@ class Node:
     results: str
     touched: list[StorageInfo] = field(default_factory=list)
     effects: bool = True
+    site: int = 0
 
 
 class Recorder(Watcher):
@@ -100,6 +102,7 @@ class Recorder(Watcher):
         self._judge_generators(name, (*args, *kwargs.values()))
         self._keep_unseen_contents(read_tensors(op, args, kwargs), name)
         node = Node(op, self._template(args, name), self._template_map(kwargs, name), [], "none")
+        node.site = self.site
         inputs = flat_tensors(args) + flat_tensors(kwargs.values())
         node.touched = [self._known(tensor, name) for tensor in inputs]
         for tensor in written:
@@ -153,7 +156,8 @@ class Recorder(Watcher):
             )
         op = torch.ops.aten.as_strided.default
         arguments = [base, list(shape), list(stride), offset]
-        self.nodes.append(Node(op, arguments, {}, [value], "tensor", [info], effects=False))
+        node = Node(op, arguments, {}, [value], "tensor", [info], effects=False, site=self.site)
+        self.nodes.append(node)
         return len(self.nodes) - 1
 
     def _template(self, values: Sequence[Any], op: str) -> list[Any]:
@@ -212,9 +216,9 @@ class Recorder(Watcher):
         self._values[(storage_of(tensor, op)._cdata, value.geometry)] = value
         self._first_value[id(info)] = value
         copy = torch.ops.aten.clone.default
-        self.nodes.append(
-            Node(copy, [tensor.clone()], {}, [value], "tensor", [info], effects=False)
-        )
+        arguments = [tensor.clone()]
+        node = Node(copy, arguments, {}, [value], "tensor", [info], effects=False, site=self.site)
+        self.nodes.append(node)
         return run()
 
     def _keep_unseen_contents(self, tensors: Sequence[Tensor], op: str) -> None:
@@ -232,7 +236,8 @@ class Recorder(Watcher):
             offset, shape, stride, dtype, *_ = value.geometry
             contents = torch.empty(0, dtype=dtype).set_(info.get(), offset, shape, stride).clone()
             copy = torch.ops.aten.copy_.default
-            self.nodes.append(Node(copy, [value, contents], {}, [value], "tensor", [info]))
+            node = Node(copy, [value, contents], {}, [value], "tensor", [info], site=self.site)
+            self.nodes.append(node)
 
     def _judge_generators(self, op: str, values: Sequence[Any]) -> None:
         for generator in values:

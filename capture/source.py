@@ -25,7 +25,8 @@ _PYTHON = sysconfig.get_path("stdlib")  # contextlib, copy and the like only pas
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Tell whether a code object's file is neither torch's, nor Python's, nor ours."""
     if file.startswith("<") or file.startswith(_SKIPPED):
         return False
     if file.startswith(_PYTHON) and not file.startswith(_INSTALLED):
@@ -37,7 +38,7 @@ def user_source_line() -> SourceLine | None:
     """Return the innermost line of the running program that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users_file(frame.f_code.co_filename):
             code = frame.f_code
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back  # type: ignore[assignment]
@@ -82,4 +83,4 @@ class ModuleTracker:
             self._stack.clear()
 
 
-__all__ = ["ModuleTracker", "user_source_line"]
+__all__ = ["ModuleTracker", "is_users_file", "user_source_line"]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphfsdp._capture.function_rules import FunctionRules
 from graphfsdp._capture.host_watch import host_watch
 from graphfsdp._capture.rules import Refusal, higher_order, is_fixed_result, refuse_op
+from graphfsdp._capture.sites import SiteTable
 from graphfsdp._capture.source import ModuleTracker, user_source_line
 from graphfsdp._capture.storages import StorageInfo, StorageTable
 from graphfsdp.errors import CaptureError
@@ -41,6 +42,8 @@ class Watcher:
         failure: The first refusal, kept because a model may swallow the exception.
         last_op: Name of the last operator that was started, for diagnosis.
         num_ops: Operators seen.
+        sites: Where operators come from.
+        site: Number of the site of the last operator that was started.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Watcher:
         self.last_op: str | None = None
         self.num_ops = 0
         self._tracker = ModuleTracker(model)
+        self.sites = SiteTable(model, self._tracker)
+        self.site = 0
         self._function_rules = FunctionRules(device.type)
         self._inside_op = False
 
@@ -156,6 +161,7 @@ class Watcher:
             return op(*args, **kwargs)
         self.last_op = str(op)
         self.num_ops += 1
+        self.site = self.sites.here()
         inputs = flat_tensors(args) + flat_tensors(kwargs.values())
         external = not self.is_literal(op)
         infos = [self._info(tensor, str(op), external=external) for tensor in inputs]
