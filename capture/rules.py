@@ -25,8 +25,8 @@ _SHAPE_REMEDY = (
 )
 _INDEX_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _GENERATOR_REMEDY = (
-    "set the state before the loop; for torch.utils.checkpoint pass preserve_rng_state=False "
-    "if nothing random runs inside it"
+    "set the state before the loop; in place of torch.utils.checkpoint call graphfsdp.recompute, "
+    "or pass it preserve_rng_state=False and context_fn=graphfsdp.recompute_contexts"
 )
 
 

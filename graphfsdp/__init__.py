@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 from graphfsdp._capture.phase import Phase as Phase
 from graphfsdp._capture.report import CaptureReport as CaptureReport
 from graphfsdp._capture.step import CapturedStep as CapturedStep
+from graphfsdp._recompute import recompute as recompute
+from graphfsdp._recompute import recompute_contexts as recompute_contexts
 from graphfsdp.clip import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from graphfsdp.config import Scope as Scope

@@ -20,7 +20,7 @@ FOLDERS = {"graphfsdp": "graphfsdp", "capture": "graphfsdp._capture", "optim": "
 
 FLOOR = frozenset(
     {
-        *("capturable", "clip", "collectives", "config", "dtensors", "errors"),
+        *("_recompute", "capturable", "clip", "collectives", "config", "dtensors", "errors"),
         *("flat_buffer", "layout", "layout_plan", "norms", "nvtx", "sharded", "streams"),
     }
 )
