@@ -7,6 +7,8 @@ from graphfsdp._capture.report import CaptureReport as CaptureReport
 from graphfsdp._capture.step import CapturedStep as CapturedStep
 from graphfsdp._recompute import recompute as recompute
 from graphfsdp._recompute import recompute_contexts as recompute_contexts
+from graphfsdp.buckets import Buckets as Buckets
+from graphfsdp.buckets import masked_mean as masked_mean
 from graphfsdp.clip import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from graphfsdp.config import Scope as Scope
@@ -20,6 +22,7 @@ from graphfsdp.errors import InvalidLossError as InvalidLossError
 from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.front import capture as capture
+from graphfsdp.metric_ring import MetricRing as MetricRing
 
 if TYPE_CHECKING:
     from graphfsdp._fully_shard import FSDPModule as FSDPModule
