@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.copy_on_write import CopyOnWrite
+from graphfsdp._capture.op_tensors import flat_tensors, read_tensors
 from graphfsdp._capture.rules import Refusal, new_generator
 from graphfsdp._capture.storages import StorageInfo, storage_of
-from graphfsdp._capture.watcher import Run, Watcher, flat_tensors, read_tensors
+from graphfsdp._capture.watcher import Run, Watcher
+from graphfsdp.hazards import HazardKind
 
 # What these return has no contents until somebody writes them.
 _EMPTY_OPS = (
@@ -152,6 +154,7 @@ class Recorder(Watcher):
                     f"a {dtype} view (conjugate={conj}, negative={neg}) of a {base.geometry[3]} "
                     "tensor was made without an operator, so the recording cannot repeat it",
                     "make the view with tensor operations, such as Tensor.view(dtype)",
+                    HazardKind.MEMORY,
                 ),
             )
         op = torch.ops.aten.as_strided.default
@@ -259,6 +262,7 @@ class Recorder(Watcher):
                 Refusal(
                     f"{op} grows a storage inside the iteration; a graph's memory is planned",
                     "allocate the tensor at its full size",
+                    HazardKind.MEMORY,
                 ),
             )
         return result
@@ -289,6 +293,7 @@ class Recorder(Watcher):
                         "without saying so in its schema, so what it does cannot be repeated "
                         "or undone",
                         "declare the write (torch.library.custom_op(..., mutates_args=...))",
+                        HazardKind.HIDDEN_WRITE,
                     ),
                 )
         return result

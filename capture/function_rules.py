@@ -1,5 +1,6 @@
 """Torch functions that reach the host without an operator, judged by the Python function called."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.host_calls import raw_address
 from graphfsdp._capture.rules import Refusal, Varies, host_read
+from graphfsdp._capture.source import called_by_user
+from graphfsdp.hazards import HazardKind
 
 _Function = Callable[..., Any]
 
@@ -17,6 +21,9 @@ _WRITERS = ("apply_", "map_", "map2_")
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 # torch makes these up of operators whose arguments it reads from a tensor's memory.
 _SPLITTING = (torch.tensor_split, Tensor.tensor_split, torch._VF._pad_packed_sequence)
+
+# torch reads a number through these; each is an operator too, unless torch's own C++ calls it.
+_NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__", "item")
 
 _STACK_REMEDY = (
     "torch.stack or torch.cat for tensors; make an index or a literal from numbers that never "
@@ -30,6 +37,7 @@ class FunctionRules:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._readers = {getattr(Tensor, name): f"Tensor.{name}" for name in _READERS}
+        self._numbers = {getattr(Tensor, name): f"Tensor.{name}" for name in _NUMBERS}
         self._writers = {getattr(Tensor, name): f"Tensor.{name}" for name in _WRITERS}
         self._literals = {
             torch.tensor: "torch.tensor",
@@ -59,6 +67,8 @@ class FunctionRules:
         if function in _INDEXING:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             return self._judge_lists(f"Tensor.{function.__name__}", index, varies)
+        if function is Tensor.data_ptr and self._device_type == "cpu":
+            return ("Tensor.data_ptr", raw_address("Tensor.data_ptr")) if called_by_user() else None
         if function in _SPLITTING:
             lengths = [item for item in (*args[1:], *kwargs.values()) if isinstance(item, Tensor)]
             if any(varies(item) for item in lengths):
@@ -69,6 +79,15 @@ class FunctionRules:
         if not name and function is Tensor.to and self._goes_to_cpu(args, kwargs):
             name = "Tensor.to('cpu')"
         if not name or not isinstance(args[0], Tensor) or not varies(args[0]):
+            return None
+        return name, host_read(name)
+
+    def refuse_unseen_read(
+        self, function: _Function, args: Sequence[Any], varies: Varies
+    ) -> tuple[str, Refusal] | None:
+        """Judge a call that no operator came of, as of the legacy constructor ``torch.Tensor``."""
+        name = self._numbers.get(function)
+        if name is None or not isinstance(args[0], Tensor) or not varies(args[0]):
             return None
         return name, host_read(name)
 
@@ -89,7 +108,7 @@ class FunctionRules:
         if not any(varies(tensor) for tensor in _tensors_in(lists)):
             return None
         how = f"{name} with a tensor inside a list"
-        return name, Refusal(host_read(how).what, _STACK_REMEDY)
+        return name, dataclasses.replace(host_read(how), remedy=_STACK_REMEDY)
 
     def _goes_to_cpu(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
@@ -105,6 +124,7 @@ def _host_write(how: str) -> Refusal:
     return Refusal(
         f"{how} runs a Python function on every element, which a replay would leave out",
         "write it with tensor operations",
+        HazardKind.HIDDEN_WRITE,
     )
 
 

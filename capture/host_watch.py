@@ -1,75 +1,113 @@
-"""Sees the calls that bypass the dispatcher: generator state and compiled regions."""
+"""Sees the calls that bypass the dispatcher: generator state, threads, compiled regions."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.rules import Refusal, compiled_region, generator_state
+from graphfsdp._capture.host_calls import (
+    STREAMS_FILE,
+    is_object_collective,
+    judge_c_call,
+    judge_call,
+)
+from graphfsdp._capture.rules import Refusal
 
-_STATE_METHODS = frozenset({"get_state", "set_state", "manual_seed", "seed", "clone_state"})
+
+class HostListener(Protocol):
+    """Whoever wants to know of calls on the host."""
+
+    def on_host_call(self, name: str, refusal: Refusal) -> None:
+        """Take note of a call that a graph cannot hold; may raise."""
+        ...
+
+    def on_opaque_call(self, begins: bool) -> None:
+        """Take note that a call begins or ends whose inside is the same finding."""
+        ...
+
+    def on_stream_call(self, frame: FrameType) -> None:
+        """Take note of a Python call of torch.cuda's streams and events."""
+        ...
 
 
 @contextmanager
-def host_watch(
-    refuse: Callable[[str, Refusal], None], function_mode: TorchFunctionMode
-) -> Iterator[None]:
+def host_watch(listener: HostListener, function_mode: TorchFunctionMode) -> Iterator[None]:
     """Report calls that no dispatch mode and no function mode can see, while the body runs.
 
-    ``torch.Generator`` and the entry of a compiled region are reached through Python's profile
-    hook: it sees calls of C methods too, and nothing of torch needs to be patched. An already
-    installed hook goes on being called.
+    ``torch.Generator``, threads and the entry of a compiled region are reached through Python's
+    profile hook: it sees calls of C methods too, and nothing of torch needs to be patched. An
+    already installed hook goes on being called.
 
     Note [Functions in a backward]: torch.autograd.backward is a torch function itself, and a
     function mode is off while one of those runs. The hook puts it on again where autograd's
     engine starts, so that gradient hooks and custom backwards are watched like a forward.
 
     Args:
-        refuse: Called with the name of the operation and the refusal; it raises.
+        listener: Told of each such call.
         function_mode: The mode that is to be on inside autograd's engine too.
     """
-    num_engines = 0
     previous = sys.getprofile()
-    generator_type = torch.Generator
-
-    def hook(frame: FrameType, event: Any, arg: Any) -> None:
-        if callable(previous):
-            previous(frame, event, arg)
-        if event == "c_call":
-            owner = getattr(arg, "__self__", None)
-            if isinstance(owner, generator_type) and arg.__name__ in _STATE_METHODS:
-                name = f"torch.Generator.{arg.__name__}"
-                refuse(name, generator_state(name))
-        elif event == "call" and _enters_compiled(frame):
-            refuse("torch.compile", compiled_region(_compiled_name(frame)))
-        elif event in ("call", "return") and _runs_engine(frame):
-            nonlocal num_engines
-            if event == "call":
-                function_mode.__enter__()
-            elif num_engines:
-                function_mode.__exit__(None, None, None)
-            num_engines += 1 if event == "call" else -1
-
+    hook = _Hook(listener, function_mode, previous if callable(previous) else None)
     sys.setprofile(hook)
     try:
         yield
     finally:
-        # A hook that raises is removed by Python, and does not see its engines return.
-        for _ in range(num_engines):
-            function_mode.__exit__(None, None, None)
+        hook.end()
         if previous is None or callable(previous):
             sys.setprofile(previous)
         else:  # a profiler written in C (cProfile), which pauses meanwhile
             previous.enable()
 
 
-def _enters_compiled(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py")
+class _Hook:
+    """What Python calls at each call and return."""
+
+    def __init__(
+        self,
+        listener: HostListener,
+        function_mode: TorchFunctionMode,
+        previous: Callable[[FrameType, Any, Any], object] | None,
+    ) -> None:
+        self._listener = listener
+        self._function_mode = function_mode
+        self._previous = previous
+        self._num_engines = 0
+
+    def __call__(self, frame: FrameType, event: Any, arg: Any) -> None:
+        if self._previous is not None:
+            self._previous(frame, event, arg)
+        if event == "c_call":
+            self._report(judge_c_call(arg, frame))
+        elif event == "call":
+            if _runs_engine(frame):
+                self._num_engines += 1
+                self._function_mode.__enter__()
+            else:
+                if frame.f_code.co_filename.endswith(STREAMS_FILE):
+                    self._listener.on_stream_call(frame)
+                self._report(judge_call(frame))
+                if is_object_collective(frame):
+                    self._listener.on_opaque_call(begins=True)
+        elif event == "return":
+            if _runs_engine(frame):
+                if self._num_engines:
+                    self._num_engines -= 1
+                    self._function_mode.__exit__(None, None, None)
+            elif is_object_collective(frame):
+                self._listener.on_opaque_call(begins=False)
+
+    def end(self) -> None:
+        """Take the function mode off again."""
+        # A hook that raises is removed by Python, and does not see its engines return.
+        for _ in range(self._num_engines):
+            self._function_mode.__exit__(None, None, None)
+
+    def _report(self, judged: tuple[str, Refusal] | None) -> None:
+        if judged is not None:
+            self._listener.on_host_call(*judged)
 
 
 def _runs_engine(frame: FrameType) -> bool:
@@ -77,9 +115,4 @@ def _runs_engine(frame: FrameType) -> bool:
     return code.co_name == "_engine_run_backward" and code.co_filename.endswith("autograd/graph.py")
 
 
-def _compiled_name(frame: FrameType) -> str:
-    function = frame.f_locals.get("fn")
-    return f"{getattr(function, '__qualname__', type(function).__name__)}()"
-
-
-__all__ = ["host_watch"]
+__all__ = ["HostListener", "host_watch"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.backward_rules import host_reading_gradient
+from graphfsdp.hazards import HazardKind
 
 Varies = Callable[[Tensor], bool]
 
@@ -30,12 +31,28 @@ _GENERATOR_REMEDY = (
 )
 
 
+# Numbers of the CUDA errors that a capture would end in (cuda_errors.py has their meaning).
+UNSUPPORTED = 900
+UNJOINED = 904
+ISOLATION = 905
+CAPTURED_EVENT = 907
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """Why a graph cannot hold an operation, and what to do."""
+    """Why a graph cannot hold an operation, and what to do.
+
+    Attributes:
+        what: What the operation does, and why a graph cannot hold it.
+        remedy: What to do.
+        kind: What sort of thing it is.
+        cuda_error: Number of the CUDA error that it causes, None if it causes none.
+    """
 
     what: str
     remedy: str
+    kind: HazardKind
+    cuda_error: int | None = None
 
     @property
     def message(self) -> str:
@@ -49,6 +66,29 @@ def host_read(how: str) -> Refusal:
         f"{how} reads a value of the iteration on the host; a replay runs recorded kernels and "
         "no Python, so every later iteration would go on with the value of this one",
         _HOST_READ_REMEDY,
+        HazardKind.HOST_READ,
+        UNSUPPORTED,
+    )
+
+
+def host_wait(how: str) -> Refusal:
+    """Return the refusal of a wait of the host for the device."""
+    return Refusal(
+        f"{how} makes the host ask or wait for the device inside the iteration; CUDA does not "
+        "permit that during a capture, and a replay runs no Python",
+        "order streams among themselves (wait_stream, wait_event), and time or wait outside "
+        "the iteration",
+        HazardKind.SYNCHRONIZE,
+        UNSUPPORTED,
+    )
+
+
+def no_storage(layout: object) -> Refusal:
+    """Return the refusal of a tensor that does not lie in one piece of memory."""
+    return Refusal(
+        f"a tensor of layout {layout} has no storage that a graph could hold at a fixed address",
+        "use strided (dense) tensors inside the iteration",
+        HazardKind.MEMORY,
     )
 
 
@@ -58,6 +98,7 @@ def generator_state(how: str) -> Refusal:
         f"{how} reads or sets the state of a random generator inside the iteration; a replay "
         "advances the generator by itself and never runs this Python",
         _GENERATOR_REMEDY,
+        HazardKind.GENERATOR,
     )
 
 
@@ -67,6 +108,7 @@ def new_generator(how: str) -> Refusal:
         f"{how} draws from a random generator that is as new; if the iteration makes it, eager "
         "would start it anew each time, and a replay goes on drawing from one",
         "make the generator before the loop, and seed it",
+        HazardKind.GENERATOR,
     )
 
 
@@ -76,6 +118,7 @@ def compiled_region(name: str) -> Refusal:
         f"{name} is compiled by torch.compile; its kernels are invisible to a recording on a CPU "
         "and would be missing from every replay",
         "capture the uncompiled module on a CPU (on CUDA compiled kernels are recorded)",
+        HazardKind.COMPILED,
     )
 
 
@@ -84,6 +127,8 @@ def higher_order(name: str) -> Refusal:
     return Refusal(
         f"{name} is a higher-order operator; which of its functions runs is decided in Python",
         "write it with tensor operations, such as torch.where on both results",
+        HazardKind.CONTROL_FLOW,
+        UNSUPPORTED,
     )
 
 
@@ -116,6 +161,8 @@ def _transfer(
         "CUDA does not permit that during a capture (error 900), and a replay would repeat the "
         "old contents",
         "make the tensor on the device (device=x.device), or before the iteration",
+        HazardKind.HOST_TENSOR,
+        UNSUPPORTED,
     )
 
 
@@ -131,6 +178,7 @@ def _host_scalar(
                 f"{op} reads a 0-D CPU tensor beside CUDA tensors; its value is baked into the "
                 "kernel's arguments and later changes never reach a replay",
                 "keep the scalar on the device (tensor.to(device) before the loop)",
+                HazardKind.BAKED_NUMBER,
             )
     return None
 
@@ -191,6 +239,7 @@ def refuse_op(
             f"{op} is a collective that writes tensors without saying so in its schema",
             "use functional collectives (torch.distributed._functional_collectives) or run the "
             "collective outside the captured iteration",
+            HazardKind.COLLECTIVE,
         )
     inputs = _tensors(list(args)) + _tensors(list(kwargs.values()))
     crossing = _transfer(op, args, kwargs) or _host_scalar(op, inputs, varies)
@@ -202,6 +251,8 @@ def refuse_op(
             f"the gradient of {op} is computed by reading values on the host, which a graph "
             "cannot hold (under a recording torch takes another formula, with other last bits)",
             gradient.remedy,
+            HazardKind.GRADIENT,
+            UNSUPPORTED,
         )
     dynamic = _has_dynamic_shape(op, args, kwargs)
     if not dynamic and torch.Tag.data_dependent_output not in op.tags:
@@ -212,6 +263,8 @@ def refuse_op(
         return Refusal(
             f"{op} returns a tensor whose shape depends on values; a graph's shapes are fixed",
             _SHAPE_REMEDY,
+            HazardKind.DYNAMIC_SHAPE,
+            UNSUPPORTED,
         )
     return host_read(str(op))
 
@@ -225,13 +278,19 @@ def is_fixed_result(
 
 
 __all__ = [
+    "CAPTURED_EVENT",
+    "ISOLATION",
+    "UNJOINED",
+    "UNSUPPORTED",
     "Refusal",
     "Varies",
     "compiled_region",
     "generator_state",
     "higher_order",
     "host_read",
+    "host_wait",
     "is_fixed_result",
     "new_generator",
+    "no_storage",
     "refuse_op",
 ]

@@ -20,6 +20,7 @@ _OURS = tuple(
     {str(Path(__file__).parent), str(_FLOOR / "_capture"), str(_FLOOR / "optim")}
     | {str(_FLOOR.parent / folder) for folder in ("capture", "optim")}
 )
+_CAPTURE = (str(Path(__file__).parent), str(_FLOOR / "_capture"))
 _SKIPPED = (_TORCH, *_OURS)
 _PYTHON = sysconfig.get_path("stdlib")  # contextlib, copy and the like only pass calls on
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -43,6 +44,14 @@ def user_source_line() -> SourceLine | None:
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def called_by_user() -> bool:
+    """Tell whether the innermost frame outside the capture leg is one of the user's program."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_CAPTURE):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and is_users_file(frame.f_code.co_filename)
 
 
 class ModuleTracker:
@@ -83,4 +92,4 @@ class ModuleTracker:
             self._stack.clear()
 
 
-__all__ = ["ModuleTracker", "is_users_file", "user_source_line"]
+__all__ = ["ModuleTracker", "called_by_user", "is_users_file", "user_source_line"]

@@ -62,6 +62,17 @@ def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
         ) from None
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Tell whether a plain tensor lies in one storage."""
+    if tensor.layout is torch.strided:
+        return True  # of the wrappers that have none, none gets here
+    try:
+        storage_of(tensor, "")
+    except CaptureError:
+        return False
+    return True
+
+
 class StorageTable:
     """All storages of a recording by identity."""
 
@@ -104,4 +115,4 @@ def refuse_dropped_tensors(storages: Iterable[StorageInfo]) -> None:
             )
 
 
-__all__ = ["StorageInfo", "StorageTable", "refuse_dropped_tensors", "storage_of"]
+__all__ = ["StorageInfo", "StorageTable", "has_storage", "refuse_dropped_tensors", "storage_of"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,23 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp._capture.function_rules import FunctionRules
 from graphfsdp._capture.host_watch import host_watch
-from graphfsdp._capture.rules import Refusal, higher_order, is_fixed_result, refuse_op
+from graphfsdp._capture.op_tensors import flat_tensors, is_wrapper_subclass, written_tensors
+from graphfsdp._capture.recompute_rules import random_recompute
+from graphfsdp._capture.rules import (
+    Refusal,
+    higher_order,
+    is_fixed_result,
+    no_storage,
+    refuse_op,
+)
 from graphfsdp._capture.sites import SiteTable
 from graphfsdp._capture.source import ModuleTracker, user_source_line
-from graphfsdp._capture.storages import StorageInfo, StorageTable
+from graphfsdp._capture.storages import StorageInfo, StorageTable, has_storage
+from graphfsdp._capture.stream_watch import StreamWatch
 from graphfsdp.errors import CaptureError
+from graphfsdp.hazards import HazardLog, SourceLine
 
 # Python hands these a tensor whose data it has just filled in, outside any operator.
 _LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
-# Operators that write arguments without saying so in their schema.
-_SILENT_WRITERS = (
-    "aten::native_batch_norm",
-    "aten::cudnn_batch_norm",
-    "aten::miopen_batch_norm",
-    "aten::batch_norm_gather_stats",
-    "aten::batch_norm_gather_stats_with_counts",
-)
-_RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
 
 Run = Callable[[], Any]
 
@@ -47,7 +49,12 @@ class Watcher:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, *, defers_refusals: bool = False
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        defers_refusals: bool = False,
+        hazards: HazardLog | None = None,
     ) -> None:
         """Prepare.
 
@@ -56,8 +63,11 @@ class Watcher:
             device: Where it lies.
             defers_refusals: Go on after a refusal and raise at the end, so that the iteration's
                 collectives are all issued.
+            hazards: Where every refusal is noted; then none is raised at all.
         """
         self._defers_refusals = defers_refusals
+        self._hazards = hazards
+        self._streams: StreamWatch | None = None
         self.storages = StorageTable()
         self.failure: CaptureError | None = None
         self.last_op: str | None = None
@@ -65,8 +75,9 @@ class Watcher:
         self._tracker = ModuleTracker(model)
         self.sites = SiteTable(model, self._tracker)
         self.site = 0
+        self._device = device
         self._function_rules = FunctionRules(device.type)
-        self._inside_op = False
+        self._num_quiet = 0  # how many calls are under way whose inside is not judged
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,7 +92,7 @@ class Watcher:
                 stack.enter_context(self._tracker.tracking())
                 stack.enter_context(functions)
                 stack.enter_context(_DispatchMode(self))
-                stack.enter_context(host_watch(self._on_host_call, functions))
+                stack.enter_context(host_watch(self, functions))
                 yield
         except Exception as error:
             # What follows a swallowed refusal, or what somebody made of it, is not the cause.
@@ -104,12 +115,21 @@ class Watcher:
 
     def varies(self, tensor: Tensor) -> bool:
         """Tell whether a tensor's contents differ from replay to replay."""
-        info = self.storages.find(tensor, "varies")
+        info = self.storages.find(tensor, "varies") if has_storage(tensor) else None
         return True if info is None else info.varies
 
     def has_touched(self, tensor: Tensor) -> bool:
         """Tell whether any operator has read or written a tensor's storage."""
-        return self.storages.find(tensor, "has_touched") is not None
+        return has_storage(tensor) and self.storages.find(tensor, "has_touched") is not None
+
+    @property
+    def place(self) -> tuple[str | None, SourceLine | None]:
+        """The running module's full name and the user's line, as an error tells them."""
+        source = user_source_line()
+        if source is None and torch._C._current_autograd_node() is not None:
+            site = self.sites.sites()[self.sites.here()]  # CUDA: autograd has its own thread
+            return site.module, site.source
+        return self._tracker.path, source
 
     def refuse(self, op: str, refusal: Refusal) -> None:
         """Raise the refusal with the module path and the user's line, at once or at the end.
@@ -117,27 +137,57 @@ class Watcher:
         Raises:
             CaptureError: unless refusals are deferred.
         """
+        self.refuse_at(op, refusal, *self.place)
+
+    def refuse_at(
+        self, op: str, refusal: Refusal, module_path: str | None, source: SourceLine | None
+    ) -> None:
+        """Raise a refusal with the place that it has; see ``refuse``."""
         error = CaptureError(
             refusal.message,
             op=op,
-            module_path=self._tracker.path,
-            source=user_source_line(),
+            module_path=module_path,
+            source=source,
+            kind=refusal.kind,
+            cuda_error=refusal.cuda_error,
         )
+        if self._hazards is not None:
+            self._hazards.add(error.hazard)
+            return
         self.failure = self.failure or error
         if not self._defers_refusals:
             raise error
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Judge nothing while the body runs."""
+        self._num_quiet += 1
+        try:
+            yield
+        finally:
+            self._num_quiet -= 1
 
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Judge a torch function called from Python, and run it."""
-        if not self._inside_op:
-            refused = self._function_rules.refuse(function, args, kwargs, self.varies)
+        seal = self._function_rules.seal
+        if self._num_quiet:
+            return seal(function(*args, **kwargs))
+        refused = self._function_rules.refuse(function, args, kwargs, self.varies)
+        if refused is not None:
+            self.refuse(*refused)
+            with self.quiet():  # what it is made of is the same finding
+                return seal(function(*args, **kwargs))
+        if function is torch.nn.functional.one_hot and self._is_fixed_one_hot(args, kwargs):
+            return self._one_hot(*args, **kwargs)
+        num_ops = self.num_ops
+        result = function(*args, **kwargs)
+        if self.num_ops == num_ops:
+            refused = self._function_rules.refuse_unseen_read(function, args, self.varies)
             if refused is not None:
                 self.refuse(*refused)
-            if function is torch.nn.functional.one_hot and self._is_fixed_one_hot(args, kwargs):
-                return self._one_hot(*args, **kwargs)
-        return self._function_rules.seal(function(*args, **kwargs))
+        return seal(result)
 
     def _is_fixed_one_hot(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
@@ -149,9 +199,36 @@ class Watcher:
         result = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
         return result.scatter_(-1, tensor.unsqueeze(-1), 1)
 
-    def _on_host_call(self, name: str, refusal: Refusal) -> None:
-        if not self._inside_op:
+    def on_host_call(self, name: str, refusal: Refusal) -> None:
+        """Refuse what the host does without an operator."""
+        if not self._num_quiet:
             self.refuse(name, refusal)
+
+    def on_opaque_call(self, begins: bool) -> None:
+        """Stop judging inside a call that was refused as a whole, and begin again after it."""
+        self._num_quiet += 1 if begins else -1
+
+    def on_stream_call(self, frame: FrameType) -> None:
+        """Follow how streams wait for each other."""
+        if self._streams is not None:
+            refusal = self._streams.on_call(frame)
+            if refusal is not None and not self._num_quiet:
+                self.refuse("torch.cuda.Event.wait", refusal)
+
+    def follow_streams(self) -> None:
+        """Follow streams from now on, the current one being that of the iteration."""
+        if self._device.type == "cuda":
+            self._streams = StreamWatch(self._device)
+
+    def refuse_loose_streams(self) -> None:
+        """Refuse side streams that the iteration did not fork or join.
+
+        Raises:
+            CaptureError: there is one, and hazards are not only noted.
+        """
+        if self._streams is not None:
+            for found in self._streams.book.findings():
+                self.refuse_at(found.op, found.refusal, found.module_path, found.source)
 
     def dispatch(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -163,28 +240,48 @@ class Watcher:
         self.num_ops += 1
         self.site = self.sites.here()
         inputs = flat_tensors(args) + flat_tensors(kwargs.values())
+        for tensor in inputs:
+            if not has_storage(tensor):
+                self._judge(str(op), no_storage(tensor.layout))
+                with self.quiet():
+                    return op(*args, **kwargs)
         external = not self.is_literal(op)
         infos = [self._info(tensor, str(op), external=external) for tensor in inputs]
-        refusal = refuse_op(op, args, kwargs, self.varies)
-        if refusal is not None:
-            self.refuse(str(op), refusal)
+        self._judge(str(op), refuse_op(op, args, kwargs, self.varies) or random_recompute(op))
+        if self._streams is not None:
+            self._streams.on_op(str(op), *self.place)
         written = written_tensors(op, args, kwargs)
-        self._inside_op = True
         try:
-            result = self.on_op(op, args, kwargs, written, lambda: op(*args, **kwargs))
+            with self.quiet():
+                result = self.on_op(op, args, kwargs, written, lambda: op(*args, **kwargs))
         except CaptureError as error:
-            self.failure = self.failure or error
-            raise
-        finally:
-            self._inside_op = False
+            found = error.located(*self.place)
+            self.failure = self.failure or found
+            raise found from None
+        self._note_results(op, args, infos, [*flat_tensors([result]), *written])
+        return result
+
+    def _judge(self, op: str, refusal: Refusal | None) -> None:
+        if refusal is not None and not self._num_quiet:
+            self.refuse(op, refusal)
+
+    def _note_results(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        infos: Sequence[StorageInfo],
+        results: Sequence[Tensor],
+    ) -> None:
         varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
-        for index, tensor in enumerate((*flat_tensors([result]), *written)):
+        for index, tensor in enumerate(results):
+            if not has_storage(tensor):
+                self._judge(str(op), no_storage(tensor.layout))
+                continue
             known = self.storages.find(tensor, str(op))
             news = varies and not is_fixed_result(op, args, index, self.varies)
             if known is None:
                 known = self.storages.add(tensor, str(op), external=False, varies=news)
             known.varies = known.varies or news
-        return result
 
     def _info(self, tensor: Tensor, op: str, *, external: bool) -> StorageInfo:
         info = self.storages.find(tensor, op)
@@ -238,47 +335,4 @@ class _FunctionMode(TorchFunctionMode):
         return self._watcher.on_function(func, args, kwargs or {})
 
 
-def is_wrapper_subclass(kind: type) -> bool:
-    """Tell whether a tensor type handles operators itself (DTensor, async collectives)."""
-    handler = getattr(kind, "__torch_dispatch__", None)
-    return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
-
-
-def flat_tensors(values: Any) -> list[Tensor]:
-    """Return the tensors among an operator's arguments or results, lists opened."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(flat_tensors(value))
-    return found
-
-
-def written_tensors(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Return the arguments that an operator writes, by its schema or by what is known of it."""
-    written: list[Tensor] = []
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written.extend(flat_tensors([value]))
-    if op._schema.name in _SILENT_WRITERS:
-        written.extend(flat_tensors(args[_RUNNING_STATISTICS]))
-    return written
-
-
-def read_tensors(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Return the arguments whose contents an operator reads, and does not just look at anew."""
-    read: list[Tensor] = []
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is None:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            read.extend(flat_tensors([value]))
-    return read
-
-
-__all__ = ["Watcher", "flat_tensors", "is_wrapper_subclass", "read_tensors", "written_tensors"]
+__all__ = ["Run", "Watcher"]

@@ -1,6 +1,7 @@
 """Exceptions of graphfsdp: each says what is wrong, expected, got, and the remedy."""
 
-from dataclasses import dataclass
+from graphfsdp.hazards import Hazard, HazardKind
+from graphfsdp.hazards import SourceLine as SourceLine
 
 
 class GraphFSDPError(Exception):
@@ -31,18 +32,6 @@ class InvalidLossError(GraphFSDPError, ValueError):
     """``loss_fn`` returned something that cannot be trained on."""
 
 
-@dataclass(frozen=True)
-class SourceLine:
-    """A line of the user's program."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
-
-
 class CaptureError(GraphFSDPError):
     """The iteration does something that a graph cannot hold.
 
@@ -53,6 +42,9 @@ class CaptureError(GraphFSDPError):
         op: Name of the operation that was refused, such as ``aten._local_scalar_dense``.
         module_path: Full name of the module that was running, "" for the root, None if none was.
         source: The user's line that asked for the operation, None if there is none.
+        kind: What sort of thing a graph cannot hold.
+        cuda_error: Number of the CUDA error that a capture on a GPU would end in, or has ended
+            in; None where no single one is known.
     """
 
     def __init__(
@@ -62,6 +54,8 @@ class CaptureError(GraphFSDPError):
         op: str | None = None,
         module_path: str | None = None,
         source: SourceLine | None = None,
+        kind: HazardKind = HazardKind.STATE,
+        cuda_error: int | None = None,
     ) -> None:
         details = []
         if op is not None:
@@ -70,10 +64,43 @@ class CaptureError(GraphFSDPError):
             details.append(f"  module: {module_path or '(root module)'}")
         if source is not None:
             details.append(f"  source: {source}")
+        if cuda_error is not None:
+            details.append(f"  cuda:   error {cuda_error} in a capture on a GPU")
         super().__init__("\n".join([message, *details]))
+        self._message = message
         self.op = op
         self.module_path = module_path
         self.source = source
+        self.kind = kind
+        self.cuda_error = cuda_error
+
+    def located(self, module_path: str | None, source: SourceLine | None) -> "CaptureError":
+        """Return this error with a place, where it has none yet."""
+        if self.module_path is not None or self.source is not None:
+            return self
+        return CaptureError(
+            self._message,
+            op=self.op,
+            module_path=module_path,
+            source=source,
+            kind=self.kind,
+            cuda_error=self.cuda_error,
+        )
+
+    @property
+    def hazard(self) -> Hazard:
+        """The same as a record."""
+        why, fix = split_remedy(self._message)
+        return Hazard(self.kind, why, fix, self.op, self.module_path, self.source, self.cuda_error)
+
+
+def split_remedy(message: str) -> tuple[str, str]:
+    """Return what a message says is wrong, and what it says is to be done."""
+    for word in ("Remedy: ", "Ways out: "):
+        why, found, fix = message.partition(word)
+        if found:
+            return why.rstrip(" ."), fix
+    return message.rstrip("."), ""
 
 
 __all__ = [
@@ -86,4 +113,5 @@ __all__ = [
     "PhaseError",
     "PrecisionError",
     "SourceLine",
+    "split_remedy",
 ]

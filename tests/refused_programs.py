@@ -301,8 +301,9 @@ def grown_storage(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 @rule(r".*", "layout torch.sparse_coo has no storage", driver=False)
 def sparse(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     indices = torch.zeros(1, 8, dtype=torch.int64, device=h.device)
-    matrix = torch.sparse_coo_tensor(indices, h.detach(), (1, 4), check_invariants=False)
-    return h * torch.sparse.sum(matrix)  # not reached
+    shape = (1, 4)
+    matrix = torch.sparse_coo_tensor(indices, h.detach(), shape, check_invariants=False)  # refused
+    return h * torch.sparse.sum(matrix)
 
 
 STATE = torch.get_rng_state()

@@ -20,26 +20,9 @@ FOLDERS = {"graphfsdp": "graphfsdp", "capture": "graphfsdp._capture", "optim": "
 
 FLOOR = frozenset(
     {
-        *(
-            "_recompute",
-            "buckets",
-            "capturable",
-            "clip",
-            "collectives",
-            "config",
-            "dtensors",
-            "errors",
-        ),
-        *(
-            "flat_buffer",
-            "layout",
-            "layout_plan",
-            "metric_ring",
-            "norms",
-            "nvtx",
-            "sharded",
-            "streams",
-        ),
+        *("_recompute", "buckets", "capturable", "clip", "collectives", "config", "dtensors"),
+        *("errors", "flat_buffer", "hazards", "layout", "layout_plan", "metric_ring", "norms"),
+        *("nvtx", "sharded", "streams"),
     }
 )
 SHARD_LEG = frozenset(

@@ -1,5 +1,6 @@
 """Surprises that are errors, or no surprises any more; the table is in test_footguns.py."""
 
+import random
 from typing import Any
 
 import pytest
@@ -157,3 +158,12 @@ def test_moved_parameters_raise(move: str, device: torch.device) -> None:
     pairs = zip(before, model.parameters(), strict=True)
     assert all(torch.equal(old, now.to(old.dtype)) for old, now in pairs)
     step.close()
+
+
+def test_python_randomness_raises(device: torch.device) -> None:
+    for draw in (random.random, random.Random(1).random, lambda: random.uniform(0.0, 1.0)):
+        step, *_ = start(device, lambda model, x, draw=draw: model(x) * draw())
+        for _ in range(3):
+            step(inputs(device))
+        with pytest.raises(graphfsdp.CaptureError, match=r"random.Random.random draws"):
+            step(inputs(device))

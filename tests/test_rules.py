@@ -19,9 +19,6 @@ from refused_programs import RULES, SCALAR
 CPU = torch.device("cpu")
 
 
-UNMARKED = ("sparse",)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", RULES)
 def test_refused_by_name_and_rolled_back(name: str, device: torch.device) -> None:
@@ -33,14 +30,13 @@ def test_refused_by_name_and_rolled_back(name: str, device: torch.device) -> Non
     assert re.fullmatch(rule.op, error.op)
     assert rule.message in str(error)
     assert "Remedy: " in str(error)
-    if name not in UNMARKED:
-        assert error.module_path == "body.inner"
-        assert error.source is not None
-        assert error.source.file == refused_programs.__file__
-        assert error.source.line == line_of(rule.program, "# refused")
-        assert error.source.function == name
-        assert f"{error.source.file}:{error.source.line} in {name}" in str(error)
-        assert "body.inner" in str(error)
+    assert error.module_path == "body.inner"
+    assert error.source is not None
+    assert error.source.file == refused_programs.__file__
+    assert error.source.line == line_of(rule.program, "# refused")
+    assert error.source.function == name
+    assert f"{error.source.file}:{error.source.line} in {name}" in str(error)
+    assert "body.inner" in str(error)
 
 
 @pytest.mark.parametrize("name", ["item", "boolean_mask", "get_rng_state"])

@@ -1,0 +1,63 @@
+"""Which tensors an operator call takes, reads and writes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Operators that write arguments without saying so in their schema.
+_SILENT_WRITERS = (
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+    "aten::batch_norm_gather_stats",
+    "aten::batch_norm_gather_stats_with_counts",
+)
+_RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
+
+
+def is_wrapper_subclass(kind: type) -> bool:
+    """Tell whether a tensor type handles operators itself (DTensor, async collectives)."""
+    handler = getattr(kind, "__torch_dispatch__", None)
+    return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
+
+
+def flat_tensors(values: Any) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results, lists opened."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(flat_tensors(value))
+    return found
+
+
+def written_tensors(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the arguments that an operator writes, by its schema or by what is known of it."""
+    written: list[Tensor] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written.extend(flat_tensors([value]))
+    if op._schema.name in _SILENT_WRITERS:
+        written.extend(flat_tensors(args[_RUNNING_STATISTICS]))
+    return written
+
+
+def read_tensors(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the arguments whose contents an operator reads, and does not just look at anew."""
+    read: list[Tensor] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            read.extend(flat_tensors([value]))
+    return read
+
+
+__all__ = ["flat_tensors", "is_wrapper_subclass", "read_tensors", "written_tensors"]

@@ -1,0 +1,47 @@
+"""Random operators inside a region that activation checkpointing runs again."""
+
+import sys
+
+import torch
+
+from graphfsdp._capture.rules import Refusal
+from graphfsdp.hazards import HazardKind
+
+_FILE = "torch/utils/checkpoint.py"
+_RECOMPUTING = frozenset({"recompute_fn", "unpack_hook", "backward"})
+
+
+def random_recompute(op: torch._ops.OpOverload) -> Refusal | None:
+    """Judge an operator that may run because a backward pass needs activations again.
+
+    Args:
+        op: The operator that is about to run.
+
+    Returns:
+        A refusal if it draws random numbers: those of the forward pass were others.
+    """
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return None
+    if torch._C._current_graph_task_id() == -1 or not _recomputes():
+        return None
+    return Refusal(
+        f"{op} draws random numbers while activations are recomputed, without the generator "
+        "being set back (which a graph cannot do): the second draw differs from the first, so "
+        "gradients are wrong while the loss looks right",
+        "leave dropout and other random operators outside the checkpointed function, or pass "
+        "the mask into it as an argument",
+        HazardKind.RECOMPUTE,
+    )
+
+
+def _recomputes() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _RECOMPUTING and code.co_filename.endswith(_FILE):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+__all__ = ["random_recompute"]
