@@ -28,8 +28,7 @@ def random_recompute(op: torch._ops.OpOverload) -> Refusal | None:
         f"{op} draws random numbers while activations are recomputed, without the generator "
         "being set back (which a graph cannot do): the second draw differs from the first, so "
         "gradients are wrong while the loss looks right",
-        "leave dropout and other random operators outside the checkpointed function, or pass "
-        "the mask into it as an argument",
+        "call graphfsdp.recompute in place of torch.utils.checkpoint; it draws nothing twice",
         HazardKind.RECOMPUTE,
     )
 

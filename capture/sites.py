@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphfsdp._capture.source import ModuleTracker, is_users_file
-from graphfsdp.errors import SourceLine
+from graphfsdp.hazards import SourceLine
 
 _NO_SEQUENCE = 2**64 - 1  # what AccumulateGrad has instead of a number of its own
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from graphfsdp.errors import SourceLine
+from graphfsdp.hazards import SourceLine
 
 _TORCH = str(Path(torch.__file__).parent)
 _FLOOR = Path(inspect.getfile(SourceLine)).parent
