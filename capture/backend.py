@@ -20,7 +20,8 @@ class GraphFacts:
         num_nodes: Nodes of the graph; None where the driver does not tell.
         num_ops: Operator calls that the iteration made while it was recorded.
         op_counts: Recorded calls by operator name.
-        pool_bytes: Bytes of the graph's private memory pool; 0 on a CPU.
+        pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
+        num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
     """
 
@@ -28,6 +29,7 @@ class GraphFacts:
     num_ops: int
     op_counts: dict[str, int] = field(default_factory=dict)
     pool_bytes: int = 0
+    num_calls: int = 0
     num_escapes: int = 0
 
 

@@ -45,8 +45,15 @@ class CpuGraphBackend:
 
     name = "cpu"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, poisons: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            device: A CPU.
+            poisons: For tests: the program overwrites its dead memory with NaN patterns.
+        """
         self.device = device
+        self._poisons = poisons
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Return nothing to enter: a CPU has no streams."""
@@ -64,7 +71,7 @@ class CpuGraphBackend:
             gc.collect()
             _await_release(recorder)
             refuse_dropped_tensors(recorder.storages)
-            builder = ProgramBuilder(recorder, values)
+            builder = ProgramBuilder(recorder, values, poisons=self._poisons)
             replay = builder.build()
             check(recorder.has_touched)
         except BaseException:
@@ -76,6 +83,8 @@ class CpuGraphBackend:
             num_ops=recorder.num_ops,
             op_counts=dict(counts),
             num_escapes=len(builder.escapes),
+            pool_bytes=builder.memory.plan.num_bytes,
+            num_calls=builder.num_calls,
         )
         return CpuGraph(replay, facts), results
 

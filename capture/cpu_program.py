@@ -4,7 +4,7 @@ No module, autograd or optimizer code is left in it: each line calls one operato
 intermediate is dropped after its last use, so the memory peak is near that of the iteration.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,13 @@ from torch import Tensor
 
 from graphfsdp._capture.cpu_recorder import Node, Recorder, Value
 from graphfsdp._capture.direct_calls import direct_call
+from graphfsdp._capture.out_calls import call_into
+from graphfsdp._capture.program_memory import ProgramMemory, materialise, values_in
 from graphfsdp._capture.storages import StorageInfo
 
 Replay = Callable[[], tuple[Tensor, ...]]
+
+POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1
 
 
 class ProgramBuilder:
@@ -23,18 +27,28 @@ class ProgramBuilder:
     Note [Escapes]: a storage that the recording made and that is still alive when the iteration
     is over belongs to somebody (an attribute that the model assigned). A replay writes its new
     contents into it, so that whoever holds it sees the present iteration.
+
+    Attributes:
+        nodes: The program, without what nobody reads.
+        escapes: Values that outlive the iteration.
+        memory: Where they all lie.
+        num_calls: Operators that a replay calls; the others were over when it was built.
     """
 
-    def __init__(self, recorder: Recorder, outputs: Sequence[Value]) -> None:
+    def __init__(
+        self, recorder: Recorder, outputs: Sequence[Value], *, poisons: bool = False
+    ) -> None:
         """Prepare.
 
         Args:
             recorder: The finished recording; nothing but it may hold the iteration's tensors.
             outputs: Values of the iteration's results, which each replay returns.
+            poisons: For tests: fill all memory of the program with NaN patterns before each
+                replay, and again after its last use.
         """
-        self._recorder = recorder
         self._outputs = outputs
-        self._namespace: dict[str, Any] = {"_torch": torch._C._VariableFunctions}
+        self._poisons = poisons
+        self._namespace: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
         self.escapes: list[Value] = []
@@ -46,16 +60,24 @@ class ProgramBuilder:
                 self.escapes.append(value)
                 self._escaped.append(tensor)
         self.nodes = _without_dead(recorder.nodes, [*self._outputs, *self.escapes])
+        self.memory = ProgramMemory(self.nodes, outputs, self.escapes)
+        self.num_calls = 0
 
     def build(self) -> Replay:
         """Return the function; each call runs the program once and returns fresh outputs."""
         lines = ["def replay():"]
+        if self._poisons:
+            lines += self._poison_lines(-1)
         last_use = self._last_uses()
         for index, node in enumerate(self.nodes):
-            lines.append("    " + self._line(node))
-            dead = last_use.get(index)
+            if not self.memory.needs_no_call(node):
+                lines.append("    " + self._line(node))
+                self.num_calls += 1
+            dead = last_use.get(index, [])
+            if self._poisons:
+                lines += self._poison_lines(index)
             if dead:
-                lines.append("    del " + ", ".join(dead))
+                lines.append("    del " + ", ".join(map(self._name, dead)))
         for value, tensor in zip(self.escapes, self._escaped, strict=True):
             target = self._constant(tensor, "e")
             lines.append(f"    {target}.copy_({self._name(value)})")
@@ -65,25 +87,43 @@ class ProgramBuilder:
         replay: Replay = self._namespace["replay"]
         return replay
 
-    def _last_uses(self) -> dict[int, list[str]]:
-        """Return the local names whose last use is at each node."""
+    def _last_uses(self) -> dict[int, list[Value]]:
+        """Return the values in local names whose last use is at each node."""
         keep = {id(value) for value in (*self._outputs, *self.escapes)}
         last: dict[int, tuple[int, Value]] = {}
         for index, node in enumerate(self.nodes):
+            if self.memory.needs_no_call(node):
+                continue
             outputs = (value for value in node.outputs if value is not None)
-            for value in (*_values_in(node), *outputs):
+            for value in (*values_in(node), *outputs):
                 last[id(value)] = (index, value)
-        uses: dict[int, list[str]] = {}
+        uses: dict[int, list[Value]] = {}
         for index, value in last.values():
-            if value.node is not None and id(value) not in keep:
-                uses.setdefault(index, []).append(self._name(value))
+            if not self.memory.is_fixed(value) and id(value) not in keep:
+                uses.setdefault(index, []).append(value)
         return uses
+
+    def _poison_lines(self, index: int) -> list[str]:
+        """Return calls that overwrite what is dead after a node; all planned memory before any."""
+        dead = self.memory.dead_after(index) if index >= 0 else [self.memory.arena]
+        lines = [f"    {self._constant(memory, 'a')}.fill_({POISON})" for memory in dead]
+        last: dict[int, tuple[int, Value]] = {}
+        for step, values in self._last_uses().items():
+            for value in values:
+                found = last.get(id(value.storage), (step, value))
+                last[id(value.storage)] = max(found, (step, value), key=lambda pair: pair[0])
+        kept = {id(value.storage) for value in (*self._outputs, *self.escapes)}
+        fill = self._constant(poison, "p")
+        for key, (step, value) in last.items():
+            if step == index and key not in kept:
+                lines.append(f"    {fill}({self._name(value)})")
+        return lines
 
     def _name(self, value: Value) -> str:
         name = self._names.get(id(value))
         if name is None:
-            if value.node is None:
-                name = self._constant(_materialise(value), "x")
+            if self.memory.is_fixed(value):
+                name = self._constant(self.memory.tensor(value), "x")
             else:
                 name = f"v{len(self._names)}"
             self._names[id(value)] = name
@@ -98,11 +138,13 @@ class ProgramBuilder:
         return name
 
     def _line(self, node: Node) -> str:
+        if self.memory.writes_into_place(node):
+            return self._call_into(node)
         call = self._call(node)
-        inputs = {id(value) for value in _values_in(node)}
+        inputs = {id(value) for value in values_in(node)}
         targets = [
             self._name(value)
-            if value is not None and value.node is not None and id(value) not in inputs
+            if value is not None and not self.memory.is_fixed(value) and id(value) not in inputs
             else None
             for value in node.outputs
         ]
@@ -115,11 +157,18 @@ class ProgramBuilder:
         line = f"[{names}] = {call}"
         return f"{line}; _ = None" if None in targets else line
 
+    def _call_into(self, node: Node) -> str:
+        args = [self._argument(value) for value in node.args]
+        kwargs = {name: self._argument(value) for name, value in node.kwargs.items()}
+        outs = [self._name(value) for value in node.outputs if value is not None]
+        return call_into(node.op, args, kwargs, outs, self._constant)
+
     def _call(self, node: Node) -> str:
         parts = [self._argument(value) for value in node.args]
         if not node.kwargs:
             listed = len(parts) > 1 and isinstance(node.args[1], list)
-            call = direct_call(node.op, parts, parts[1][1:-1] if listed else None)
+            spread = parts[1][1:-1] if listed else None
+            call = direct_call(node.op, parts, spread, self._constant)
             if call is not None:
                 return call
         parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
@@ -138,34 +187,14 @@ class ProgramBuilder:
 def _if_alive(value: Value) -> Tensor | None:
     """Return a tensor over the value's storage, None if nobody has it any more."""
     try:
-        return _materialise(value)
+        return materialise(value, value.storage.get())
     except ReferenceError:
         return None
 
 
-def _materialise(value: Value) -> Tensor:
-    """Return a tensor that looks at existing storage as the value does."""
-    offset, shape, stride, dtype, conj, neg = value.geometry
-    storage = value.storage.get()
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, shape, stride)
-    if conj:
-        tensor = tensor.conj()
-    if neg:
-        tensor = torch._neg_view(tensor)
-    return tensor
-
-
-def _values_in(node: Node) -> Iterable[Value]:
-    def walk(items: Iterable[Any]) -> Iterable[Value]:
-        for item in items:
-            if isinstance(item, Value):
-                yield item
-            elif isinstance(item, list):
-                yield from walk(item)
-
-    yield from walk(node.args)
-    yield from walk(node.kwargs.values())
+def poison(memory: Tensor) -> None:
+    """Fill a storage that nothing may read any more, so that whoever does gets nonsense."""
+    torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(POISON)
 
 
 def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:
@@ -199,4 +228,4 @@ def _is_seen(info: StorageInfo, live: set[int]) -> bool:
     return info.external or id(info) in live
 
 
-__all__ = ["ProgramBuilder", "Replay"]
+__all__ = ["POISON", "ProgramBuilder", "Replay", "poison"]

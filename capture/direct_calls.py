@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from graphfsdp._capture.out_calls import Constant
+
 # Methods whose list of integers is spread: x.view(2, 3).
 _SPREAD_METHODS = frozenset({"view.default", "permute.default"})
 
@@ -62,7 +64,7 @@ _FUNCTIONS = frozenset(
 
 
 def direct_call(
-    op: torch._ops.OpOverload, arguments: Sequence[str], spread: str | None
+    op: torch._ops.OpOverload, arguments: Sequence[str], spread: str | None, constant: Constant
 ) -> str | None:
     """Return Python source that calls an operator through its binding.
 
@@ -70,21 +72,22 @@ def direct_call(
         op: The operator.
         arguments: Source of its positional arguments; it must have no keyword arguments.
         spread: Source of its second argument without the brackets, if that is a list.
+        constant: Gives an object a name in the program.
 
     Returns:
-        The source, in which ``_torch`` stands for torch's function namespace; None if the
-        operator has no listed binding.
+        The source; None if the operator has no listed binding.
     """
     if op.namespace != "aten":
         return None
-    name = f"{op._schema.name.removeprefix('aten::')}.{op._overloadname}"
     function = op._schema.name.removeprefix("aten::")
+    name = f"{function}.{op._overloadname}"
     if name in _SPREAD_METHODS and spread:
         return f"{arguments[0]}.{function}({spread})"
     if name in _METHODS:
         return f"{arguments[0]}.{function}({', '.join(arguments[1:])})"
     if name in _FUNCTIONS and hasattr(torch._C._VariableFunctions, function):
-        return f"_torch.{function}({', '.join(arguments)})"
+        called = constant(getattr(torch._C._VariableFunctions, function), "f")
+        return f"{called}({', '.join(arguments)})"
     return None
 
 

@@ -20,7 +20,7 @@ class CaptureReport:
         capture_ms: Milliseconds that the capture took; None before it.
         static_input_bytes: Bytes of the static inputs.
         gradient_bytes: Bytes of the persistent gradient buffers.
-        pool_bytes: Bytes of the graph's private memory pool (CUDA).
+        pool_bytes: Bytes of the graph's private memory pool.
         num_escapes: Tensors that the model kept from the recorded iteration; replays update them.
         inputs: Every leaf of the batch and its metadata.
         without_gradient: Trainable parameters that no gradient reached; the optimizer skips them.
@@ -61,7 +61,7 @@ class CaptureReport:
             lines.append(f"  kept by the model: {self.num_escapes} tensors, updated by replays")
         lines.append(f"  static inputs:     {self.static_input_bytes:,} bytes")
         lines.append(f"  gradient buffers:  {self.gradient_bytes:,} bytes")
-        if self.backend == "cuda":
+        if self.pool_bytes or self.backend == "cuda":
             lines.append(f"  private pool:      {self.pool_bytes:,} bytes")
         if self.without_gradient:
             lines.append(f"  without gradient:  {', '.join(self.without_gradient)}")

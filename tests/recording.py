@@ -12,11 +12,11 @@ CPU = torch.device("cpu")
 
 
 def record(
-    iterate: Callable[[], list[Tensor]], model: nn.Module | None = None
+    iterate: Callable[[], list[Tensor]], model: nn.Module | None = None, *, poisons: bool = False
 ) -> tuple[CpuGraph, list[Tensor]]:
     """Record any function of no arguments."""
     quick_garbage_collection()
-    graph, results = CpuGraphBackend(CPU).record(
+    graph, results = CpuGraphBackend(CPU, poisons=poisons).record(
         iterate, model or nn.Identity(), lambda was_touched: None, collective=False
     )
     assert isinstance(graph, CpuGraph)

@@ -137,9 +137,10 @@ def test_a_replay_needs_no_more_memory_than_eager(microbatches: int) -> None:
         for _ in range(5):
             step(x)
         peaks[scope] = peak_bytes(lambda step=step, x=x: step(x))  # type: ignore[misc]
+        peaks[scope] += step.report().pool_bytes
     activation = 512 * 64 * 4 // microbatches
     assert peaks["none"] > 8 * activation, "the measurement sees nothing"
-    assert peaks["full_iteration"] <= 1.05 * peaks["none"], peaks
+    assert peaks["full_iteration"] <= 1.02 * peaks["none"], peaks
 
 
 def test_closing_frees_static_inputs_and_constants() -> None:

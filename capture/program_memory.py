@@ -1,0 +1,238 @@
+"""Decides which storages of a recording get fixed memory, and makes the tensors over it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.cpu_recorder import Node, Value, geometry_of
+from graphfsdp._capture.memory_plan import Lifetime, MemoryPlan, plan_memory
+from graphfsdp._capture.out_calls import can_write_into, is_empty
+
+_FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more
+
+_Place = tuple[torch.UntypedStorage, int]  # a storage, and the first byte in it
+
+
+class ProgramMemory:
+    """Where every storage of a program lies: fixed for most, allocated by replays for the rest.
+
+    Note [Planned memory]: an operator with a true ``out=`` form (out_calls.py) computes straight
+    into its place in one arena, which is the CPU twin of a CUDA graph's private pool. So a replay
+    neither allocates nor frees it, and all views of it are made once, when the program is built.
+    What other operators return is allocated as in eager mode, and so is what the caller keeps.
+
+    Attributes:
+        plan: Places of the planned storages.
+        arena: [B] uint8 memory of the planned storages.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Node], outputs: Sequence[Value], escapes: Sequence[Value]
+    ) -> None:
+        """Plan.
+
+        Args:
+            nodes: The program, without dead nodes.
+            outputs: Results that belong to the caller; their storages are not planned.
+            escapes: Results that are copied into storages outside at the end.
+        """
+        self._kept = {id(value.storage) for value in outputs}
+        self._ends = {id(value.storage) for value in escapes}
+        self._places: dict[int, _Place] = {}  # by id of the StorageInfo
+        self._tensors: dict[int, Tensor] = {}  # by id of the Value
+        self._makers = _makers(nodes)
+        self._folded = self._fold(nodes)
+        planned = self._planned(nodes)
+        self._lives = self._lifetimes(nodes, planned)
+        lifetimes = list(self._lives.values())
+        self.plan: MemoryPlan = plan_memory(lifetimes)
+        self.arena = torch.empty(self.plan.num_bytes, dtype=torch.uint8)
+        storage = self.arena.untyped_storage()
+        for key, offset in zip(self._lives, self.plan.offsets, strict=True):
+            self._places[key] = (storage, offset)
+
+    def is_fixed(self, value: Value) -> bool:
+        """Tell whether a value lies at one address for ever, so that its tensor is a constant."""
+        return value.storage.external or id(value.storage) in self._places
+
+    def tensor(self, value: Value) -> Tensor:
+        """Return the tensor of a value that is fixed."""
+        tensor = self._tensors.get(id(value))
+        if tensor is None:
+            place = self._places.get(id(value.storage)) or (value.storage.get(), 0)
+            tensor = self._tensors[id(value)] = materialise(value, *place)
+        return tensor
+
+    def writes_into_place(self, node: Node) -> bool:
+        """Tell whether a node makes storages and all of them are planned."""
+        return any(
+            value is not None
+            and self._makers.get(id(value.storage)) is node
+            and id(value.storage) in self._lives
+            for value in node.outputs
+        )
+
+    def needs_no_call(self, node: Node) -> bool:
+        """Tell whether a node is over when the program is built: a view, a constant, memory."""
+        if node.effects or not node.outputs:
+            return False
+        if id(node) in self._folded:
+            return True
+        if any(value is None or not self.is_fixed(value) for value in node.outputs):
+            return False
+        return is_empty(node.op) or not self.writes_into_place(node)
+
+    def dead_after(self, step: int) -> list[Tensor]:
+        """Return the memory, as bytes, of the planned storages whose last use is a step."""
+        return [
+            self.arena[offset : offset + life.num_bytes]
+            for life, offset in zip(self._lives.values(), self.plan.offsets, strict=True)
+            if life.end == step and life.num_bytes
+        ]
+
+    def _fold(self, nodes: Sequence[Node]) -> set[int]:
+        """Run the nodes that compute the same from constants in every replay, once and for all."""
+        written = {
+            id(value.storage)
+            for node in nodes
+            if node.effects
+            for value in (*values_in(node), *node.outputs)
+            if value is not None
+        }
+        folded: set[int] = set()
+        for node in nodes:
+            made = [value for value in node.outputs if value is not None]
+            if node.effects or node.results != "tensor" or is_empty(node.op):
+                continue
+            keys = {id(value.storage) for value in made}
+            if any(value.storage.external for value in made) or keys & (written | self._kept):
+                continue
+            if any(self._makers[key] is not node for key in keys) or keys & self._ends:
+                continue
+            if any(id(value.storage) not in self._places for value in values_in(node)):
+                continue
+            if sum(_span_bytes(value) for value in made) > _FOLDED_BYTES:
+                continue
+            result = self._run(node)
+            if geometry_of(result) != made[0].geometry:
+                continue
+            self._places[id(made[0].storage)] = (result.untyped_storage(), 0)
+            folded.add(id(node))
+        return folded
+
+    def _run(self, node: Node) -> Tensor:
+        def filled(item: Any) -> Any:
+            if isinstance(item, Value):
+                return self.tensor(item)
+            return [filled(entry) for entry in item] if isinstance(item, list) else item
+
+        kwargs = {name: filled(value) for name, value in node.kwargs.items()}
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            result: Tensor = node.op(*[filled(value) for value in node.args], **kwargs)
+        return result
+
+    def _planned(self, nodes: Sequence[Node]) -> set[int]:
+        planned: set[int] = set()
+        for node in nodes:
+            if id(node) in self._folded:
+                continue
+            made = {
+                id(value.storage): value
+                for value in node.outputs
+                if value is not None and self._makers.get(id(value.storage)) is node
+            }
+            if not made or len(made) != len(node.outputs):
+                continue
+            if any(key in self._kept for key in made) or not all(map(_is_plain, made.values())):
+                continue
+            if can_write_into(node.op):
+                planned |= set(made)
+        return planned
+
+    def _lifetimes(self, nodes: Sequence[Node], planned: set[int]) -> dict[int, Lifetime]:
+        """Return for each planned storage when it is in use, and its size."""
+        sizes = dict.fromkeys(planned, 0)
+        for node in nodes:
+            for value in (*values_in(node), *node.outputs):
+                if value is not None and id(value.storage) in sizes:
+                    key = id(value.storage)
+                    sizes[key] = max(sizes[key], _span_bytes(value))
+        uses: dict[int, tuple[int, int]] = {}
+        for index, node in enumerate(nodes):
+            made = {key for key in map(_storage_key, node.outputs) if key in planned}
+            makes = any(self._makers[key] is node for key in made)
+            if not node.effects and (is_empty(node.op) or (not makes and made)):
+                continue  # bare memory, or a view of what is planned: made before the replay
+            for value in (*values_in(node), *node.outputs):
+                if (key := _storage_key(value)) in planned:
+                    uses[key] = (uses.get(key, (index, index))[0], index)
+        last = len(nodes)
+        return {
+            key: Lifetime(first, last if key in self._ends else end, sizes[key])
+            for key, (first, end) in uses.items()
+        }
+
+
+def values_in(node: Node) -> Iterable[Value]:
+    """Yield the values among a node's arguments."""
+
+    def walk(items: Iterable[Any]) -> Iterable[Value]:
+        for item in items:
+            if isinstance(item, Value):
+                yield item
+            elif isinstance(item, list):
+                yield from walk(item)
+
+    yield from walk(node.args)
+    yield from walk(node.kwargs.values())
+
+
+def materialise(value: Value, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
+    """Return a tensor that looks at a storage as the value does.
+
+    Args:
+        value: The value.
+        storage: Where to look.
+        first_byte: Where the value's own storage begins in it.
+    """
+    offset, shape, stride, dtype, conj, neg = value.geometry
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset + first_byte // dtype.itemsize, shape, stride)
+    if conj:
+        tensor = tensor.conj()
+    if neg:
+        tensor = torch._neg_view(tensor)
+    return tensor
+
+
+def _makers(nodes: Sequence[Node]) -> dict[int, Node]:
+    """Return the node that makes each storage of the program, by id of the StorageInfo."""
+    makers: dict[int, Node] = {}
+    for node in nodes:
+        for value in node.outputs:
+            if value is not None and not value.storage.external:
+                makers.setdefault(id(value.storage), node)
+    return makers
+
+
+def _storage_key(value: Value | None) -> int:
+    return 0 if value is None else id(value.storage)
+
+
+def _is_plain(value: Value) -> bool:
+    offset, _, _, _, conj, neg = value.geometry
+    return offset == 0 and not conj and not neg
+
+
+def _span_bytes(value: Value) -> int:
+    """Return the bytes from the start of a value's storage to the end of the value."""
+    offset, shape, stride, dtype, *_ = value.geometry
+    if 0 in shape:
+        return 0
+    steps = ((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (offset + 1 + sum(steps)) * dtype.itemsize
+
+
+__all__ = ["ProgramMemory", "materialise", "values_in"]
