@@ -61,7 +61,7 @@ def recompute_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
     Pass it where a library calls ``torch.utils.checkpoint.checkpoint``, as Hugging Face does::
 
-        model.gradient_checkpointing_enable(
+        model.activation_checkpointing_enable(  # gradient_checkpointing_enable before version 5
             {
                 "use_reentrant": False,
                 "preserve_rng_state": False,

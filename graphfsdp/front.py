@@ -16,6 +16,7 @@ from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.backends import adapt
 from graphfsdp.sharded import sharded_roots
+from graphfsdp.wrapped import refuse_parallel_wrapper, unwrap_optimizer
 
 
 def capture(
@@ -68,7 +69,9 @@ def capture(
         microbatches=microbatches,
         max_grad_norm=max_grad_norm,
     )
-    _refuse_other_types(model, optimizer, loss_fn, mp_policy)
+    optimizer = _inner_optimizer(optimizer)
+    _refuse_other_types(model, loss_fn, mp_policy)
+    refuse_parallel_wrapper(model)
     _adopt_sharded_parameters(model, optimizer)
     named_params = _trainable(model, optimizer)
     graph_backend = make_backend(backend, _only_device(model, named_params))
@@ -87,9 +90,21 @@ def capture(
     )
 
 
-def _refuse_other_types(
-    model: object, optimizer: object, loss_fn: object, mp_policy: object
-) -> None:
+def _inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """Return the optimizer without the wrapper that Accelerate or Fabric put around it.
+
+    Raises:
+        ConfigError: it is no optimizer.
+    """
+    inner = unwrap_optimizer(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    return inner
+
+
+def _refuse_other_types(model: object, loss_fn: object, mp_policy: object) -> None:
     """Check what a caller without a type checker may get wrong.
 
     Raises:
@@ -97,10 +112,6 @@ def _refuse_other_types(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):

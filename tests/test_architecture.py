@@ -31,7 +31,7 @@ SHARD_LEG = frozenset(
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
     }
 )
-ROOF = frozenset({"", "__main__", "bench", "cli", "front", "training"})
+ROOF = frozenset({"", "__main__", "bench", "cli", "front", "training", "wrapped"})
 
 MAX_LINES = 350
 OPTIONAL_PACKAGES = (
