@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.program_facts import ProgramFacts
+
 Iterate = Callable[[], list[Tensor]]  # runs one iteration, returns its detached results
 Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the recording touch it?"
 
@@ -23,6 +25,7 @@ class GraphFacts:
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
+        program: Every node and every stretch of memory.
     """
 
     num_nodes: int | None
@@ -31,6 +34,7 @@ class GraphFacts:
     pool_bytes: int = 0
     num_calls: int = 0
     num_escapes: int = 0
+    program: ProgramFacts | None = None
 
 
 class Graph(Protocol):
@@ -44,6 +48,14 @@ class Graph(Protocol):
 
     def replay(self) -> list[Tensor]:
         """Run the recording once; the results are the caller's to keep."""
+        ...
+
+    def measure(self) -> tuple[float, ...]:
+        """Replay, undo it, and return the microseconds that each node took.
+
+        Raises:
+            PhaseError: this kind of graph cannot be measured so.
+        """
         ...
 
     def close(self) -> None:

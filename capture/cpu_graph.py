@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu_recorder import Recorder, Value
+from graphfsdp._capture.measured_replay import measure_replay
+from graphfsdp._capture.program_description import describe_program
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp.errors import CaptureError
 
@@ -34,6 +36,11 @@ class CpuGraph:
             raise CaptureError("the graph is closed")
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             return list(self._replay())
+
+    def measure(self) -> tuple[float, ...]:
+        """Replay with a clock at each operator, and undo it; see Graph.measure."""
+        assert self.facts.program is not None
+        return measure_replay(self.replay, self.facts.program)
 
     def close(self) -> None:
         """Drop the program and with it every tensor that it holds."""
@@ -73,6 +80,13 @@ class CpuGraphBackend:
             refuse_dropped_tensors(recorder.storages)
             builder = ProgramBuilder(recorder, values, poisons=self._poisons)
             replay = builder.build()
+            program = describe_program(
+                builder.nodes,
+                recorder.sites.sites(),
+                outputs=values,
+                escapes=builder.escapes,
+                memory=builder.memory,
+            )
             check(recorder.has_touched)
         except BaseException:
             recorder.undo.roll_back()
@@ -85,6 +99,7 @@ class CpuGraphBackend:
             num_escapes=len(builder.escapes),
             pool_bytes=builder.memory.plan.num_bytes,
             num_calls=builder.num_calls,
+            program=program,
         )
         return CpuGraph(replay, facts), results
 

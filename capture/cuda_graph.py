@@ -13,7 +13,7 @@ from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cuda_errors import explain
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, PhaseError
 from graphfsdp.streams import forked
 
 
@@ -41,6 +41,18 @@ class CudaGraph:
         self._graph.replay()
         # The next replay overwrites the graph's own results.
         return [output.clone() for output in self._outputs]
+
+    def measure(self) -> tuple[float, ...]:
+        """Refuse: a launch is one call, which only a profiler can look into.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(
+            "the kernels of a CUDA graph cannot be timed from Python. Remedy: run some replays "
+            "under torch.profiler or nsys (--cuda-graph-trace=node); report() without measure "
+            "tells which module each kernel belongs to"
+        )
 
     def close(self) -> None:
         """Give the graph back, and then the pool that its tensors lie in."""

@@ -2,7 +2,7 @@
 
 import enum
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -207,6 +207,10 @@ class PersistentGradients:
     def without_gradient(self) -> Sequence[str]:
         """Return the full names of trainable parameters that the last iteration did not reach."""
         return [entry.name for entry in self._entries if not entry.landed]
+
+    def named_views(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter's full name and the persistent view of its gradient."""
+        return ((entry.name, entry.view) for entry in self._entries)
 
     @property
     def num_bytes(self) -> int:

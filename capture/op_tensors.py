@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 # Operators that write arguments without saying so in their schema.
-_SILENT_WRITERS = (
+SILENT_WRITERS = (
     "aten::native_batch_norm",
     "aten::cudnn_batch_norm",
     "aten::miopen_batch_norm",
     "aten::batch_norm_gather_stats",
     "aten::batch_norm_gather_stats_with_counts",
 )
-_RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
+RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
 
 
 def is_wrapper_subclass(kind: type) -> bool:
@@ -43,8 +43,8 @@ def written_tensors(
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written.extend(flat_tensors([value]))
-    if op._schema.name in _SILENT_WRITERS:
-        written.extend(flat_tensors(args[_RUNNING_STATISTICS]))
+    if op._schema.name in SILENT_WRITERS:
+        written.extend(flat_tensors(args[RUNNING_STATISTICS]))
     return written
 
 
@@ -60,4 +60,11 @@ def read_tensors(
     return read
 
 
-__all__ = ["flat_tensors", "is_wrapper_subclass", "read_tensors", "written_tensors"]
+__all__ = [
+    "RUNNING_STATISTICS",
+    "SILENT_WRITERS",
+    "flat_tensors",
+    "is_wrapper_subclass",
+    "read_tensors",
+    "written_tensors",
+]

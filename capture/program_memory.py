@@ -84,6 +84,10 @@ class ProgramMemory:
             return False
         return is_empty(node.op) or not self.writes_into_place(node)
 
+    def offsets(self) -> dict[int, int]:
+        """Return the first byte in the arena of each planned storage, by id of its info."""
+        return dict(zip(self._lives, self.plan.offsets, strict=True))
+
     def dead_after(self, step: int) -> list[Tensor]:
         """Return the memory, as bytes, of the planned storages whose last use is a step."""
         return [

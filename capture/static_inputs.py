@@ -1,5 +1,6 @@
 """Inputs at fixed addresses, into which every batch is copied."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -101,6 +102,10 @@ class StaticInputs:
         """Return every leaf's name and metadata, for the report."""
         pairs = zip(self._signature.names, self._signature.leaves, strict=True)
         return {name: str(leaf) for name, leaf in pairs}
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every static input with the name of its leaf."""
+        return ((self._signature.names[index], target) for index, target, _ in self._targets)
 
     @property
     def num_bytes(self) -> int:

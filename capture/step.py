@@ -17,6 +17,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards import AddressGuard
 from graphfsdp._capture.host_state import HostState
 from graphfsdp._capture.iteration import Iteration, LossFunction
+from graphfsdp._capture.memory_names import memory_names
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.static_inputs import StaticInputs
@@ -132,8 +133,16 @@ class CapturedStep:
         """
         return self._grad_norm
 
-    def report(self) -> CaptureReport:
-        """Return the facts of this step."""
+    def report(self, *, measure: bool = False) -> CaptureReport:
+        """Return the facts of this step.
+
+        Args:
+            measure: Also replay the last batch a few times with a clock at each node, and undo
+                it bit for bit. Collective: where there are several ranks, all must do it.
+
+        Raises:
+            PhaseError: there is nothing to measure: no graph yet, or one on a GPU.
+        """
         facts = self._facts
         started = bool(self._num_calls.total())
         return CaptureReport(
@@ -152,7 +161,18 @@ class CapturedStep:
             num_escapes=0 if facts is None else facts.num_escapes,
             inputs={} if self._inputs is None else self._inputs.describe(),
             without_gradient=tuple(self._gradients.without_gradient()) if started else (),
+            node_us=self._measured() if measure else (),
+            program=None if facts is None else facts.program,
+            names=memory_names(self._model, self._optimizer, self._gradients, self._inputs),
         )
+
+    def _measured(self) -> tuple[float, ...]:
+        if self._graph is None:
+            raise PhaseError(
+                f"there is no graph to measure in phase {self._phase.value}. Remedy: call the step "
+                f"until it has captured ({self._options.warmup_steps + 1} calls)"
+            )
+        return self._graph.measure()
 
     def close(self) -> None:
         """Give graph and static inputs back and unhook the parameters; idempotent.

@@ -98,10 +98,16 @@ def test_the_console_script_exists() -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_annotations_are_shipped() -> None:
+def test_annotations_and_the_page_of_the_report_are_shipped() -> None:
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert document["tool"]["setuptools"]["package-data"] == {"graphfsdp": ["py.typed"]}
+    assert document["tool"]["setuptools"]["package-data"] == {
+        "graphfsdp": ["py.typed"],
+        "graphfsdp._capture": ["report_page/*"],
+    }
     assert (ROOT / "graphfsdp" / "py.typed").is_file()
+    assert {path.name for path in (ROOT / "capture" / "report_page").iterdir()} == {
+        *("page.css", "page.html", "page.js"),
+    }
 
 
 def test_tools_look_into_the_linked_folders_too() -> None:

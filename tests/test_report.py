@@ -1,16 +1,20 @@
 """The facts that a captured step tells of itself."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import graphfsdp
+from graphfsdp._capture.memory_names import Role
 from graphfsdp.optim import FusedAdam
-from helpers import quick_garbage_collection
+from helpers import line_of, quick_garbage_collection
 from zoo import ZOO
 from zoo_models import GPT
+
+CPU = torch.device("cpu")
 
 
 def start(device: torch.device, **options: object) -> tuple[graphfsdp.CapturedStep, nn.Module]:
@@ -116,3 +120,131 @@ def test_a_report_is_frozen_and_of_its_moment(device: torch.device) -> None:
     step.close()
     assert step.report().num_calls == {"warmup": 2}
     assert step.report().phase == "closed"
+
+
+def captured(**options: object) -> graphfsdp.CapturedStep:
+    step, _ = start(CPU, max_grad_norm=1.0, **options)
+    call(step, CPU, 5)
+    return step
+
+
+def test_report_names_the_memory_that_nodes_touch() -> None:
+    step = captured()
+    buffers = step.report().buffers()
+    names = {buffer.name: buffer for buffer in buffers}
+    assert names["blocks.0.attention.qkv.weight"].role is Role.PARAMETER
+    assert names["gradient of blocks.0.attention.qkv.weight"].role is Role.GRADIENT
+    assert names["args[0]"].role is Role.INPUT
+    assert names["args[0]"].num_bytes == 12 * 6 * 8
+    assert [buffer for buffer in buffers if buffer.role is Role.OTHER] == []
+    params = [buffer.num_bytes for buffer in buffers if buffer.role is Role.PARAMETER]
+    states = [buffer.num_bytes for buffer in buffers if buffer.role is Role.STATE]
+    assert sum(states) >= 2 * sum(params)  # two moments, and steps
+    results = [buffer for buffer in buffers if buffer.role is Role.OUTPUT]
+    assert [buffer.num_bytes for buffer in results] == [4, 4]  # the loss and the norm
+
+
+def test_report_counts_nodes_by_kind_phase_and_module() -> None:
+    report = captured().report()
+    for groups in (report.by_kind, report.by_phase, report.by_module):
+        assert sum(sum(counts.values()) for counts in groups.values()) == report.num_nodes
+    assert list(report.by_phase) == ["forward", "backward", "optimizer"]
+    assert report.by_phase["optimizer"]["graphfsdp.fused_adam_.default"] == 1
+    assert report.by_module["blocks.0.norm1"] == {
+        "aten.native_layer_norm.default": 1,
+        "aten.native_layer_norm_backward.default": 1,
+        "aten.add.Tensor": 1,
+        "aten.copy_.default": 2,
+    }
+    assert set(report.by_kind) == {"compute", "copy", "fill", "random", "view"}
+    assert sum(report.by_kind["random"].values()) == 4  # one for each dropout
+    text = str(report)
+    assert "  by phase:          " in text
+    assert " backward, " in text
+
+
+def test_report_tells_how_the_memory_of_the_iteration_is_reused() -> None:
+    report = captured().report()
+    pool = report.pool
+    assert pool is not None
+    assert report.program is not None
+    live = report.program.live_bytes()
+    assert pool.peak_bytes == max(live) == live[pool.peak_node]
+    own = [b for b in report.buffers() if b.role in (Role.INTERMEDIATE, Role.OUTPUT)]
+    assert pool.num_buffers == len(own)
+    assert pool.made_bytes == sum(buffer.num_bytes for buffer in own)
+    planned = [buffer for buffer in own if buffer.offset is not None]
+    assert pool.planned_bytes == sum(buffer.num_bytes for buffer in planned)
+    assert pool.pool_bytes == report.pool_bytes
+    assert 1 < pool.reuse == pool.planned_bytes / report.pool_bytes
+    places = [(b, range(b.offset or 0, (b.offset or 0) + b.num_bytes)) for b in planned]
+    for (one, here), (other, there) in itertools.combinations(places, 2):
+        apart = one.last < other.first or other.last < one.first
+        assert apart or here[-1] < there[0] or there[-1] < here[0]
+        assert max(here[-1], there[-1]) < report.pool_bytes
+    for buffer in own:
+        assert live[buffer.first] >= buffer.num_bytes
+    assert f"{pool.made_bytes:,} bytes made, {pool.peak_bytes:,} at one time" in str(report)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.temperature = 0.375
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x * self.temperature).sum()  # temperature
+
+
+def test_report_names_the_line_that_bakes_a_number_in() -> None:
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0625, weight_decay=0.03125, foreach=False)
+    with graphfsdp.capture(model, optimizer) as step:
+        for _ in range(4):
+            step(torch.ones(4))
+        baked = step.report().baked_constants
+    uses = [constant for constant in baked if constant.value == "0.375"]
+    assert [constant.phase for constant in uses] == ["forward", "backward"]
+    for constant in uses:
+        assert (constant.op, constant.argument) == ("aten.mul.Tensor", "other")
+        assert constant.module == ""
+        assert constant.source is not None
+        assert constant.source.line == line_of(Scaled.forward, "# temperature")
+        assert f"other=0.375 of aten.mul.Tensor at {__file__}" in str(constant)
+    steps = {constant.value: constant for constant in baked if constant.phase == "optimizer"}
+    assert {"-0.0625", "0.03125"} <= set(steps)
+
+
+def test_a_measured_report_leaves_everything_as_it_was() -> None:
+    outputs = []
+    for measure in (False, True):
+        torch.manual_seed(3)
+        step, model = start(CPU, max_grad_norm=1.0)
+        generator = torch.Generator().manual_seed(0)
+        losses = []
+        for index in range(10):
+            losses.append(step(*ZOO["gpt"].batch(generator).args))
+            if measure and index in (3, 6):
+                report = step.report(measure=True)
+                assert report.num_calls == step.report().num_calls
+                assert len(report.node_us) == report.num_nodes
+                for node in report.nodes():
+                    assert (report.node_us[node.index] > 0) is node.called
+        outputs.append([*losses, *(param.detach().clone() for param in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_only_a_captured_graph_can_be_measured() -> None:
+    step, _ = start(CPU)
+    with pytest.raises(graphfsdp.PhaseError, match=r"no graph to measure in phase warmup.*4 calls"):
+        step.report(measure=True)
+
+
+def test_a_report_outlives_its_step() -> None:
+    step = captured()
+    report = step.report()
+    text = report.to_json()
+    step.close()
+    del step
+    assert report.to_json() == text
