@@ -60,7 +60,7 @@ def master_copy_loop(parameters: list[nn.Parameter]) -> Callable[[], object]:
 
 def time_placement(
     shapes: Shapes, dtype: torch.dtype, num_rounds: int, *, ours_first: bool
-) -> tuple[dict[str, list[float]], int]:
+) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of each step, and our bytes per parameter, for fresh memory.
 
     Args:
@@ -90,7 +90,7 @@ def measure_dtype(
     are made anew several times, in alternating order.
     """
     seconds: dict[str, list[float]] = {"torch": [], "FusedAdam": []}
-    bytes_moved = 0
+    bytes_moved = 0.0
     for placement in range(num_placements):
         found, bytes_moved = time_placement(
             shapes, dtype, num_rounds, ours_first=placement % 2 == 0

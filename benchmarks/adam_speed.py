@@ -85,13 +85,13 @@ def compare_optimizers(
         {"largest_difference": gap, "tolerance": TOLERANCE},
     )
     num_parameters = sum(parameter.numel() for parameter in ours)
-    ceiling = copy_bytes_per_s(device, plain_bytes * num_parameters)
+    ceiling = copy_bytes_per_s(device, round(plain_bytes * num_parameters))
     reference = next(iter(contenders))
     record = as_record(interleave(contenders, num_rounds, num_steps, device), reference)
     for name, numbers in record.items():
         assert isinstance(numbers, dict)
         rate = moved[name] * num_parameters / numbers["step_ms"] * 1e3
-        text = f"{numbers['step_ms']:.3f} ms, {moved[name]} bytes per parameter, "
+        text = f"{numbers['step_ms']:.3f} ms, {moved[name]:g} bytes per parameter, "
         text += f"{rate / 1e9:,.0f} GB/s ({rate / ceiling:.0%} of a copy)"
         if numbers["speedup"]:
             text += f"; {numbers['speedup']['median']:.3f} times as fast as torch's"

@@ -19,6 +19,14 @@ from graphfsdp.optim.adam_settings import bytes_per_param
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "fused_adam.md"
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _NARROW = MappingProxyType({"exp_avg_dtype": _BF16, "exp_avg_sq_dtype": _BF16})
+# A moment of few bits stands still where a step changes it by less than half a unit, so the second
+# one, which moves slowly, has more of them.
+_SCALED = MappingProxyType(
+    {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16}
+)
+_SCALED_8 = MappingProxyType(
+    {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}
+)
 _HALVES = MappingProxyType({"master_weights": True, "store_param_remainders": True})
 
 
@@ -55,6 +63,15 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "bf16, int16 remainder": Case(_HALVES, _BF16, _BF16, "not capturable", "-"),
         "bf16, int16 remainder, bf16 moments": Case(
             {**_HALVES, **_NARROW}, _BF16, _BF16, "not capturable", "-"
+        ),
+        "bf16, fp32 main weight, fp8 and fp16 moments": Case(
+            {"master_weights": True, **_SCALED}, _BF16, _BF16, "not capturable", "-"
+        ),
+        "bf16, int16 remainder, fp8 and fp16 moments": Case(
+            {**_HALVES, **_SCALED}, _BF16, _BF16, "not capturable", "-"
+        ),
+        "bf16, int16 remainder, fp8 moments": Case(
+            {**_HALVES, **_SCALED_8}, _BF16, _BF16, "not capturable", "-"
         ),
         "all bf16": Case(_NARROW, _BF16, _BF16, "16", "14"),
     }
@@ -132,7 +149,7 @@ def bytes_table() -> str:
     for name, case in CASES.items():
         settings = FusedAdam([torch.zeros(1)], **case.settings).settings
         ours = bytes_per_param(settings, case.param, case.grad)
-        rows.append((name, str(ours), case.te, case.torch))
+        rows.append((name, f"{ours:.4g}", case.te, case.torch))
     return _markdown(("weights", "FusedAdam", "TE, capturable", "torch fused"), rows)
 
 

@@ -1,7 +1,9 @@
 """Plain parts of DTensors, for code that must work with both and need not import either."""
 
+import math
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -47,6 +49,23 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
         local: This rank's part; the result is a view of it.
         like: A DTensor, or a plain tensor, for which ``local`` is returned as it is.
     """
+    return _wrap(local, like, like.shape, like.stride())
+
+
+def wrap_rows_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return ``local`` as a DTensor with the mesh, placements and number of rows of ``like``.
+
+    Args:
+        local: [rows, ...] this rank's part, with rows of any shape; the result is a view of it.
+        like: [rows, ...] a DTensor that is whole or sharded by rows, or a plain tensor, for which
+            ``local`` is returned as it is.
+    """
+    row = local.shape[1:]
+    strides = [math.prod(row[axis:]) for axis in range(len(row) + 1)]
+    return _wrap(local, like, torch.Size((*like.shape[:1], *row)), tuple(strides))
+
+
+def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     if not is_dtensor(like):
         return local
     from torch.distributed.tensor import DTensor
@@ -57,9 +76,9 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
         dtensor.device_mesh,
         dtensor.placements,
         run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        shape=shape,
+        stride=stride,
     )
 
 
-__all__ = ["is_dtensor", "local_part", "sharding_group", "wrap_like"]
+__all__ = ["is_dtensor", "local_part", "sharding_group", "wrap_like", "wrap_rows_like"]

@@ -12,13 +12,8 @@ from torch import Tensor
 
 from graphfsdp.optim import adam_kernel
 from graphfsdp.optim.adam_state import State
-from graphfsdp.optim.flat_runs import (
-    Bundle,
-    flat_view,
-    is_dense,
-    merge_neighbours,
-    same_layout,
-)
+from graphfsdp.optim.adam_tensors import AdamTensors, Columns, Dtypes, make_columns
+from graphfsdp.optim.flat_runs import flat_view, is_dense, merge_neighbours, same_layout
 
 
 class Member(NamedTuple):
@@ -43,25 +38,38 @@ class Member(NamedTuple):
 
 @dataclass
 class Batch:
-    """One call of the operation: all parameters of one device and dtype combination."""
+    """One call of the operation: all parameters of one device and dtype combination.
 
-    params: list[Tensor]
-    # None: taken from the parameters at each step, because every backward makes new ones.
-    grads: list[Tensor] | None
+    Attributes:
+        columns: All tensors, neighbours merged.
+        grad_indices: Place of each gradient among all parameters.
+        merged: Gradients are merged too; otherwise they are taken from the parameters at each
+            step, because every backward makes new ones.
+        steps: 1-D views of all step counts.
+        lanes: See Note [Lanes].
+        hyper: [G, 5] float64, the hyper-parameter table.
+        tables: Those of the kernel, if it is used.
+        dense: No tensor has gaps.
+        staged: Gradients that are strided unlike their parameter go through a copy that is not.
+    """
+
+    columns: Columns
     grad_indices: list[int]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    max_exp_avg_sqs: list[Tensor]
-    main_params: list[Tensor]
+    merged: bool
     steps: list[Tensor]
-    lane_rows: list[int]
-    lane_sizes: list[int]
-    lane_steps: list[int]
+    lanes: "Lanes"
     hyper: Tensor
     tables: list[Tensor]
     dense: bool
-    # Gradients that are strided unlike their parameter go through a copy that is not.
     staged: list[tuple[int, Tensor]] = field(default_factory=list)
+
+
+class Lanes(NamedTuple):
+    """What tells the lanes of a batch apart; see Note [Lanes]."""
+
+    rows: list[int]
+    sizes: list[int]
+    steps: list[int]
 
 
 def combination(member: Member) -> tuple[object, ...]:
@@ -69,10 +77,8 @@ def combination(member: Member) -> tuple[object, ...]:
     return (member.param.device, _dtypes(member), _is_dense(member))
 
 
-def _dtypes(member: Member) -> adam_kernel.Dtypes:
-    return adam_kernel.Dtypes(
-        *(None if tensor is None else tensor.dtype for tensor in _bundle(member))  # type: ignore[arg-type]
-    )
+def _dtypes(member: Member) -> Dtypes:
+    return make_columns([_tensors(member)]).dtypes()
 
 
 def _is_dense(member: Member) -> bool:
@@ -93,16 +99,10 @@ def _on_cuda(param: Tensor) -> bool:
     return param.is_cuda
 
 
-def _bundle(member: Member) -> Bundle:
-    state = member.state
-    return (
-        member.param,
-        member.grad,
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        state.get("max_exp_avg_sq"),
-        state.get("master_param"),
-    )
+def _tensors(member: Member) -> AdamTensors:
+    state = {key: value for key, value in member.state.items() if key != "step"}
+    state["main_param"] = state.pop("master_param", None)  # type: ignore[arg-type]
+    return AdamTensors(member.param, member.grad, **state)
 
 
 def make_batch(
@@ -114,78 +114,82 @@ def make_batch(
     Capture: allocates and copies from the host: never inside a capture.
     """
     dense = _is_dense(members[0])
-    kernel = _uses_kernel(members[0])
-    staged: dict[int, Tensor] = {}
-    if dense:
-        staged = {
-            member.position: torch.empty_strided(
-                member.param.shape,
-                member.param.stride(),
-                dtype=member.grad.dtype,
-                device=member.grad.device,
-            )
-            for member in members
-            if not same_layout(member.grad, member.param)
-        }
-        members = [
-            member._replace(grad=staged.get(member.position, member.grad)) for member in members
-        ]
-    lanes: dict[tuple[int, int], list[Member]] = {}
+    staged = _staging_copies(members) if dense else {}
+    by_lane: dict[tuple[int, int], list[Member]] = {}
     for member in members:
-        lanes.setdefault((member.row, member.step_class), []).append(member)
+        grad = staged.get(member.position, member.grad)
+        lane = by_lane.setdefault((member.row, member.step_class), [])
+        lane.append(member._replace(grad=grad))
 
-    bundles: list[Bundle] = []
+    found: list[AdamTensors] = []
     grad_indices: list[int] = []
     steps: list[Tensor] = []
-    lane_sizes: list[int] = []
-    lane_steps: list[int] = []
-    for lane in lanes.values():
-        found = [_bundle(member) for member in lane]
-        if dense:
-            runs = merge_neighbours(found)
-            # Run of one parameter: the tensors themselves, so that views need not be made.
-            bundles += [
-                found[run.members[0]] if len(run.members) == 1 else run.tensors for run in runs
-            ]
-            grad_indices += [lane[run.members[0]].position for run in runs]
-            lane_sizes.append(len(runs))
-        else:
-            filled = [i for i, bundle in enumerate(found) if lane[i].param.numel()]
-            bundles += [found[i] for i in filled]
-            grad_indices += [lane[i].position for i in filled]
-            lane_sizes.append(len(filled))
-        lane_steps.append(len(steps))
+    lanes = Lanes([], [], [])
+    for (row, _), lane in by_lane.items():
+        runs = _merge_lane(lane, dense)
+        found += [tensors for _, tensors in runs]
+        grad_indices += [position for position, _ in runs]
+        lanes.rows.append(row)
+        lanes.sizes.append(len(runs))
+        lanes.steps.append(len(steps))
         steps += _step_slices([member.state["step"] for member in lane])
-    lane_rows = [row for row, _ in lanes]
-    columns = zip(*bundles, strict=True) if bundles else [()] * len(adam_kernel.ADDRESSES)
-    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, main_params = (
-        [tensor for tensor in column if tensor is not None] for column in columns
-    )
-    merged = len(bundles) < sum(1 for member in members if member.param.numel())
-    tables: list[Tensor] = []
-    if kernel and bundles:
-        lane_of_run = [lane for lane, size in enumerate(lane_sizes) for _ in range(size)]
-        lane_firsts = [
-            (steps[first], row) for first, row in zip(lane_steps, lane_rows, strict=True)
-        ]
-        tables = list(adam_kernel.make_tables(bundles, lane_of_run, lane_firsts, hyper.device))
+    columns = make_columns(found)
+    merged = len(found) < sum(1 for member in members if member.param.numel())
     return Batch(
-        params=params,
-        grads=grads if merged else None,
+        columns=columns if merged else columns._replace(grads=[]),
         grad_indices=grad_indices,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        max_exp_avg_sqs=max_exp_avg_sqs,
-        main_params=main_params,
+        merged=merged,
         steps=steps,
-        lane_rows=lane_rows,
-        lane_sizes=lane_sizes,
-        lane_steps=lane_steps,
+        lanes=lanes,
         hyper=hyper,
-        tables=tables,
+        tables=_make_tables(found, steps, lanes, hyper) if _uses_kernel(members[0]) else [],
         dense=dense,
         staged=list(staged.items()),
     )
+
+
+def _staging_copies(members: list[Member]) -> dict[int, Tensor]:
+    """Return empty gradients that are strided as their parameter, where theirs are not."""
+    return {
+        member.position: torch.empty_strided(
+            member.param.shape,
+            member.param.stride(),
+            dtype=member.grad.dtype,
+            device=member.grad.device,
+        )
+        for member in members
+        if not same_layout(member.grad, member.param)
+    }
+
+
+def _merge_lane(lane: list[Member], dense: bool) -> list[tuple[int, AdamTensors]]:
+    """Return the runs of a lane, each with the place of its first gradient; none are empty."""
+    found = [_tensors(member) for member in lane]
+    # The blocks of scales start where a parameter does.
+    if not dense or found[0].is_scaled:
+        return [
+            (member.position, tensors)
+            for member, tensors in zip(lane, found, strict=True)
+            if member.param.numel()
+        ]
+    return [
+        (
+            lane[run.members[0]].position,
+            # Run of one parameter: the tensors themselves, so that views need not be made.
+            found[run.members[0]] if len(run.members) == 1 else AdamTensors(*run.tensors),  # type: ignore[arg-type]
+        )
+        for run in merge_neighbours(found)
+    ]
+
+
+def _make_tables(
+    runs: list[AdamTensors], steps: list[Tensor], lanes: Lanes, hyper: Tensor
+) -> list[Tensor]:
+    if not runs:
+        return []
+    lane_of_run = [lane for lane, size in enumerate(lanes.sizes) for _ in range(size)]
+    firsts = [(steps[first], row) for first, row in zip(lanes.steps, lanes.rows, strict=True)]
+    return list(adam_kernel.make_tables(runs, lane_of_run, firsts, hyper.device))
 
 
 def _step_slices(steps: list[Tensor]) -> list[Tensor]:
@@ -206,8 +210,8 @@ def collect(batch: Batch, grads: Sequence[Tensor | None]) -> list[Tensor]:
         source = grads[index]
         assert source is not None, "the plan's signature says that it has a gradient"
         copy.copy_(source)
-    if batch.grads is not None:
-        return batch.grads
+    if batch.merged:
+        return batch.columns.grads
     found = [staged.get(index, grads[index]) for index in batch.grad_indices]
     return [grad for grad in found if grad is not None]
 

@@ -1,15 +1,22 @@
 """What FusedAdam refuses, each refusal naming the parameter or the setting."""
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphfsdp.dtensors import local_part
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.flat_runs import is_dense, same_layout
+from graphfsdp.optim.scaled_moments import (
+    fits_scales,
+    has_scales,
+    scale_of,
+    scale_shape,
+)
 
 
 def check_group(group: Mapping[str, Any], row: int) -> None:
@@ -85,24 +92,64 @@ def check_lr_device(group: Mapping[str, Any], row: int) -> None:
             )
 
 
+def check_rows(param: Tensor, name: str) -> None:
+    """Refuse a parameter whose moments are to have scales, but whose memory has no rows for them.
+
+    Args:
+        param: The parameter; a DTensor as it is.
+        name: Its name for the message.
+
+    Raises:
+        ConfigError: it is not contiguous, or a DTensor that is not sharded by rows.
+    """
+    if not fits_scales(param):
+        return
+    remedy = "Remedy: exp_avg_dtype and exp_avg_sq_dtype of torch.float32 or torch.bfloat16"
+    placements: Sequence[Any] = getattr(param, "placements", ())
+    if not all(place.is_replicate() or place.is_shard(0) for place in placements):
+        raise ConfigError(
+            f"moments in float16 or float8 have scales by rows, but {name} is a DTensor with "
+            f"{tuple(placements)}; expected Shard(0) or Replicate(). {remedy}"
+        )
+    local = local_part(param)
+    if not local.is_contiguous():
+        raise ConfigError(
+            f"moments in float16 or float8 have scales by rows, but {name} (shape "
+            f"{tuple(local.shape)}, strides {local.stride()}) is not contiguous. {remedy}, or a "
+            "contiguous parameter"
+        )
+
+
 def check_state(
     param: Tensor, state: Mapping[str, Tensor], name: str, settings: AdamSettings
 ) -> None:
     """Refuse state tensors that somebody has replaced by others that do not fit.
 
+    Args:
+        param: The parameter; a DTensor as it is.
+        state: Its state, of a DTensor this rank's part.
+        name: Its name for the message.
+        settings: Those of the optimizer.
+
     Raises:
         ConfigError: a moment or main weight has another shape, layout, dtype or device.
     """
-    like = (
-        param if is_dense(param.shape, param.stride()) else torch.empty_like(param, device="meta")
-    )
-    for key, dtype in settings.state_dtypes(param).items():
+    local = local_part(param)
+    dense = is_dense(local.shape, local.stride())
+    like = local if dense else torch.empty_like(local, device="meta")
+    dtypes = settings.state_dtypes(param)
+    expected = {key: (like, dtype) for key, dtype in dtypes.items()}
+    scale = torch.empty(scale_shape(local.shape), device="meta")
+    expected |= {
+        scale_of(key): (scale, torch.float32) for key, dtype in dtypes.items() if has_scales(dtype)
+    }
+    for key, (wanted, dtype) in expected.items():
         tensor = state.get(key)
         if (
             tensor is None
             or tensor.dtype != dtype
-            or tensor.device != param.device
-            or not same_layout(tensor, like)
+            or tensor.device != local.device
+            or not same_layout(tensor, wanted)
         ):
             got = "missing"
             if tensor is not None:
@@ -111,8 +158,8 @@ def check_state(
                     f"{tensor.dtype}, on {tensor.device}"
                 )
             raise ConfigError(
-                f"the state {key!r} of {name} is {got}; expected shape {tuple(like.shape)}, "
-                f"strides {like.stride()}, {dtype}, on {param.device}. It does not fit the "
+                f"the state {key!r} of {name} is {got}; expected shape {tuple(wanted.shape)}, "
+                f"strides {wanted.stride()}, {dtype}, on {local.device}. It does not fit the "
                 "parameter any more: was the model moved or cast after the first step? "
                 "load_state_dict copies values into the right places"
             )
@@ -139,4 +186,11 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
         raise ConfigError(f"the gradient of {name} {problem}")
 
 
-__all__ = ["check_gradient", "check_group", "check_lr_device", "check_parameter", "check_state"]
+__all__ = [
+    "check_gradient",
+    "check_group",
+    "check_lr_device",
+    "check_parameter",
+    "check_rows",
+    "check_state",
+]

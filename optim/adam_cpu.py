@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from graphfsdp.optim.adam_settings import Flags
 from graphfsdp.optim.adam_step import StepArgs, advance, run_tensor_code
+from graphfsdp.optim.adam_tensors import Columns
 from graphfsdp.optim.flat_runs import flat_view
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.scaled_moments import by_rows, dequantize, quantize_, rows_of
 
 # Elements that are widened or scaled at a time: few enough for the copies (4 MiB each) to stay in
 # the last-level cache, many enough for the overhead of a call not to count.
 _CHUNK_NUMEL = 1 << 20
+_FIRST_SCALE = Columns._fields.index("exp_avg_scales")
 
 
 def run_cpu(args: StepArgs) -> None:
@@ -30,46 +34,63 @@ def run_cpu(args: StepArgs) -> None:
     advance(args)
     if args.found_inf is not None and args.found_inf.item() != 0:
         return
-    if not args.params:  # all are of zero size
+    if not args.columns.params:  # all are of zero size
         return
-    rows = args.hyper.tolist()
+    wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
     scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
-    kernel = torch._fused_adamw_ if args.adam_w_mode else torch._fused_adam_
-    # A model weight is no column of its own where there is no main weight.
-    columns = [args.params, args.grads, args.exp_avgs, args.exp_avg_sqs]
-    columns += [column for column in (args.max_exp_avg_sqs, args.main_params) if column]
-    wide_dtype = torch.promote_types(args.params[0].dtype, torch.float32)
     scratch: Tensor | None = None
-    if scale != 1.0 or args.grads[0].dtype != wide_dtype:
-        numel = min(_CHUNK_NUMEL, sum(grad.numel() for grad in args.grads))
+    if scale != 1.0 or args.columns.grads[0].dtype != wide_dtype:
+        numel = max(_CHUNK_NUMEL, _longest_row(args.columns))
+        numel = min(numel, sum(grad.numel() for grad in args.columns.grads))
         scratch = torch.empty(numel, dtype=wide_dtype)
-    whole = scratch is None and all(column[0].dtype == wide_dtype for column in columns)
+    # Stored as the kernel takes them, all tensors of a lane go into one call.
+    whole = scratch is None and all(
+        column[0].dtype == wide_dtype for column in args.columns if column
+    )
+    rows = args.hyper.tolist()
     start = 0
     for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
         if not size:
             continue
-        lr, beta1, beta2, eps, weight_decay = rows[row]
         # With infinitely many steps behind it, a moment needs no correction: beta**inf is 0.
         step = args.steps[first].view(-1)[0] if args.bias_correction else torch.tensor(torch.inf)
-        stop = start + size
-        lists = [column[start:stop] for column in columns]
-        start = stop
-        for part in [lists] if whole else _chunks(lists, _CHUNK_NUMEL):
-            model, grads, *moments = part
-            main = moments.pop() if args.main_params else None
-            weights = _main_weights(model, main, wide_dtype)
-            wide_moments = [_widen(moment, wide_dtype) for moment in moments]
-            kernel(
-                weights, _scaled(grads, scale, scratch),
-                wide_moments[0], wide_moments[1], wide_moments[2] if args.max_exp_avg_sqs else [],
-                [step] * len(weights),
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-                amsgrad=bool(args.max_exp_avg_sqs), maximize=args.maximize,
-            )  # fmt: skip
-            for moment, wide in zip(moments, wide_moments, strict=True):
-                if wide is not moment:
-                    torch._foreach_copy_(moment, wide)
-            _store_weights(model, main, weights)
+        lane = args.columns.part(start, start + size)
+        start += size
+        for part in [lane] if whole else _chunks(lane, _CHUNK_NUMEL):
+            grads = _scaled(part.grads, scale, scratch)
+            _update(part._replace(grads=grads), step, rows[row], args.flags, wide_dtype)
+
+
+def _update(
+    part: Columns,  # gradients scaled and wide already
+    step: Tensor,  # [] float32
+    hyper_row: Sequence[float],  # [5] see HYPER_COLUMNS
+    flags: Flags,
+    wide_dtype: torch.dtype,
+) -> None:
+    """Widen what is stored otherwise, call torch's kernel, and store it again."""
+    lr, beta1, beta2, eps, weight_decay = hyper_row
+    main = part.main_params or None
+    weights = _main_weights(part.params, main, wide_dtype)
+    moments = (
+        (part.exp_avgs, part.exp_avg_scales, False),
+        (part.exp_avg_sqs, part.exp_avg_sq_scales, True),
+        (part.max_exp_avg_sqs, part.max_exp_avg_sq_scales, True),
+    )
+    first, second, largest = (_widen(stored, wide_dtype, scales) for stored, scales, _ in moments)
+    kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
+    kernel(
+        weights, part.grads, first, second, largest, [step] * len(weights),
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+        amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
+    )  # fmt: skip
+    for (stored, scales, positive), values in zip(moments, (first, second, largest), strict=True):
+        if scales:
+            for codes, scale, value in zip(stored, scales, values, strict=True):
+                quantize_(codes, scale, value, positive=positive)
+        elif values is not stored:
+            torch._foreach_copy_(stored, values)
+    _store_weights(part.params, main, weights)
 
 
 def _main_weights(
@@ -93,8 +114,14 @@ def _store_weights(model: list[Tensor], main: list[Tensor] | None, weights: list
         torch._foreach_copy_(model, weights)
 
 
-def _widen(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
+def _widen(
+    tensors: list[Tensor], dtype: torch.dtype, scales: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    if scales:
+        return list(map(dequantize, tensors, scales))
+    if not tensors or tensors[0].dtype == dtype:
+        return tensors
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _scaled(
@@ -122,22 +149,45 @@ def _scaled(
     return list(target.split_with_sizes([grad.numel() for grad in grads]))
 
 
-def _chunks(lists: Sequence[list[Tensor]], limit: int) -> Iterator[list[list[Tensor]]]:
-    """Cut parallel lists of dense tensors into parts of at most ``limit`` elements."""
-    sizes = [tensor.numel() for tensor in lists[0]]
+def _chunks(columns: Columns, limit: int) -> Iterator[Columns]:
+    """Cut columns of dense tensors into parts of at most ``limit`` elements, or of one row."""
+    if columns.exp_avg_scales or columns.exp_avg_sq_scales:
+        yield from _row_chunks(columns, limit)
+        return
+    sizes = [tensor.numel() for tensor in columns.params]
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if start < index and total + size > limit:
-            yield [column[start:index] for column in lists]
+            yield columns.part(start, index)
             start, total = index, 0
         total += size
         if total > limit:  # so this tensor alone is too large
-            flat = [flat_view(column[index]) for column in lists]
+            flat = [[flat_view(column[index])] if column else [] for column in columns]
             for offset in range(0, size, limit):
-                yield [[view[offset : offset + limit]] for view in flat]
+                stop = offset + limit
+                yield Columns(*([view[offset:stop] for view in column] for column in flat))
             start, total = index + 1, 0
     if start < len(sizes):
-        yield [column[start:] for column in lists]
+        yield columns.part(start, len(sizes))
+
+
+def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
+    """Cut tensors between rows, since scales belong to rows."""
+    for index, param in enumerate(columns.params):
+        num_rows, row_numel = rows_of(param.shape)
+        views = [
+            [column[index] if kind >= _FIRST_SCALE else by_rows(column[index])] if column else []
+            for kind, column in enumerate(columns)
+        ]
+        step = max(1, limit // row_numel)
+        for row in range(0, num_rows, step):
+            yield Columns(*([view[row : row + step] for view in column] for column in views))
+
+
+def _longest_row(columns: Columns) -> int:
+    if not (columns.exp_avg_scales or columns.exp_avg_sq_scales):
+        return 0
+    return max(rows_of(param.shape)[1] for param in columns.params)
 
 
 __all__ = ["run_cpu"]

@@ -13,15 +13,28 @@ import torch
 from torch import Tensor
 
 from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.flat_runs import Bundle
+from graphfsdp.optim.adam_tensors import AdamTensors, Dtypes
+from graphfsdp.optim.scaled_moments import (
+    MOMENTS,
+    SCALE_BLOCK_NUMEL,
+    SMALLEST,
+    TOPS,
+    has_scales,
+    rows_of,
+)
 
-# Elements that one program of the kernel updates; 16 for each of 128 threads.
+# Elements that one program of the kernel updates; 16 for each of 128 threads. With scales it is
+# as many blocks of a row as are as long, the last ones of a row being shorter.
 BLOCK_NUMEL = 2048
+SCALES_PER_BLOCK = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
 NUM_WARPS = 4
 
-# Columns of the run table; a missing tensor has address 0.
-ADDRESSES = ("param", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "main_param")
-RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "first_block")
+# Columns of the run table; a missing tensor has address 0. The row's length says where the blocks
+# of scales are.
+ADDRESSES = AdamTensors._fields
+RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "row_numel", "first_block")
+# Tensors that are read and written whole words at a time.
+_WIDE_COLUMNS = ("param", "grad", *MOMENTS, "main_param")
 LANE_COLUMNS = ("step", "row")
 # The fields of adam_math.AdamCoefficients.
 NUM_COEFFICIENTS = 12
@@ -34,9 +47,9 @@ class Tables(NamedTuple):
 
     Attributes:
         lanes: [L, 2] int64, address of a step count and row of the hyper-parameter table.
-        runs: [R, 9] int64, see ``RUN_COLUMNS``; addresses are in bytes, multiples of 16.
+        runs: [R, 13] int64, see ``RUN_COLUMNS``; addresses are in bytes, multiples of 16.
         block_to_run: [B] int32, the run that each block belongs to.
-        odd_runs: [R, 9] int64, the runs with an address that is no multiple of 16.
+        odd_runs: [R, 13] int64, the runs with an address, or with scales a row, that is none.
         odd_block_to_run: [B] int32, the same for those.
     """
 
@@ -47,20 +60,6 @@ class Tables(NamedTuple):
     odd_block_to_run: Tensor
 
 
-class Dtypes(NamedTuple):
-    """Storage dtypes of one launch; None where there is no such tensor.
-
-    A ``main_param`` of int16 holds remainders, see ``remainders``.
-    """
-
-    param: torch.dtype
-    grad: torch.dtype
-    exp_avg: torch.dtype
-    exp_avg_sq: torch.dtype
-    max_exp_avg_sq: torch.dtype | None
-    main_param: torch.dtype | None
-
-
 @functools.cache
 def is_available() -> bool:
     """Return whether Triton can be imported; it is not imported for that."""
@@ -69,12 +68,17 @@ def is_available() -> bool:
 
 def supports(dtypes: Dtypes) -> bool:
     """Return whether the kernel knows these storage dtypes."""
-    floats = dtypes[:-1] if dtypes.main_param == torch.int16 else dtypes
-    return all(dtype is None or dtype in _KERNEL_DTYPES for dtype in floats)
+    floats = [dtypes.param, dtypes.grad]
+    if dtypes.main_param != torch.int16:
+        floats.append(dtypes.main_param or dtypes.param)
+    moments = (dtypes.exp_avg, dtypes.exp_avg_sq)
+    return all(dtype in _KERNEL_DTYPES for dtype in floats) and all(
+        dtype in _KERNEL_DTYPES or has_scales(dtype) for dtype in moments
+    )
 
 
 def make_tables(
-    runs: Sequence[Bundle],  # tensors in the order of ADDRESSES, None where there is none
+    runs: Sequence[AdamTensors],
     lane_of_run: Sequence[int],
     lanes: Sequence[tuple[Tensor, int]],  # first step count of the lane; its row
     device: torch.device,
@@ -90,29 +94,33 @@ def make_tables(
 
     Capture: copies from the host: never inside a capture, but in warm-up.
     """
-    rows = [
-        [
-            *(0 if tensor is None else tensor.data_ptr() for tensor in run),
-            next(tensor.numel() for tensor in run if tensor is not None),
-            lane,
-        ]
-        for run, lane in zip(runs, lane_of_run, strict=True)
-    ]
     even: list[list[int]] = []
     odd: list[list[int]] = []
-    for row in rows:
-        on_border = not any(address % 16 for address in row[: len(ADDRESSES)])
-        (even if on_border else odd).append(row)
+    for run, lane in zip(runs, lane_of_run, strict=True):
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in run]
+        row_numel = rows_of(run.param.shape)[1]
+        wide = [run._fields.index(name) for name in _WIDE_COLUMNS]
+        on_border = not any(addresses[column] % 16 for column in wide)
+        if run.is_scaled:
+            on_border = on_border and row_numel % 16 == 0
+        (even if on_border else odd).append([*addresses, run.param.numel(), lane, row_numel])
+    is_scaled = any(run.is_scaled for run in runs)
     lane_table = np.array([[step.data_ptr(), row] for step, row in lanes], dtype=np.int64)
-    arrays = [lane_table, *_run_arrays(even), *_run_arrays(odd)]
+    arrays = [lane_table, *_run_arrays(even, is_scaled), *_run_arrays(odd, is_scaled)]
     return Tables(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
-def _run_arrays(rows: list[list[int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _run_arrays(
+    rows: list[list[int]], is_scaled: bool
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     table = np.zeros((len(rows), len(RUN_COLUMNS)), dtype=np.int64)
     if rows:
         table[:, :-1] = rows
-    num_blocks = -(-table[:, RUN_COLUMNS.index("numel")] // BLOCK_NUMEL)
+    numel, row_numel = (table[:, RUN_COLUMNS.index(name)] for name in ("numel", "row_numel"))
+    num_blocks = -(-numel // BLOCK_NUMEL)
+    if is_scaled:
+        num_scales = numel // np.maximum(row_numel, 1) * -(-row_numel // SCALE_BLOCK_NUMEL)
+        num_blocks = -(-num_scales // SCALES_PER_BLOCK)
     table[:, -1] = np.cumsum(num_blocks) - num_blocks
     return table, np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks)
 
@@ -190,8 +198,11 @@ def constants(
         torch.bfloat16: "bfloat16",
         torch.float16: "float16",
         torch.int16: "int16",
+        # Its bits are made and read by hand: GPUs before sm_89 have no instruction for them.
+        torch.float8_e4m3fn: "uint8",
     }
     halves = dtypes.main_param == torch.int16
+    moments = {"FIRST": dtypes.exp_avg, "SECOND": dtypes.exp_avg_sq}
     return {
         # With remainders, the model weight is the upper half of an integer.
         "PARAM_DTYPE": language.int16 if halves else getattr(language, names[dtypes.param]),
@@ -201,6 +212,11 @@ def constants(
         "MAIN_DTYPE": getattr(language, names[dtypes.main_param]),
         "HAS_MAIN": dtypes.main_param is not None and not halves,
         "HALVES": halves,
+        # What the largest element of a block is stored as; 0: there are no scales.
+        **{f"{name}_TOP": TOPS.get(dtype, 0.0) for name, dtype in moments.items()},
+        "SECOND_SMALLEST": SMALLEST.get(dtypes.exp_avg_sq, 0.0),
+        "SCALED": any(map(has_scales, moments.values())),
+        "SCALE_BLOCK_NUMEL": SCALE_BLOCK_NUMEL,
         "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,
@@ -226,7 +242,7 @@ __all__ = [
     "NUM_COEFFICIENTS",
     "NUM_WARPS",
     "RUN_COLUMNS",
-    "Dtypes",
+    "SCALES_PER_BLOCK",
     "Tables",
     "constants",
     "is_available",

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from graphfsdp.optim.adam_settings import Flags
+from graphfsdp.optim.adam_tensors import AdamTensors
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.scaled_moments import dequantize, quantize_
 
 HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
@@ -90,15 +92,10 @@ def adam_coefficients(
 
 @torch.no_grad()
 def adam_update_(
-    param: Tensor,  # [...] float, model weight, written
-    grad: Tensor,  # [...] any float, read only
-    exp_avg: Tensor,  # [...] float, first moment, updated in place
-    exp_avg_sq: Tensor,  # [...] float, second moment, updated in place
+    tensors: AdamTensors,
     coefficients: AdamCoefficients,  # [] float64 each
     flags: Flags,
     *,
-    max_exp_avg_sq: Tensor | None = None,  # [...] float, its largest so far, updated in place
-    main_param: Tensor | None = None,  # [...] float or int16 remainders, updated in place
     grad_scale: Tensor | None = None,  # [] float, multiplies the gradient
     found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
 ) -> None:
@@ -113,123 +110,121 @@ def adam_update_(
         Algorithm 2 (arXiv:1904.09237).
     """
     if found_inf is not None:
-        _update_unless(
-            found_inf, param, grad, exp_avg, exp_avg_sq, coefficients, flags,
-            max_exp_avg_sq, main_param, grad_scale,
-        )  # fmt: skip
+        _update_unless(found_inf, tensors, coefficients, flags, grad_scale)
         return
-    halves = main_param is not None and main_param.dtype == torch.int16
-    weight_store = param if main_param is None or halves else main_param
-    wide = torch.promote_types(weight_store.dtype, torch.float32)
-    # ``to`` returns the tensor itself where it is wide already.
-    if main_param is not None and halves:
-        weight = join_remainder(param, main_param)
-    else:
-        weight = weight_store.to(wide)
-    first, second = exp_avg.to(wide), exp_avg_sq.to(wide)
-    largest = None if max_exp_avg_sq is None else max_exp_avg_sq.to(wide)
-    gradient = grad.to(wide)
+    weight = _read_weight(tensors)
+    gradient = tensors.grad.to(weight.dtype)
     if grad_scale is not None:
         gradient = gradient * grad_scale
     if flags.maximize:
         gradient = -gradient
+    first = _read_moment(tensors.exp_avg, tensors.exp_avg_scale, weight.dtype)
+    second = _read_moment(tensors.exp_avg_sq, tensors.exp_avg_sq_scale, weight.dtype)
+    largest: Tensor | None = None
+    if tensors.max_exp_avg_sq is not None:
+        largest = _read_moment(tensors.max_exp_avg_sq, tensors.max_exp_avg_sq_scale, weight.dtype)
     rule = _te_rule_ if flags.te_math else _torch_rule_
-    rule(weight, gradient, first, second, largest, coefficients, adam_w_mode=flags.adam_w_mode)
-    stores = [(exp_avg, first), (exp_avg_sq, second)]
-    if max_exp_avg_sq is not None and largest is not None:
-        stores.append((max_exp_avg_sq, largest))
-    if main_param is not None and halves:
-        split_remainder_(param, main_param, weight)
-    else:
-        stores.append((weight_store, weight))
-        if main_param is not None:
-            stores.append((param, weight))
-    for store, value in stores:
-        if store is not value:
-            store.copy_(value)
+    rule(_Values(weight, gradient, first, second, largest), coefficients, flags.adam_w_mode)
+    _store_moment(tensors.exp_avg, tensors.exp_avg_scale, first, positive=False)
+    _store_moment(tensors.exp_avg_sq, tensors.exp_avg_sq_scale, second, positive=True)
+    if tensors.max_exp_avg_sq is not None and largest is not None:
+        _store_moment(tensors.max_exp_avg_sq, tensors.max_exp_avg_sq_scale, largest, positive=True)
+    _store_weight(tensors, weight)
 
 
 def _update_unless(
     found_inf: Tensor,
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    tensors: AdamTensors,
     coefficients: AdamCoefficients,
     flags: Flags,
-    max_exp_avg_sq: Tensor | None,
-    main_param: Tensor | None,
     grad_scale: Tensor | None,
 ) -> None:
     """Update copies, then take them over unless the flag is set; arguments as above."""
-    stores = (param, exp_avg, exp_avg_sq, max_exp_avg_sq, main_param)
-    copies = [None if store is None else store.clone() for store in stores]
-    weight, first, second, largest, main = copies
-    assert weight is not None
-    assert first is not None
-    assert second is not None
-    adam_update_(
-        weight, grad, first, second, coefficients, flags,
-        max_exp_avg_sq=largest, main_param=main, grad_scale=grad_scale,
-    )  # fmt: skip
+    copies = AdamTensors(
+        *(store if store is None or store is tensors.grad else store.clone() for store in tensors)  # type: ignore[arg-type]
+    )
+    adam_update_(copies, coefficients, flags, grad_scale=grad_scale)
     skip = found_inf != 0
-    for store, value in zip(stores, copies, strict=True):
-        if store is not None and value is not None:
-            store.copy_(torch.where(skip, store, value))
+    for store, copy in zip(tensors, copies, strict=True):
+        if store is not None and copy is not None and store is not copy:
+            store.copy_(torch.where(skip, store, copy))
 
 
-def _torch_rule_(
-    weight: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    largest: Tensor | None,
-    coefficients: AdamCoefficients,
-    *,
-    adam_w_mode: bool,
-) -> None:
+class _Values(NamedTuple):
+    """What a rule works on, all of one wide dtype; all but the gradient are changed in place."""
+
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    largest: Tensor | None
+
+
+def _read_weight(tensors: AdamTensors) -> Tensor:
+    """Return the weight that is updated, wide; a stored one where it is wide already."""
+    main = tensors.main_param
+    if main is not None and main.dtype == torch.int16:
+        return join_remainder(tensors.param, main)
+    stored = tensors.param if main is None else main
+    return stored.to(torch.promote_types(stored.dtype, torch.float32))
+
+
+def _store_weight(tensors: AdamTensors, weight: Tensor) -> None:
+    main = tensors.main_param
+    if main is not None and main.dtype == torch.int16:
+        split_remainder_(tensors.param, main, weight)
+        return
+    for store in (main, tensors.param):
+        if store is not None and store is not weight:
+            store.copy_(weight)
+
+
+def _read_moment(store: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return store.to(dtype) if scale is None else dequantize(store, scale)
+
+
+def _store_moment(store: Tensor, scale: Tensor | None, value: Tensor, *, positive: bool) -> None:
+    if scale is not None:
+        quantize_(store, scale, value, positive=positive)
+    elif store is not value:
+        store.copy_(value)
+
+
+def _torch_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: bool) -> None:
     """The order of operations of torch's own Adam."""
+    weight, gradient, first, second, largest = values
     if adam_w_mode:
         weight.mul_(coefficients.decay)
     else:
         gradient = gradient + weight * coefficients.weight_decay
     first.add_((gradient - first) * coefficients.one_minus_beta1)
     second.mul_(coefficients.beta2).add_(gradient * gradient * coefficients.one_minus_beta2)
-    if largest is not None:
-        torch.maximum(largest, second, out=largest)
-        second = largest
-    denominator = _root(second).div_(coefficients.root_correction2).add_(coefficients.eps)
+    denominator = _root(_keep_largest_(largest, second))
+    denominator = denominator.div_(coefficients.root_correction2).add_(coefficients.eps)
     weight.sub_((first / denominator).mul_(coefficients.step_size))
 
 
-def _te_rule_(
-    weight: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    largest: Tensor | None,
-    coefficients: AdamCoefficients,
-    *,
-    adam_w_mode: bool,
-) -> None:
+def _te_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: bool) -> None:
     """The order of operations of Transformer Engine's multi-tensor Adam.
 
     Source: transformer_engine/common/multi_tensor/adam.cu, as compiled with fused multiply-add.
     """
-    wide = weight.dtype
-    at = AdamCoefficients(*(value.to(wide) for value in coefficients))
+    weight, gradient, first, second, largest = values
+    at = AdamCoefficients(*(value.to(weight.dtype) for value in coefficients))
     if not adam_w_mode:
         gradient = _fma(at.weight_decay, weight, gradient)
     first.copy_(_fma(at.one_minus_beta1, gradient, at.beta1 * first))
     second.copy_(_fma(gradient, at.one_minus_beta2 * gradient, at.beta2 * second))
-    if largest is not None:
-        torch.maximum(largest, second, out=largest)
-        second = largest
-    denominator = _root(second / at.correction2) + at.eps
+    denominator = _root(_keep_largest_(largest, second) / at.correction2) + at.eps
     update = (first / at.correction1) / denominator
     if adam_w_mode:
         update = _fma(weight, at.weight_decay, update)
     weight.copy_(_fma(-update, at.lr, weight))
+
+
+def _keep_largest_(largest: Tensor | None, second: Tensor) -> Tensor:
+    """Return the moment to divide by, after taking over what has grown."""
+    return second if largest is None else torch.maximum(largest, second, out=largest)
 
 
 def _root(value: Tensor) -> Tensor:

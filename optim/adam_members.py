@@ -3,10 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from graphfsdp.dtensors import local_part
-from graphfsdp.optim.adam_checks import check_gradient, check_state
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adam_checks import (
+    check_gradient,
+    check_parameter,
+    check_rows,
+    check_state,
+)
 from graphfsdp.optim.adam_plan import local_state
 from graphfsdp.optim.adam_settings import AdamSettings
 
@@ -39,6 +46,42 @@ def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], 
     return name
 
 
+def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: AdamSettings) -> None:
+    """Refuse parameters of a group that was added, alone or beside those of the other groups.
+
+    Raises:
+        ConfigError: one of them cannot be trained; it is named.
+    """
+    name_of = parameter_name(groups)
+    for index, param in enumerate(groups[row]["params"]):
+        check_parameter(local_part(param), name_of(row, index))
+        if settings.uses_scales:
+            check_rows(param, name_of(row, index))
+    check_devices(groups, settings)
+
+
+def check_devices(groups: Sequence[Mapping[str, Any]], settings: AdamSettings) -> None:
+    """Refuse parameters on several devices where their gradients have one norm.
+
+    Raises:
+        ConfigError: two devices are named, with a parameter on each.
+    """
+    if not settings.steers:
+        return
+    name_of = parameter_name(groups)
+    first: tuple[str, torch.device] | None = None
+    for row, group in enumerate(groups):
+        for index, param in enumerate(group["params"]):
+            name = name_of(row, index)
+            first = first or (name, param.device)
+            if param.device != first[1]:
+                raise ConfigError(
+                    "max_grad_norm, skip_nonfinite and grad_scaler need the norm of all gradients "
+                    f"on one device, but {first[0]} is on {first[1]} and {name} on "
+                    f"{param.device}. Remedy: an optimizer for each device, without these"
+                )
+
+
 def find_stepped(
     groups: Sequence[Mapping[str, Any]],
     grads: Sequence[Tensor | None],
@@ -50,6 +93,7 @@ def find_stepped(
     Raises:
         ConfigError: a gradient or a state tensor cannot be used; it is named.
     """
+    check_devices(groups, settings)
     name_of = parameter_name(groups)
     found = []
     index = 0
@@ -61,7 +105,9 @@ def find_stepped(
                 local = local_part(param)
                 check_gradient(local, grad, name)
                 if states.get(param):
-                    check_state(local, local_state(states[param]), name, settings)
+                    check_state(param, local_state(states[param]), name, settings)
+                elif settings.uses_scales:
+                    check_rows(param, name)
                 found.append(Stepped(index, row, param, grad))
             index += 1
     return found
@@ -84,4 +130,4 @@ def reset_decoupled(params: Sequence[Tensor], *, set_to_none: bool) -> None:
             grad.detach().zero_()
 
 
-__all__ = ["Stepped", "find_stepped", "parameter_name", "reset_decoupled"]
+__all__ = ["Stepped", "check_params", "find_stepped", "parameter_name", "reset_decoupled"]

@@ -22,14 +22,7 @@ def run_cuda(args: StepArgs) -> None:
     advance(args)
     adam_kernel.launch(
         adam_kernel.Tables(*args.tables),
-        adam_kernel.Dtypes(
-            args.params[0].dtype,
-            args.grads[0].dtype,
-            args.exp_avgs[0].dtype,
-            args.exp_avg_sqs[0].dtype,
-            args.max_exp_avg_sqs[0].dtype if args.max_exp_avg_sqs else None,
-            args.main_params[0].dtype if args.main_params else None,
-        ),
+        args.columns.dtypes(),
         args.hyper,
         args.grad_scale,
         args.found_inf,

@@ -51,7 +51,7 @@ class Plan:
             make_batch(batch, hyper(batch[0].param.device)) for batch in combinations.values()
         ]
         # Addresses of gradients matter where something was derived from them.
-        self._watch_grads = any(batch.tables or batch.grads is not None for batch in self._batches)
+        self._watch_grads = any(batch.tables or batch.merged for batch in self._batches)
         self._addresses = self._current_addresses(grads)
 
     def holds(self, grads: Sequence[Tensor | None], states: Iterable[State]) -> bool:
@@ -80,17 +80,10 @@ class Plan:
             device = batch.hyper.device
             counts = index == 0 and found_inf is not None
             fused_adam_(
-                batch.params,
-                collect(batch, grads),
-                batch.exp_avgs,
-                batch.exp_avg_sqs,
-                batch.max_exp_avg_sqs,
-                batch.main_params,
+                *batch.columns._replace(grads=collect(batch, grads)),
                 batch.steps,
                 batch.hyper,
-                batch.lane_rows,
-                batch.lane_sizes,
-                batch.lane_steps,
+                *batch.lanes,
                 _on(device, grad_scale),
                 _on(device, found_inf),
                 skipped if counts else None,

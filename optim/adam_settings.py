@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim.scaled_moments import SCALE_BLOCK_NUMEL, fits_scales, has_scales
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _NORM_TYPES = (2.0, float("inf"))
 MATHS = ("torch", "te")
 
@@ -55,8 +56,9 @@ class AdamSettings:
             dtype = getattr(self, name)
             if dtype not in _MOMENT_DTYPES:
                 raise ConfigError(
-                    f"{name} must be torch.float32 or torch.bfloat16, got {dtype}; dtypes with "
-                    "a smaller range would need scales, without which small moments become zero"
+                    f"{name} must be torch.float32, torch.bfloat16, torch.float16 or "
+                    f"torch.float8_e4m3fn (or torch.uint8, Transformer Engine's word for it), "
+                    f"got {dtype}"
                 )
         if self.store_param_remainders and not self.master_weights:
             raise ConfigError(
@@ -75,8 +77,15 @@ class AdamSettings:
         return torch.float32 if wide else param.dtype
 
     def state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
-        """Return the dtype of each state tensor of ``param`` except its step count."""
-        first, second = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        """Return the dtype of each state tensor of ``param`` except its step count and scales.
+
+        Args:
+            param: The parameter; a DTensor as it is, since its whole shape counts.
+        """
+        first, second = (
+            torch.float32 if has_scales(dtype) and not fits_scales(param) else dtype
+            for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        )
         if param.dtype == torch.float64:
             first = second = torch.float64
         dtypes = {"exp_avg": first, "exp_avg_sq": second}
@@ -88,20 +97,39 @@ class AdamSettings:
             dtypes["master_param"] = torch.int16 if halves else main
         return dtypes
 
+    @property
+    def steers(self) -> bool:
+        """Whether a step depends on the norm of all gradients."""
+        return self.skip_nonfinite or self.max_grad_norm is not None
+
+    @property
+    def uses_scales(self) -> bool:
+        """Whether moments are stored with scales, where a parameter fits them."""
+        return has_scales(self.exp_avg_dtype) or has_scales(self.exp_avg_sq_dtype)
+
 
 def bytes_per_param(
     settings: AdamSettings, param_dtype: torch.dtype, grad_dtype: torch.dtype
-) -> int:
+) -> float:
     """Return the bytes that one step reads and writes for each element of a parameter.
 
     State tensors are read and written, gradients read. A model weight is read and written, or only
-    written where there is a float32 main weight. Clipping and the skip of non-finite gradients
-    read the gradients once more; that is not counted.
+    written where there is a float32 main weight. Scales are counted as for rows of a multiple of
+    256 elements. Clipping and the skip of non-finite gradients read the gradients once more; that
+    is not counted.
     """
-    stored = settings.state_dtypes(torch.empty(0, dtype=param_dtype))
-    both_ways = sum(dtype.itemsize for dtype in stored.values())
+    stored = settings.state_dtypes(torch.empty((0, SCALE_BLOCK_NUMEL), dtype=param_dtype))
+    both_ways = sum(
+        dtype.itemsize + has_scales(dtype) * torch.float32.itemsize / SCALE_BLOCK_NUMEL
+        for dtype in stored.values()
+    )
     reads_param = stored.get("master_param", torch.int16) == torch.int16
     return grad_dtype.itemsize + 2 * both_ways + (1 + reads_param) * param_dtype.itemsize
+
+
+def moment_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the storage dtype that a constructor's argument means."""
+    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
 
 
 def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
@@ -116,4 +144,4 @@ def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
         raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")
 
 
-__all__ = ["MATHS", "AdamSettings", "Flags", "bytes_per_param", "check_math"]
+__all__ = ["MATHS", "AdamSettings", "Flags", "bytes_per_param", "check_math", "moment_dtype"]

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from graphfsdp.dtensors import local_part, wrap_like
+from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.flat_runs import is_dense
+from graphfsdp.optim.scaled_moments import has_scales, scale_of, scale_shape
 
 State = dict[str, Tensor]
 
@@ -31,8 +32,9 @@ def create_states(
 
     Returns:
         ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and ``max_exp_avg_sq`` and
-        ``master_param`` [...] where there are such, for each parameter; all but ``step`` are
-        DTensors where it is one.
+        ``master_param`` [...] where there are such, for each parameter; with ``_scale`` behind
+        its name, the scales [rows, blocks of a row] float32 of a moment that has some. All but
+        ``step`` are DTensors where the parameter is one.
     """
     locals_ = {local: param for _, param in params for local in [local_part(param)]}
     ordered = sorted(
@@ -48,20 +50,36 @@ def create_states(
             states[param] = {"step": step}
         wanted: dict[tuple[str, torch.dtype], list[Tensor]] = {}
         for param in members:
-            for name_and_dtype in settings.state_dtypes(param).items():
+            for name_and_dtype in settings.state_dtypes(locals_[param]).items():
                 wanted.setdefault(name_and_dtype, []).append(param)
         for (name, dtype), owners in sorted(wanted.items(), key=str):
             for param, tensor in zip(owners, _like(owners, dtype), strict=True):
                 states[param][name] = tensor
                 if name == "master_param" and dtype != torch.int16:
                     tensor.copy_(param.detach())
+            if has_scales(dtype):
+                for param, scale in zip(owners, _scales(owners), strict=True):
+                    states[param][scale_of(name)] = scale
     return {
-        param: {
-            key: value if key == "step" else wrap_like(value, param)
-            for key, value in states[local].items()
-        }
+        param: {key: _wrap(key, value, param) for key, value in states[local].items()}
         for local, param in locals_.items()
     }
+
+
+def _wrap(key: str, value: Tensor, param: Tensor) -> Tensor:
+    if key == "step":
+        return value
+    if key.endswith("_scale"):
+        return wrap_rows_like(value, param)
+    return wrap_like(value, param)
+
+
+def _scales(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros [rows, blocks of a row] for each parameter, as slices of one buffer."""
+    shapes = [scale_shape(param.shape) for param in params]
+    sizes = [rows * blocks for rows, blocks in shapes]
+    buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
+    return [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
 
 
 def step_classes(states: Mapping[Tensor, State]) -> dict[Tensor, int]:
@@ -106,7 +124,8 @@ def _like(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     end = 0
     previous: Tensor | None = None
     for param in params:
-        if previous is None or not _continues(previous, param):
+        # Parameters with scales are no neighbours to the kernel.
+        if previous is None or has_scales(dtype) or not _continues(previous, param):
             end = -(-end // _BORDER_NUMEL) * _BORDER_NUMEL
         offsets.append(end)
         end += param.numel()

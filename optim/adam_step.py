@@ -1,7 +1,6 @@
 """The arguments of one fused step, and its plain tensor code.
 
-Shapes: [...] any shape, the same for all tensors of one parameter or flat run; G = groups;
-S = parameters that one tensor of step counts stands for.
+Shapes: G = groups; S = parameters that one tensor of step counts stands for.
 """
 
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
 from graphfsdp.optim.adam_settings import Flags
+from graphfsdp.optim.adam_tensors import Columns
 
 # Note [Lanes]
 # A lane is a stretch of the tensor lists with one row of the hyper-parameter table and one step
@@ -20,15 +20,10 @@ from graphfsdp.optim.adam_settings import Flags
 
 
 class StepArgs(NamedTuple):
-    """Arguments of ``graphfsdp::fused_adam_``, in the order of its schema.
+    """Arguments of ``graphfsdp::fused_adam_``; its schema has the columns one by one.
 
     Attributes:
-        params: [...] float, model weights, written.
-        grads: [...] any float, read only.
-        exp_avgs: [...] float, updated in place.
-        exp_avg_sqs: [...] float, updated in place.
-        max_exp_avg_sqs: [...] float, updated in place; empty without amsgrad.
-        main_params: [...] float32 or int16 remainders, updated in place; empty: there are none.
+        columns: All tensors of the parameters.
         steps: [S] float32, advanced by one, or by none where the step is skipped.
         hyper: [G, 5] float64.
         lane_rows: See Note [Lanes].
@@ -45,12 +40,7 @@ class StepArgs(NamedTuple):
         te_math: See there.
     """
 
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    max_exp_avg_sqs: list[Tensor]
-    main_params: list[Tensor]
+    columns: Columns
     steps: list[Tensor]
     hyper: Tensor
     lane_rows: list[int]
@@ -75,6 +65,8 @@ class StepArgs(NamedTuple):
 SCHEMA = (
     "fused_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
     "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
+    "Tensor(h!)[] exp_avg_scales, Tensor(i!)[] exp_avg_sq_scales, "
+    "Tensor(j!)[] max_exp_avg_sq_scales, "
     "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, bool dense, "
     "bool adam_w_mode, bool bias_correction, bool maximize, bool te_math) -> ()"
@@ -85,7 +77,8 @@ def as_kernel(run: Callable[[StepArgs], None]) -> Callable[..., None]:
     """Return a function with the operation's flat arguments."""
 
     def kernel(*args: Any) -> None:
-        run(StepArgs(*args))
+        num_columns = len(Columns._fields)
+        run(StepArgs(Columns(*args[:num_columns]), *args[num_columns:]))
 
     return kernel
 
@@ -120,14 +113,9 @@ def run_tensor_code(args: StepArgs) -> None:
         )
         for _ in range(size):
             adam_update_(
-                args.params[index],
-                args.grads[index],
-                args.exp_avgs[index],
-                args.exp_avg_sqs[index],
+                args.columns.member(index),
                 coefficients,
                 args.flags,
-                max_exp_avg_sq=args.max_exp_avg_sqs[index] if args.max_exp_avg_sqs else None,
-                main_param=args.main_params[index] if args.main_params else None,
                 grad_scale=args.grad_scale,
                 found_inf=args.found_inf,
             )

@@ -10,6 +10,13 @@ Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
 import triton
 import triton.language as tl
 
+from graphfsdp.optim.adam_triton_storage import (
+    load_moment,
+    load_weight,
+    store_moment,
+    store_weight,
+)
+
 
 @triton.jit
 def coefficients_kernel(
@@ -61,22 +68,70 @@ def coefficients_kernel(
 
 
 @triton.jit
+def _update_moments(
+    weight,
+    grad,
+    first,
+    second,
+    coefficients_ptr,
+    ADAM_W_MODE: tl.constexpr,
+    TE_MATH: tl.constexpr,
+):
+    """Return the decayed weight and both moments."""
+    weight_decay = tl.load(coefficients_ptr + 1)
+    one_minus_beta1 = tl.load(coefficients_ptr + 2)
+    beta2 = tl.load(coefficients_ptr + 3)
+    one_minus_beta2 = tl.load(coefficients_ptr + 4)
+    if TE_MATH:
+        if not ADAM_W_MODE:
+            grad = tl.fma(weight, weight_decay, grad)
+        first = tl.fma(grad, one_minus_beta1, tl.load(coefficients_ptr + 9) * first)
+        second = tl.fma(grad, one_minus_beta2 * grad, beta2 * second)
+    else:
+        if ADAM_W_MODE:
+            weight = weight * tl.load(coefficients_ptr)
+        else:
+            grad = grad + weight * weight_decay
+        first = first + (grad - first) * one_minus_beta1
+        second = second * beta2 + grad * grad * one_minus_beta2
+    return weight, first, second
+
+
+@triton.jit
+def _update_weight(
+    weight,
+    first,
+    second,
+    coefficients_ptr,
+    ADAM_W_MODE: tl.constexpr,
+    TE_MATH: tl.constexpr,
+):
+    """Return the updated weight; ``second`` is the moment to divide by."""
+    eps = tl.load(coefficients_ptr + 7)
+    if TE_MATH:
+        lr = tl.load(coefficients_ptr + 8)
+        denominator = tl.sqrt_rn(tl.div_rn(second, tl.load(coefficients_ptr + 11))) + eps
+        update = tl.div_rn(tl.div_rn(first, tl.load(coefficients_ptr + 10)), denominator)
+        if ADAM_W_MODE:
+            update = tl.fma(weight, tl.load(coefficients_ptr + 1), update)
+        return tl.fma(-update, lr, weight)
+    else:
+        denominator = tl.div_rn(tl.sqrt_rn(second), tl.load(coefficients_ptr + 6)) + eps
+        return weight - tl.div_rn(first, denominator) * tl.load(coefficients_ptr + 5)
+
+
+@triton.jit
 def _update_block(
+    pointers,
     offsets,
-    numel,
-    param_ptr,
-    grad_ptr,
-    first_ptr,
-    second_ptr,
-    largest_ptr,
-    main_ptr,
+    mask,
+    blocks,
+    blocks_mask,
     coefficients_ptr,
     scale_ptr,
-    MASKED: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr,
-    FIRST_DTYPE: tl.constexpr,
-    SECOND_DTYPE: tl.constexpr,
-    MAIN_DTYPE: tl.constexpr,
+    FIRST_TOP: tl.constexpr,
+    SECOND_TOP: tl.constexpr,
+    SECOND_SMALLEST: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
@@ -85,82 +140,77 @@ def _update_block(
     MAXIMIZE: tl.constexpr,
     TE_MATH: tl.constexpr,
 ):
-    decay = tl.load(coefficients_ptr)
-    weight_decay = tl.load(coefficients_ptr + 1)
-    one_minus_beta1 = tl.load(coefficients_ptr + 2)
-    beta2 = tl.load(coefficients_ptr + 3)
-    one_minus_beta2 = tl.load(coefficients_ptr + 4)
-    step_size = tl.load(coefficients_ptr + 5)
-    root_correction2 = tl.load(coefficients_ptr + 6)
-    eps = tl.load(coefficients_ptr + 7)
-
-    # A full block needs no mask, and only without one can loads be 16 bytes wide.
-    mask = None
-    if MASKED:
-        mask = offsets < numel
+    """Update some elements; ``mask`` is None where all of them are there."""
+    param, grad_ptr, first_ptr, second_ptr, largest_ptr, main, first_s, second_s, largest_s = (
+        pointers
+    )
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
-    first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
-    second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
-    if HAS_MAIN:
-        weight = tl.load(main_ptr + offsets, mask=mask).to(tl.float32)
-    elif HALVES:
-        # See Note [Remainders].
-        high = tl.load(param_ptr + offsets, mask=mask).to(tl.int32)
-        low = tl.load(main_ptr + offsets, mask=mask).to(tl.int32)
-        weight = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        weight = tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
-
+    first = load_moment(first_ptr, first_s, offsets, mask, blocks, blocks_mask, FIRST_TOP)
+    second = load_moment(second_ptr, second_s, offsets, mask, blocks, blocks_mask, SECOND_TOP)
+    weight = load_weight(param, main, offsets, mask, HAS_MAIN, HALVES)
     if HAS_SCALE:
         grad = grad * tl.load(scale_ptr)
     if MAXIMIZE:
         grad = -grad
-    if TE_MATH:
-        lr = tl.load(coefficients_ptr + 8)
-        beta1 = tl.load(coefficients_ptr + 9)
-        if not ADAM_W_MODE:
-            grad = tl.fma(weight, weight_decay, grad)
-        first = tl.fma(grad, one_minus_beta1, beta1 * first)
-        second = tl.fma(grad, one_minus_beta2 * grad, beta2 * second)
-    else:
-        if ADAM_W_MODE:
-            weight = weight * decay
-        else:
-            grad = grad + weight * weight_decay
-        first = first + (grad - first) * one_minus_beta1
-        second = second * beta2 + grad * grad * one_minus_beta2
-    corrected = second
+    weight, first, second = _update_moments(
+        weight, grad, first, second, coefficients_ptr, ADAM_W_MODE, TE_MATH
+    )
+    divisor = second
     if AMSGRAD:
-        largest = tl.load(largest_ptr + offsets, mask=mask).to(tl.float32)
+        largest = load_moment(
+            largest_ptr, largest_s, offsets, mask, blocks, blocks_mask, SECOND_TOP
+        )
         # NaN stays NaN, as in torch.maximum.
-        corrected = tl.where((largest >= second) | (largest != largest), largest, second)
-        tl.store(largest_ptr + offsets, corrected.to(SECOND_DTYPE), mask=mask)
-    if TE_MATH:
-        denominator = tl.sqrt_rn(tl.div_rn(corrected, tl.load(coefficients_ptr + 11))) + eps
-        update = tl.div_rn(tl.div_rn(first, tl.load(coefficients_ptr + 10)), denominator)
-        if ADAM_W_MODE:
-            update = tl.fma(weight, weight_decay, update)
-        weight = tl.fma(-update, lr, weight)
-    else:
-        denominator = tl.div_rn(tl.sqrt_rn(corrected), root_correction2) + eps
-        weight = weight - tl.div_rn(first, denominator) * step_size
+        divisor = tl.where((largest >= second) | (largest != largest), largest, second)
+        store_moment(
+            largest_ptr, largest_s, divisor, offsets, mask, blocks, blocks_mask,
+            SECOND_TOP, SECOND_SMALLEST,
+        )  # fmt: skip
+    weight = _update_weight(weight, first, divisor, coefficients_ptr, ADAM_W_MODE, TE_MATH)
+    store_moment(first_ptr, first_s, first, offsets, mask, blocks, blocks_mask, FIRST_TOP, 0.0)
+    store_moment(
+        second_ptr, second_s, second, offsets, mask, blocks, blocks_mask,
+        SECOND_TOP, SECOND_SMALLEST,
+    )  # fmt: skip
+    store_weight(param, main, weight, offsets, mask, HAS_MAIN, HALVES)
 
-    tl.store(first_ptr + offsets, first.to(FIRST_DTYPE), mask=mask)
-    tl.store(second_ptr + offsets, second.to(SECOND_DTYPE), mask=mask)
-    if HALVES:
-        bits = weight.to(tl.int32, bitcast=True)
-        low = (bits << 16) >> 16
-        tl.store(main_ptr + offsets, low.to(tl.int16), mask=mask)
-        tl.store(param_ptr + offsets, ((bits - low) >> 16).to(tl.int16), mask=mask)
-    else:
-        if HAS_MAIN:
-            tl.store(main_ptr + offsets, weight.to(MAIN_DTYPE), mask=mask)
-        tl.store(param_ptr + offsets, weight.to(PARAM_DTYPE), mask=mask)
+
+@triton.jit
+def _load_pointers(
+    run,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    FIRST_DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    MAIN_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    param_ptr = tl.load(run).to(tl.pointer_type(PARAM_DTYPE))
+    grad_ptr = tl.load(run + 1).to(tl.pointer_type(GRAD_DTYPE))
+    first_ptr = tl.load(run + 2).to(tl.pointer_type(FIRST_DTYPE))
+    second_ptr = tl.load(run + 3).to(tl.pointer_type(SECOND_DTYPE))
+    largest_ptr = tl.load(run + 4).to(tl.pointer_type(SECOND_DTYPE))
+    main_ptr = tl.load(run + 5).to(tl.pointer_type(MAIN_DTYPE))
+    if ALIGNED:
+        # On the pointers: the compiler does not carry it over from the integers.
+        param_ptr = tl.multiple_of(param_ptr, 16)
+        grad_ptr = tl.multiple_of(grad_ptr, 16)
+        first_ptr = tl.multiple_of(first_ptr, 16)
+        second_ptr = tl.multiple_of(second_ptr, 16)
+        largest_ptr = tl.multiple_of(largest_ptr, 16)
+        main_ptr = tl.multiple_of(main_ptr, 16)
+    first_scale = tl.load(run + 6).to(tl.pointer_type(tl.float32))
+    second_scale = tl.load(run + 7).to(tl.pointer_type(tl.float32))
+    largest_scale = tl.load(run + 8).to(tl.pointer_type(tl.float32))
+    return (
+        param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr,
+        first_scale, second_scale, largest_scale,
+    )  # fmt: skip
 
 
 @triton.jit
 def update_kernel(
-    runs_ptr,  # [R, 9] int64, six addresses, numel, lane, first block
+    runs_ptr,  # [R, 13] int64, nine addresses, numel, lane, length of a row, first block
     block_to_run_ptr,  # [B] int32
     coefficients_ptr,  # [L, 12] float32
     scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
@@ -170,6 +220,11 @@ def update_kernel(
     FIRST_DTYPE: tl.constexpr,
     SECOND_DTYPE: tl.constexpr,
     MAIN_DTYPE: tl.constexpr,
+    FIRST_TOP: tl.constexpr,
+    SECOND_TOP: tl.constexpr,
+    SECOND_SMALLEST: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_BLOCK_NUMEL: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
@@ -186,39 +241,49 @@ def update_kernel(
     Capture: addresses come from the run table, so the table must stay as it is.
     """
     block = tl.program_id(0)
-    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 9
-    param_ptr = tl.load(run).to(tl.pointer_type(PARAM_DTYPE))
-    grad_ptr = tl.load(run + 1).to(tl.pointer_type(GRAD_DTYPE))
-    first_ptr = tl.load(run + 2).to(tl.pointer_type(FIRST_DTYPE))
-    second_ptr = tl.load(run + 3).to(tl.pointer_type(SECOND_DTYPE))
-    largest_ptr = tl.load(run + 4).to(tl.pointer_type(SECOND_DTYPE))
-    main_ptr = tl.load(run + 5).to(tl.pointer_type(MAIN_DTYPE))
-    numel = tl.load(run + 6)
-    coefficients = coefficients_ptr + tl.load(run + 7) * 12
-    start = (block - tl.load(run + 8)) * BLOCK_NUMEL
+    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 13
+    pointers = _load_pointers(
+        run, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
+    )
+    numel = tl.load(run + 9)
+    coefficients = coefficients_ptr + tl.load(run + 10) * 12
+    block -= tl.load(run + 12)
     if HAS_SKIP:
         # A run without elements: every load and store is masked off, so no memory is moved.
         numel = tl.where(tl.load(skip_ptr) == 0.0, numel, 0)
-    if ALIGNED:
-        # On the pointers: the compiler does not carry it over from the integers.
-        param_ptr = tl.multiple_of(param_ptr, 16)
-        grad_ptr = tl.multiple_of(grad_ptr, 16)
-        first_ptr = tl.multiple_of(first_ptr, 16)
-        second_ptr = tl.multiple_of(second_ptr, 16)
-        largest_ptr = tl.multiple_of(largest_ptr, 16)
-        main_ptr = tl.multiple_of(main_ptr, 16)
-    offsets = start + tl.arange(0, BLOCK_NUMEL)
-    if start + BLOCK_NUMEL <= numel:
+    if SCALED:
+        row_numel = tl.load(run + 11)
+        blocks_per_row = tl.cdiv(row_numel, SCALE_BLOCK_NUMEL)
+        num_scales = numel // row_numel * blocks_per_row
+        num_blocks: tl.constexpr = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
+        blocks = block * num_blocks + tl.arange(0, num_blocks)
+        rows = blocks // blocks_per_row
+        starts = (blocks - rows * blocks_per_row) * SCALE_BLOCK_NUMEL
+        columns = tl.arange(0, SCALE_BLOCK_NUMEL)
+        firsts = rows * row_numel + starts
+        if ALIGNED:
+            firsts = tl.multiple_of(firsts, 16)
+        offsets = firsts[:, None] + columns[None, :]
+        blocks_mask = blocks < num_scales
+        mask = blocks_mask[:, None] & (starts[:, None] + columns[None, :] < row_numel)
+        is_full = (row_numel % SCALE_BLOCK_NUMEL == 0) & ((block + 1) * num_blocks <= num_scales)
+    else:
+        blocks = 0
+        blocks_mask = None
+        start = block * BLOCK_NUMEL
+        offsets = start + tl.arange(0, BLOCK_NUMEL)
+        mask = offsets < numel
+        is_full = start + BLOCK_NUMEL <= numel
+    # A full block needs no mask, and only without one can loads be 16 bytes wide.
+    if is_full:
         _update_block(
-            offsets, numel, param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr,
-            coefficients, scale_ptr, False,
-            PARAM_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, HAS_MAIN, HALVES, AMSGRAD,
-            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH,
+            pointers, offsets, None, blocks, None, coefficients, scale_ptr,
+            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_MAIN, HALVES, AMSGRAD, HAS_SCALE,
+            ADAM_W_MODE, MAXIMIZE, TE_MATH,
         )  # fmt: skip
     else:
         _update_block(
-            offsets, numel, param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr,
-            coefficients, scale_ptr, True,
-            PARAM_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, HAS_MAIN, HALVES, AMSGRAD,
-            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH,
+            pointers, offsets, mask, blocks, blocks_mask, coefficients, scale_ptr,
+            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_MAIN, HALVES, AMSGRAD, HAS_SCALE,
+            ADAM_W_MODE, MAXIMIZE, TE_MATH,
         )  # fmt: skip

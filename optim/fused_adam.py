@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.optim.adam_batch import Member
-from graphfsdp.optim.adam_checks import check_group, check_lr_device, check_parameter
-from graphfsdp.optim.adam_members import find_stepped, parameter_name, reset_decoupled
+from graphfsdp.optim.adam_checks import check_group, check_lr_device
+from graphfsdp.optim.adam_members import check_params, find_stepped, reset_decoupled
 from graphfsdp.optim.adam_plan import Plan, gradients_of, local_state
-from graphfsdp.optim.adam_settings import AdamSettings, Flags, check_math
+from graphfsdp.optim.adam_settings import AdamSettings, Flags, check_math, moment_dtype
 from graphfsdp.optim.adam_state import create_states, split_classes, step_classes
 from graphfsdp.optim.grad_scaler import DeviceGradScaler
 from graphfsdp.optim.hyper_table import HyperTable
@@ -33,7 +33,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], with amsgrad
     ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32, or int16 with
-    remainders. It is made at the first step.
+    remainders. A moment in float16 or float8 has a neighbour, ``exp_avg_scale`` and so on,
+    [rows, blocks of a row] float32. State is made at the first step.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class FusedAdam(torch.optim.Optimizer):
                 the gradient's dtype need not be the parameter's.
             master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
             master_weight_dtype: torch.float32.
-            exp_avg_dtype: Dtype in which the first moment is stored, float32 or bfloat16.
+            exp_avg_dtype: Dtype in which the first moment is stored: float32, bfloat16, or
+                float16 or float8_e4m3fn with a scale for each 256 elements of a row.
             exp_avg_sq_dtype: The same for the second moment.
             store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
                 that the parameter lacks, in int16: exact, and half of the memory.
@@ -95,8 +97,8 @@ class FusedAdam(torch.optim.Optimizer):
             amsgrad,
             use_decoupled_grad,
             master_weights,
-            exp_avg_dtype,
-            exp_avg_sq_dtype,
+            moment_dtype(exp_avg_dtype),
+            moment_dtype(exp_avg_sq_dtype),
             store_param_remainders,
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
@@ -153,9 +155,7 @@ class FusedAdam(torch.optim.Optimizer):
         row = len(self.param_groups) - 1
         try:
             check_group(self.param_groups[row], row)
-            name_of = parameter_name(self.param_groups)
-            for index, param in enumerate(self.param_groups[row]["params"]):
-                check_parameter(local_part(param), name_of(row, index))
+            check_params(self.param_groups, row, self._settings)
             check_lr_device(self.param_groups[row], row)
         except ConfigError:
             self.param_groups.pop()

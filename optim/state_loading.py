@@ -11,6 +11,13 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adam_members import parameter_name
 from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.scaled_moments import (
+    MOMENTS,
+    dequantize,
+    quantize_,
+    scale_of,
+    scale_shape,
+)
 
 # Settings of other Adams that say how they run, not what they compute.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
@@ -36,7 +43,8 @@ def match_state_dict(
 
     Returns:
         For each parameter the tensors ``step``, ``exp_avg``, ``exp_avg_sq`` and maybe
-        ``max_exp_avg_sq`` and ``master_param``; None where nothing was saved.
+        ``max_exp_avg_sq``, ``master_param`` and the scales of moments; None where nothing was
+        saved.
 
     Raises:
         ConfigError: something does not fit; it is named.
@@ -75,14 +83,40 @@ def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> N
         states: The optimizer's state; parameters without any are left alone.
     """
     for param, source in loaded.items():
-        for key, tensor in (states.get(param) or {}).items():
-            saved = None if source is None else source.get(key)
+        saved = source or {}
+        kept = states.get(param) or {}
+        scale_keys = {scale_of(key) for key in MOMENTS}
+        for key, tensor in kept.items():
+            if key in scale_keys:
+                continue  # goes with its moment
             if key == "master_param":
-                _copy_main(param, tensor, saved)
-            elif saved is not None:
-                tensor.copy_(saved)
+                _copy_main(param, tensor, saved.get(key))
+            elif key in MOMENTS and (scale_of(key) in kept or scale_of(key) in saved):
+                _copy_scaled(key, kept, saved)
+            elif key in saved:
+                tensor.copy_(saved[key])
             else:  # saved before its first step
                 tensor.zero_()
+
+
+def _copy_scaled(key: str, kept: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy a moment that has scales where it was saved, where it is kept, or in both places."""
+    if key not in saved:
+        kept[key].zero_()  # saved before its first step: whatever the scales are
+        return
+    store, value = local_part(kept[key]), local_part(saved[key]).to(kept[key].device)
+    scale, value_scale = (tensors.get(scale_of(key)) for tensors in (kept, saved))
+    if scale is not None and value_scale is not None and store.dtype == value.dtype:
+        store.copy_(value)
+        local_part(scale).copy_(local_part(value_scale))
+        return
+    if value_scale is not None:
+        value = dequantize(value.contiguous(), local_part(value_scale).to(store.device))
+    if scale is not None:
+        positive = key != "exp_avg"
+        quantize_(store, local_part(scale), value.float().contiguous(), positive=positive)
+    else:
+        store.copy_(value)
 
 
 def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
@@ -171,7 +205,29 @@ def _match_entries(
                 f"expected {tuple(param.shape)}"
             )
         found[key] = value
+        if key in MOMENTS:
+            found |= _match_scale(entries, key, param, name)
     return found
+
+
+def _match_scale(
+    entries: Mapping[str, Any], key: str, param: Tensor, name: str
+) -> dict[str, Tensor]:
+    """Return the saved scales of a moment, if it has some."""
+    scale = entries.get(scale_of(key))
+    if scale is None:
+        if entries[key].dtype.itemsize == 1:
+            raise ConfigError(
+                f"the saved {key!r} of {name} is in {entries[key].dtype}, but {scale_of(key)!r} "
+                "is missing; expected a state that FusedAdam has saved"
+            )
+        return {}
+    if scale.shape != scale_shape(param.shape):
+        raise ConfigError(
+            f"the saved {scale_of(key)!r} of {name} has the shape {tuple(scale.shape)}, "
+            f"expected {scale_shape(param.shape)}"
+        )
+    return {scale_of(key): scale}
 
 
 __all__ = ["Loaded", "copy_states", "load_groups", "match_state_dict"]

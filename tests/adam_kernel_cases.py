@@ -1,9 +1,10 @@
 """Parameters in flat runs for the tests of the Triton kernels, and what the kernels shall do."""
 
-import importlib.util
+import importlib
 import itertools
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -11,10 +12,16 @@ import torch
 from torch import Tensor
 
 from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_kernel import Dtypes
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
 from graphfsdp.optim.adam_settings import Flags
+from graphfsdp.optim.adam_tensors import AdamTensors, Dtypes
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.scaled_moments import (
+    SCALE_BLOCK_NUMEL,
+    has_scales,
+    quantize_,
+    scale_shape,
+)
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MOMENTS = [torch.float32, torch.bfloat16]
@@ -40,39 +47,31 @@ def dtype_names(dtypes: Dtypes) -> str:
 
 
 def fresh_kernels() -> types.ModuleType:
-    """Import the kernels' module once more: whether to interpret is decided by its decorators."""
-    spec = importlib.util.find_spec("graphfsdp.optim.adam_triton")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Import the kernels once more: whether to interpret is decided by their decorators."""
+    names = ("graphfsdp.optim.adam_triton_storage", "graphfsdp.optim.adam_triton")
+    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    try:
+        return importlib.import_module(names[-1])
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
 
 
-class Tensors(NamedTuple):
-    """The tensors of one parameter."""
-
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    main: Tensor | None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Tensors":
-        return Tensors(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
+def map_tensors(tensors: AdamTensors, function: Callable[[Tensor], Tensor]) -> AdamTensors:
+    return AdamTensors(*(None if tensor is None else function(tensor) for tensor in tensors))  # type: ignore[arg-type]
 
 
 class Case(NamedTuple):
     """Tensors of several parameters, and the lanes that they are in."""
 
-    bundles: list[Tensors]
+    bundles: list[AdamTensors]
     lane_of: list[int]
     steps: list[Tensor]
     hyper: Tensor
 
     def clone(self) -> "Case":
-        bundles = [bundle.map(Tensor.clone) for bundle in self.bundles]
+        bundles = [map_tensors(bundle, Tensor.clone) for bundle in self.bundles]
         return Case(bundles, self.lane_of, self.steps, self.hyper)
 
     def launch(
@@ -91,60 +90,81 @@ class Case(NamedTuple):
                 bias_correction=flags.bias_correction,
                 te_math=flags.te_math,
             )
-            adam_update_(
-                bundle.param,
-                bundle.grad,
-                bundle.exp_avg,
-                bundle.exp_avg_sq,
-                coefficients,
-                flags,
-                max_exp_avg_sq=bundle.max_exp_avg_sq,
-                main_param=bundle.main,
-                grad_scale=scale,
-                found_inf=skip,
-            )
+            adam_update_(bundle, coefficients, flags, grad_scale=scale, found_inf=skip)
 
 
-def make_case(sizes: list[int], dtypes: Dtypes, device: torch.device | str = "cpu") -> Case:
+def make_moment(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    positive: bool,
+    wild: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return a moment as it is stored, and its scales if the dtype has some."""
+    draw = torch.rand if positive else torch.randn
+    moment = draw(shape, device=device)
+    if not has_scales(dtype):
+        return moment.to(dtype), None
+    # Some blocks with small and large numbers side by side, and one of zeros.
+    if wild and moment.numel():
+        moment *= 10.0 ** torch.randint(-12, 2, shape, device=device)
+        moment.view(-1)[:SCALE_BLOCK_NUMEL] = 0
+    codes = torch.empty(shape, dtype=dtype, device=device)
+    scales = torch.empty(scale_shape(shape), device=device)
+    quantize_(codes, scales, moment, positive=positive)
+    return codes, scales
+
+
+def make_case(
+    shapes: Sequence[int | tuple[int, ...]],
+    dtypes: Dtypes,
+    device: torch.device | str = "cpu",
+    *,
+    wild: bool = True,
+) -> Case:
+    """Return random tensors; with ``wild``, moments that have scales lie far apart."""
     hyper = torch.tensor(
         [[1e-2, 0.9, 0.999, 1e-8, 0.1], [3e-1, 0.0, 0.5, 1e-3, 0.0], [1e-3, 0.8, 0.95, 0.0, 1.0]],
         dtype=torch.float64,
         device=device,
     )
     bundles = []
-    for size in sizes:
-        weight = torch.randn(size, device=device)
+    for size in shapes:
+        shape = (size,) if isinstance(size, int) else size
+        weight = torch.randn(shape, device=device)
         param = weight.to(dtypes.param)
         main: Tensor | None = None
         if dtypes.main_param == torch.int16:
-            main = torch.zeros(size, dtype=torch.int16, device=device)
+            main = torch.zeros(shape, dtype=torch.int16, device=device)
             split_remainder_(param, main, weight)
         elif dtypes.main_param is not None:
             main = weight
-        largest = dtypes.max_exp_avg_sq
-        bundles.append(
-            Tensors(
-                param,
-                torch.randn(size, device=device).to(dtypes.grad),
-                torch.randn(size, device=device).to(dtypes.exp_avg),
-                torch.rand(size, device=device).to(dtypes.exp_avg_sq),
-                None if largest is None else torch.rand(size, device=device).to(largest),
-                main,
-            )
+        grad = torch.randn(shape, device=device).to(dtypes.grad)
+        first, first_scale = make_moment(shape, dtypes.exp_avg, device, positive=False, wild=wild)
+        second, second_scale = make_moment(
+            shape, dtypes.exp_avg_sq, device, positive=True, wild=wild
         )
+        largest, largest_scale = None, None
+        if dtypes.max_exp_avg_sq is not None:
+            largest, largest_scale = make_moment(
+                shape, dtypes.max_exp_avg_sq, device, positive=True, wild=wild
+            )
+        scales = (first_scale, second_scale, largest_scale)
+        bundles.append(AdamTensors(param, grad, first, second, largest, main, *scales))
     steps = [torch.tensor(float(count), device=device) for count in (1, 7, 1000)]
-    return Case(bundles, [index % 3 for index in range(len(sizes))], steps, hyper)
+    return Case(bundles, [index % 3 for index in range(len(shapes))], steps, hyper)
 
 
 def assert_cases_close(found: Case, expected: Case, dtypes: Dtypes) -> None:
     for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
         assert torch.equal(ours[1], theirs[1])  # gradients are only read
         if dtypes.main_param == torch.int16:
-            assert ours.main is not None
-            assert theirs.main is not None
+            assert ours.main_param is not None
+            assert theirs.main_param is not None
             torch.testing.assert_close(
-                join_remainder(ours.param, ours.main),
-                join_remainder(theirs.param, theirs.main),
+                join_remainder(ours.param, ours.main_param),
+                join_remainder(theirs.param, theirs.main_param),
                 rtol=2e-6,
                 atol=1e-6,
             )

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from adam_helpers import assert_equal
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 
 pytest.importorskip("torch.distributed.tensor")
@@ -127,3 +128,17 @@ def test_sharded_gradients_are_clipped_and_skipped_as_plain_ones(
     for left, right in zip(_locals(sharded), plain, strict=True):
         torch.testing.assert_close(left, right.detach(), rtol=1e-5, atol=1e-6)
     assert ours.control.skipped_steps.item() == theirs.control.skipped_steps.item() == 1
+
+
+def test_scaled_moments_need_a_dtensor_that_is_sharded_by_rows(mesh: DeviceMesh) -> None:
+    weight = torch.randn(40, 40)
+    by_columns = nn.Parameter(distribute_tensor(weight, mesh, [Shard(1)]))
+    with pytest.raises(ConfigError, match=r"'w' is a DTensor with .*expected Shard\(0\)"):
+        FusedAdam([("w", by_columns)], exp_avg_dtype=torch.float16)
+    (by_rows,) = _sharded(mesh, [nn.Parameter(weight)])
+    optimizer = FusedAdam([by_rows], exp_avg_dtype=torch.float16)
+    _set_grads(mesh, [by_rows], [nn.Parameter(weight)])
+    optimizer.step()
+    scale = optimizer.state[by_rows]["exp_avg_scale"]
+    assert isinstance(scale, DTensor)
+    assert (scale.shape, scale.placements) == ((40, 1), (Shard(0),))

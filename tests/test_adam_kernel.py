@@ -20,11 +20,12 @@ from adam_kernel_cases import (
     dtype_names,
     fresh_kernels,
     make_case,
+    map_tensors,
     needs_triton,
 )
 from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_kernel import Dtypes
 from graphfsdp.optim.adam_settings import Flags
+from graphfsdp.optim.adam_tensors import Dtypes
 from graphfsdp.optim.flat_runs import flat_view
 
 
@@ -93,7 +94,7 @@ def test_runs_off_a_16_byte_border_are_apart_and_still_right() -> None:
     dtypes = FP32
     flags = Flags()
     found = make_case([100, 2100], dtypes)
-    odd = found.bundles[0].map(lambda tensor: torch.cat([tensor.new_zeros(1), tensor])[1:])
+    odd = map_tensors(found.bundles[0], lambda tensor: torch.cat([tensor.new_zeros(1), tensor])[1:])
     found = found._replace(bundles=[odd, found.bundles[1]])
     expected = found.clone()
     tables = found.launch(dtypes, None, flags)
@@ -107,7 +108,7 @@ def test_runs_off_a_16_byte_border_are_apart_and_still_right() -> None:
 def test_neighbouring_memory_is_not_touched() -> None:
     dtypes = FP32
     wide = make_case([4096], dtypes)
-    part = wide.bundles[0].map(lambda tensor: tensor[1024:3001])
+    part = map_tensors(wide.bundles[0], lambda tensor: tensor[1024:3001])
     narrow = wide._replace(bundles=[part])
     before = wide.clone()
     narrow.launch(dtypes, None, Flags())
@@ -138,7 +139,9 @@ def test_a_model_of_many_tensors_costs_one_launch(monkeypatch: pytest.MonkeyPatc
     launches: list[str] = []
 
     class Recorder:
-        tl = types.SimpleNamespace(float32=None, bfloat16=None, float16=None, int16=None)
+        tl = types.SimpleNamespace(
+            float32=None, bfloat16=None, float16=None, int16=None, uint8=None
+        )
 
         def __getattr__(self, name: str) -> "_Launcher":
             return _Launcher(name, launches)
@@ -214,7 +217,7 @@ def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit_in_torch_math(
     found.launch(dtypes, torch.tensor(0.37), Flags())
     expected.update(torch.tensor(0.37), Flags())
     # Triton's interpreter cuts bfloat16 where the hardware rounds; the main weight says it all.
-    columns = ["exp_avg", "exp_avg_sq", "param" if dtypes is FP32 else "main"]
+    columns = ["exp_avg", "exp_avg_sq", "param" if dtypes is FP32 else "main_param"]
     if dtypes.main_param == torch.int16:
         columns.append("param")
     for ours, theirs in zip(found.bundles, expected.bundles, strict=True):

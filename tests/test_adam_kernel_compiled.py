@@ -7,8 +7,8 @@ import torch
 
 from adam_kernel_cases import FP32, MIXED, dtype_names, fresh_kernels, needs_triton
 from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_kernel import Dtypes
 from graphfsdp.optim.adam_settings import Flags
+from graphfsdp.optim.adam_tensors import Dtypes
 
 
 @needs_triton
@@ -26,6 +26,13 @@ from graphfsdp.optim.adam_settings import Flags
             exp_avg_sq=torch.bfloat16,
         ),
         MIXED._replace(main_param=torch.int16, max_exp_avg_sq=torch.float32),
+        MIXED._replace(
+            main_param=torch.int16,
+            exp_avg=torch.float8_e4m3fn,
+            exp_avg_sq=torch.float16,
+            max_exp_avg_sq=torch.float16,
+        ),
+        FP32._replace(exp_avg=torch.bfloat16, exp_avg_sq=torch.float8_e4m3fn),
     ],
     ids=dtype_names,
 )
@@ -45,7 +52,7 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, te_math
     assert ".target sm_90" in compiled["ptx"]
     assert len(compiled["cubin"]) > 0
     # The point of the unmasked branch: whole 16-byte accesses where the addresses allow them.
-    assert (".v4.b32" in compiled["ptx"]) is aligned
+    assert (".global.v4.b32" in compiled["ptx"]) is aligned
 
 
 @needs_triton

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
 from graphfsdp.optim.adam_settings import Flags
+from graphfsdp.optim.adam_tensors import AdamTensors
 
 LOW_PRECISION = [torch.bfloat16, torch.float16]
 
@@ -62,13 +63,9 @@ def _run(
     for grad in grads:
         step += 1
         adam_update_(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
+            AdamTensors(param, grad, exp_avg, exp_avg_sq, main_param=main),
             adam_coefficients(row, step, bias_correction=bias_correction),
             Flags(adam_w_mode, bias_correction),
-            main_param=main,
             grad_scale=grad_scale,
         )
     return exp_avg, exp_avg_sq

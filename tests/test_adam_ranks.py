@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.scaled_moments import MOMENTS
 from ranks import RankPool
 
 SHAPES = [(7, 3), (5,), (1, 4)]  # with rows that do not divide: a rank holds less, or nothing
@@ -56,3 +57,35 @@ def test_ranks_clip_and_skip_as_one(ranks2: RankPool, norm_type: float) -> None:
                 assert one == pytest.approx(other, rel=1e-6)
         for left, right in zip(weights, expected[0], strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def _train_scaled(sharded: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return whole weights and whole scales; parameters have float8 and float16 moments."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor, mesh, [Shard(0)]) if sharded else tensor
+
+    shapes = [(7, 300), (1, 40), (4, 2, 20)]
+    params = [nn.Parameter(place(torch.randn(shape))) for shape in shapes]
+    optimizer = FusedAdam(
+        params, lr=0.1, exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float16
+    )
+    for _ in range(3):
+        for param, shape in zip(params, shapes, strict=True):
+            param.grad = place(torch.randn(shape))
+        optimizer.step()
+    scales = [optimizer.state[param][f"{key}_scale"] for param in params for key in MOMENTS[:2]]
+    found = [[*map(torch.Tensor.detach, params)], scales]
+    if sharded:
+        found = [[tensor.full_tensor() for tensor in tensors] for tensors in found]
+    return found[0], found[1]
+
+
+def test_scaled_moments_do_not_depend_on_the_number_of_ranks(ranks2: RankPool) -> None:
+    weights, scales = ranks2.run(_train_scaled, False)[0]
+    assert [tuple(scale.shape) for scale in scales[::2]] == [(7, 2), (1, 1), (4, 1)]
+    for found_weights, found_scales in ranks2.run(_train_scaled, True):
+        for left, right in zip([*found_weights, *found_scales], [*weights, *scales], strict=True):
+            assert torch.equal(left, right)

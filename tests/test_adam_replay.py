@@ -26,6 +26,12 @@ MODES: dict[str, dict[str, Any]] = {
         "exp_avg_sq_dtype": torch.bfloat16,
         "amsgrad": True,
     },
+    "float8 and float16 moments": {
+        "master_weights": True,
+        "store_param_remainders": True,
+        "exp_avg_dtype": torch.float8_e4m3fn,
+        "exp_avg_sq_dtype": torch.float16,
+    },
     "te": {"math": "te"},
     "te with remainders": {"math": "te", "master_weights": True, "store_param_remainders": True},
     "clip": {"max_grad_norm": 0.1},
@@ -35,7 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 def make_model(device: torch.device, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).to(device, dtype)
+    return nn.Sequential(nn.Linear(6, 40), nn.GELU(), nn.Linear(40, 3)).to(device, dtype)
 
 
 def train(

@@ -15,6 +15,7 @@ from graphfsdp.optim import adam_kernel
 from graphfsdp.optim.adam_cpu import run_cpu
 from graphfsdp.optim.adam_settings import Flags
 from graphfsdp.optim.adam_step import StepArgs
+from graphfsdp.optim.adam_tensors import Dtypes, make_columns
 
 VALUES = st.sampled_from(
     [0.0, -0.0, 1.0, -3.0, 1e-20, 1e-38, -1e-45, 1e18, 1e30, -3e38, np.inf, -np.inf, np.nan]
@@ -34,14 +35,14 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _case(dtypes: adam_kernel.Dtypes, weights: list[float], grads: list[float]) -> Case:
+def _case(dtypes: Dtypes, weights: list[float], grads: list[float]) -> Case:
     case = make_case([NUM_VALUES], dtypes)
     bundle = case.bundles[0]
     bundle.grad.copy_(torch.tensor(grads))
-    if bundle.main is None:
+    if bundle.main_param is None:
         bundle.param.copy_(torch.tensor(weights))
     else:
-        bundle.main.copy_(torch.tensor(weights))
+        bundle.main_param.copy_(torch.tensor(weights))
     return case
 
 
@@ -50,9 +51,7 @@ def _run_on_cpu(case: Case, flags: Flags) -> None:
     before = case.steps[0] - 1  # the operation counts the step itself
     run_cpu(
         StepArgs(
-            [bundle.param], [bundle.grad], [bundle.exp_avg], [bundle.exp_avg_sq],
-            [] if bundle.max_exp_avg_sq is None else [bundle.max_exp_avg_sq],
-            [] if bundle.main is None else [bundle.main],
+            make_columns([bundle]),
             [before.view(1)], case.hyper, [0], [1], [0], None, None, None, [], True, *flags,
         )
     )  # fmt: skip
@@ -76,7 +75,7 @@ def _assert_same(left: Tensor, right: Tensor, *, exact: bool) -> None:
 @given(weights=ROWS, grads=ROWS, amsgrad=st.booleans(), adam_w_mode=st.booleans())
 @pytest.mark.parametrize("dtypes", [FP32, MIXED])
 def test_kernel_equals_the_tensor_code_bit_for_bit_whatever_the_values(
-    dtypes: adam_kernel.Dtypes,
+    dtypes: Dtypes,
     weights: list[float],
     grads: list[float],
     amsgrad: bool,
@@ -88,7 +87,12 @@ def test_kernel_equals_the_tensor_code_bit_for_bit_whatever_the_values(
     expected = found.clone()
     found.launch(dtypes, None, flags)
     expected.update(None, flags)
-    for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "main" if dtypes[-1] else "param"):
+    for column in (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "main_param" if dtypes[-1] else "param",
+    ):
         left = getattr(found.bundles[0], column)
         if left is not None:
             _assert_same(left, getattr(expected.bundles[0], column), exact=True)
@@ -98,7 +102,7 @@ def test_kernel_equals_the_tensor_code_bit_for_bit_whatever_the_values(
 @given(weights=ROWS, grads=ROWS, amsgrad=st.booleans(), maximize=st.booleans())
 @pytest.mark.parametrize("dtypes", [FP32, MIXED])
 def test_cpu_path_equals_the_tensor_code_whatever_the_values(
-    dtypes: adam_kernel.Dtypes,
+    dtypes: Dtypes,
     weights: list[float],
     grads: list[float],
     amsgrad: bool,
@@ -110,6 +114,6 @@ def test_cpu_path_equals_the_tensor_code_whatever_the_values(
     expected = found.clone()
     _run_on_cpu(found, flags)
     expected.update(None, flags)
-    for column in ("exp_avg", "exp_avg_sq", "main" if dtypes[-1] else "param"):
+    for column in ("exp_avg", "exp_avg_sq", "main_param" if dtypes[-1] else "param"):
         left, right = getattr(found.bundles[0], column), getattr(expected.bundles[0], column)
         _assert_same(left, right, exact=False)
