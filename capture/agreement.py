@@ -1,53 +1,144 @@
-"""Ranks that share a model capture together or not at all."""
+"""Ranks that share a model keep an iteration together or not at all."""
 
+import datetime
+import time
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from graphfsdp.errors import CaptureError
 
+_FIRST_PAUSE_S = 0.0005
+_LONGEST_PAUSE_S = 0.05
+
 
 class Agreement:
-    """One exchange between ranks about one capture.
+    """The ranks' exchange about warm-ups and captures.
 
     A rank that captured while another did not would wait for ever in the first collective of its
-    replay. So each rank tells the others how its attempt ended, and all of them keep the graph or
-    none does.
+    replay; one that stepped while another rolled back would train another model. So each rank
+    tells the others how its attempt ended.
+
+    Note [Agreement through the store]: the ranks talk through the group's key-value store and not
+    by a collective. A rank that failed in the middle of an iteration cannot take part in one: the
+    others are still in a collective of the iteration, with which it would be mixed up. They come
+    out of theirs at its timeout, or at once when the failed process ends, and then find the cause
+    in the store.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Prepare.
+        """Prepare; talks to nobody.
 
         Args:
             groups: The ranks that share the model; none if it lies on one rank only.
         """
-        self._groups = [group for group in groups if group.size() > 1]
-        self._settled = not self._groups
+        self._channels = [_Channel(group) for group in groups if group.size() > 1]
+        self._attempt = 0
+        self._stage = 0
 
     @property
     def is_collective(self) -> bool:
         """Whether other ranks take part."""
-        return bool(self._groups)
+        return bool(self._channels)
 
-    def settle(self, failure: CaptureError | None) -> None:
-        """Tell the other ranks how this one fared; only the first call does anything.
+    def begin(self) -> None:
+        """Start an attempt; every rank makes the same ones."""
+        self._attempt += 1
+        self._stage = 0
+
+    def settle(self) -> None:
+        """Wait until every rank has come as far as this one.
 
         Raises:
-            CaptureError: this rank succeeded, but another did not; the message names it.
+            CaptureError: another rank failed; the message names it and says why.
         """
-        if self._settled:
-            return
-        self._settled = True
-        for group in self._groups:
-            messages: list[str | None] = [None] * group.size()
-            dist.all_gather_object(messages, None if failure is None else str(failure), group)
-            failed = {rank: text for rank, text in enumerate(messages) if text is not None}
-            if failed and failure is None:
-                rank, text = next(iter(failed.items()))
+        key = self._next_key()
+        for channel in self._channels:
+            failed = channel.wait(key)
+            if failed is not None:
                 raise CaptureError(
-                    f"rank {rank} of {group.size()} could not capture, so no rank did; "
-                    f"everything is as it was before. Rank {rank} said: {text}"
+                    f"{failed}. So no rank keeps this iteration; everything is as it was before"
                 )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one gave up; waits for nobody.
+
+        Raises:
+            CaptureError: this rank failed in a collective because another had failed before.
+        """
+        key = self._next_key()
+        for channel in self._channels:
+            earlier = channel.post(key, f"{type(error).__name__}: {error}")
+            if earlier is None:
+                continue
+            if isinstance(error, RuntimeError):  # what collectives raise when a rank is missing
+                raise CaptureError(
+                    f"{earlier}. So this rank waited in vain, and the process group is of no use "
+                    "any more; parameters, buffers, gradients and optimizer state are as they "
+                    "were before. Remedy: mend the cause, and start all ranks again"
+                ) from error
+            error.add_note(f"graphfsdp: {earlier}")
+
+    def _next_key(self) -> str:
+        self._stage += 1
+        return f"{self._attempt}/{self._stage}"
+
+
+class _Channel:
+    """The part of one group's store that belongs to one captured step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._prefix = ""
+
+    def wait(self, key: str) -> str | None:
+        """Wait for all ranks; return which one failed and why, None if none did."""
+        store = self._store()
+        key = self._key(key)
+        if store.add(f"{key}/count", 1) == self._group.size():
+            store.set(f"{key}/done", "all")
+        pause = _FIRST_PAUSE_S
+        deadline = time.monotonic() + _timeout(self._group).total_seconds()
+        while not store.check([f"{key}/done"]):
+            if time.monotonic() > deadline:
+                return "some rank has not answered within the process group's timeout"
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if store.check([f"{key}/failure"]):
+            return bytes(store.get(f"{key}/failure")).decode()
+        return None
+
+    def post(self, key: str, text: str) -> str | None:
+        """Tell why this rank failed; return what a rank that failed earlier has said."""
+        store = self._store()
+        key = self._key(key)
+        mine = f"rank {self._group.rank()} of {self._group.size()} failed: {text}"
+        first = bytes(store.compare_set(f"{key}/failure", "", mine)).decode()
+        store.set(f"{key}/done", "failed")
+        return None if first == mine else first
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_process_group_store(self._group)
+
+    def _key(self, key: str) -> str:
+        if not self._prefix:
+            # The n-th step on one rank is the n-th on every rank; the store counts for us.
+            number = self._store().add(f"graphfsdp/steps/{self._group.rank()}", 1)
+            self._prefix = f"graphfsdp/step{number}"
+        return f"{self._prefix}/{key}"
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    for device_type in ("cpu", "cuda"):
+        try:
+            backend = group._get_backend(torch.device(device_type))
+            timeout: datetime.timedelta = backend.options._timeout
+        except (AttributeError, RuntimeError):  # no backend for this device, or none with options
+            continue
+        return timeout
+    return dist.distributed_c10d.default_pg_timeout
 
 
 __all__ = ["Agreement"]

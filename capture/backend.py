@@ -1,6 +1,7 @@
 """What a graph backend is: the words that both kinds of graph share."""
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -37,6 +38,22 @@ class GraphFacts:
     program: ProgramFacts | None = None
 
 
+class Effect(enum.Enum):
+    """How much of an iteration the last replay has left in memory; the value is for people."""
+
+    NONE = (
+        "the replay was undone: parameters, buffers, optimizer state and generators are as they "
+        "were before the call; gradients, half overwritten, were taken off (None). The step can "
+        "be called again"
+    )
+    PART = (
+        "the replay stopped while it updated weights: some parameters and their optimizer state "
+        "may have been stepped and others not. Remedy: load model and optimizer from a "
+        "checkpoint, close this step, and capture again"
+    )
+    ALL = "the iteration took effect as a whole; only its results are lost"
+
+
 class Graph(Protocol):
     """A recorded iteration.
 
@@ -45,6 +62,11 @@ class Graph(Protocol):
     """
 
     facts: GraphFacts
+
+    @property
+    def effect(self) -> Effect:
+        """What the last replay has done, also if it raised."""
+        ...
 
     def replay(self) -> list[Tensor]:
         """Run the recording once; the results are the caller's to keep."""
@@ -63,6 +85,18 @@ class Graph(Protocol):
         ...
 
 
+class Undo(Protocol):
+    """What it takes to put memory back after a failed iteration that ran for real."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Run the body, the iteration, so that it can be undone."""
+        ...
+
+    def roll_back(self) -> None:
+        """Write everything back, at the addresses that it had."""
+        ...
+
+
 class GraphBackend(Protocol):
     """Runs and records iterations on one kind of device.
 
@@ -78,8 +112,22 @@ class GraphBackend(Protocol):
         """Run the body on the stream that captures, ordered with the current one."""
         ...
 
+    def begin_undo(self, state: Iterable[Tensor]) -> Undo:
+        """Prepare for an iteration that may fail.
+
+        Args:
+            state: What the iteration is known to write.
+        """
+        ...
+
     def record(
-        self, iterate: Iterate, model: nn.Module, check: Check, *, collective: bool
+        self,
+        iterate: Iterate,
+        model: nn.Module,
+        check: Check,
+        *,
+        collective: bool,
+        scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration, which also takes effect exactly once.
 
@@ -89,15 +137,16 @@ class GraphBackend(Protocol):
             check: Called when all is recorded; raises if the iteration left something behind
                 that a replay could not repeat. The last thing that can fail.
             collective: Other ranks run the same iteration at the same time.
+            scratch: Tensors whose old contents a replay that fails need not put back.
 
         Returns:
             The graph and the results of this first iteration.
 
         Raises:
-            CaptureError: the iteration does what a graph cannot hold. Every tensor and
-                generator is then as it was before.
+            CaptureError: the iteration does what a graph cannot hold; the caller undoes what
+                has run.
         """
         ...
 
 
-__all__ = ["Check", "Graph", "GraphBackend", "GraphFacts", "Iterate"]
+__all__ = ["Check", "Effect", "Graph", "GraphBackend", "GraphFacts", "Iterate", "Undo"]

@@ -1,48 +1,64 @@
-"""Undoes a failed CPU recording: memory and generators as they were before the first write."""
+"""Undoes an iteration on a CPU: memory as it was before the first write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.storages import StorageInfo
+from graphfsdp._capture.op_tensors import flat_tensors, is_wrapper_subclass, written_tensors
+from graphfsdp._capture.storages import storage_of
 from graphfsdp._capture.undo_arena import UndoArena
+from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last
+# Operators of others may write what they do not declare.
+_TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional", "profiler")
 
 
 class CopyOnWrite:
-    """Old contents of everything that a recording has written outside itself.
+    """Old contents of everything that an iteration has written outside itself.
 
-    On CUDA nothing runs during a capture. On a CPU the recording is also the iteration, so a
-    failed one must be taken back; a copy is made only of what is written, just before.
+    A warm-up and a recording on a CPU run for real, so a failed one must be taken back; a copy is
+    made only of what is written, just before. Storages are held weakly: whoever holds the memory
+    of an iteration changes what autograd does with it.
     """
 
     def __init__(self) -> None:
         self._arena = UndoArena()
-        self._saved: list[tuple[StorageInfo, int, Tensor]] = []  # storage, first byte, contents
-        self._ranges: dict[int, set[_Range]] = {}  # by id of the StorageInfo
+        self._saved: list[tuple[StorageWeakRef, int, Tensor]] = []  # storage, first byte, contents
+        self._ranges: dict[int, set[_Range]] = {}  # by identity of the storage
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
-    def save(self, info: StorageInfo, tensor: Tensor) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Copy what operators in the body are about to write, if it existed before."""
+        with _UndoMode(self):
+            yield
+
+    def save(self, tensor: Tensor) -> None:
         """Keep the contents of the memory that a tensor looks at and that is about to change.
 
         Args:
-            info: The tensor's storage.
             tensor: What will be written.
         """
+        storage = storage_of(tensor, "save")
         start, end = _byte_range(tensor)
-        ranges = self._ranges.setdefault(id(info), set())
+        ranges = self._ranges.setdefault(storage._cdata, set())
         if any(first <= start and end <= last for first, last in ranges):
             return
-        ranges.add((start, end))
-        contents = _as_bytes(info.get())
-        while start < end:
-            piece = self._arena.take(end - start)
-            piece.copy_(contents[start : start + piece.numel()])
-            self._saved.append((info, start, piece))
-            start += piece.numel()
+        reference = StorageWeakRef(storage)  # keeps the identity from being used again
+        contents = _as_bytes(storage)
+        first = start
+        while first < end:
+            piece = self._arena.take(end - first)
+            piece.copy_(contents[first : first + piece.numel()])
+            self._saved.append((reference, first, piece))
+            first += piece.numel()
+        ranges.add((start, end))  # only when all of it is safe
 
     def save_generators(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep the state of the generators that an operator is about to draw from."""
@@ -54,11 +70,73 @@ class CopyOnWrite:
     def roll_back(self) -> None:
         """Write everything back, at the addresses that it had."""
         # Newest first: where ranges overlap, the copy that was made first is the oldest contents.
-        for info, first, old in reversed(self._saved):
-            if info.alive:
-                _as_bytes(info.get())[first : first + old.numel()].copy_(old)
+        for reference, first, old in reversed(self._saved):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                _as_bytes(storage)[first : first + old.numel()].copy_(old)
         for generator, state in self._generators.values():
             generator.set_state(state)
+
+
+class _UndoMode(TorchDispatchMode):
+    """Sees every operator before it runs; the modes of a recording lie inside this one."""
+
+    # So that torch.cond and its like are not refused here, but where their turn comes.
+    supports_higher_order_operators = True
+
+    def __init__(self, undo: CopyOnWrite) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._undo = undo
+        self._made: set[int] = set()  # identities of storages that the iteration has made
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(is_wrapper_subclass(kind) for kind in types):
+            return NotImplemented  # it desugars itself; its inner operators come back here
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        given = flat_tensors(args) + flat_tensors(kwargs.values())
+        self._save(func, args, kwargs, given)
+        result = func(*args, **kwargs)
+        before = {_identity(tensor) for tensor in given}
+        for tensor in flat_tensors([result]):
+            identity = _identity(tensor)
+            if identity not in before:
+                self._made.add(identity)
+        return result
+
+    def _save(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+    ) -> None:
+        trusted = op.namespace in _TRUSTED_NAMESPACES
+        for tensor in written_tensors(op, args, kwargs) if trusted else given:
+            if _identity(tensor) not in self._made:
+                with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
+                    self._undo.save(tensor)
+        if not trusted or torch.Tag.nondeterministic_seeded in op.tags:
+            self._undo.save_generators(args, kwargs)
+
+
+def is_undo_mode(mode: object) -> bool:
+    """Tell whether a dispatch mode is the one of an iteration that can be undone."""
+    return isinstance(mode, _UndoMode)
+
+
+def _identity(tensor: Tensor) -> int:
+    try:
+        return int(storage_of(tensor, "identity")._cdata)
+    except CaptureError:
+        return 0
 
 
 def _byte_range(tensor: Tensor) -> _Range:
@@ -74,4 +152,4 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-__all__ = ["CopyOnWrite"]
+__all__ = ["CopyOnWrite", "is_undo_mode"]

@@ -3,16 +3,21 @@
 import gc
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
+from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
+from graphfsdp._capture.commit_point import find_commit_point
+from graphfsdp._capture.copy_on_write import CopyOnWrite
 from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu_recorder import Recorder, Value
 from graphfsdp._capture.measured_replay import measure_replay
 from graphfsdp._capture.program_description import describe_program
+from graphfsdp._capture.program_memory import materialise
+from graphfsdp._capture.replay_undo import ReplayUndo
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp.errors import CaptureError
 
@@ -23,28 +28,45 @@ _RELEASE_S = 0.1
 class CpuGraph:
     """A replayable program over operators."""
 
-    def __init__(self, replay: Replay, facts: GraphFacts) -> None:
+    def __init__(self, replay: Replay, undo: ReplayUndo, facts: GraphFacts) -> None:
         self._replay: Replay | None = replay
+        self._undo = undo
         self.facts = facts
+
+    @property
+    def effect(self) -> Effect:
+        """What the last replay has done."""
+        return self._undo.effect
 
     def replay(self) -> list[Tensor]:
         """Run the program.
 
         Below autograd and autocast: both have done their part when the operators were recorded.
         """
+        self._undo.begin()
+        try:
+            results = self._run()
+        except BaseException:  # an operator's error, no memory, or somebody's signal handler
+            self._undo.roll_back()
+            raise
+        self._undo.effect = Effect.ALL
+        return results
+
+    def measure(self) -> tuple[float, ...]:
+        """Replay with a clock at each operator, and undo it; see Graph.measure."""
+        assert self.facts.program is not None
+        return measure_replay(self._run, self.facts.program)
+
+    def _run(self) -> list[Tensor]:
         if self._replay is None:
             raise CaptureError("the graph is closed")
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             return list(self._replay())
 
-    def measure(self) -> tuple[float, ...]:
-        """Replay with a clock at each operator, and undo it; see Graph.measure."""
-        assert self.facts.program is not None
-        return measure_replay(self.replay, self.facts.program)
-
     def close(self) -> None:
         """Drop the program and with it every tensor that it holds."""
         self._replay = None
+        self._undo = ReplayUndo([], [])
 
 
 class CpuGraphBackend:
@@ -66,31 +88,40 @@ class CpuGraphBackend:
         """Return nothing to enter: a CPU has no streams."""
         return nullcontext()
 
+    def begin_undo(self, state: Iterable[Tensor]) -> CopyOnWrite:
+        """Copy nothing yet; what is written is seen, known state or not."""
+        return CopyOnWrite()
+
     def record(
-        self, iterate: Iterate, model: nn.Module, check: Check, *, collective: bool
+        self,
+        iterate: Iterate,
+        model: nn.Module,
+        check: Check,
+        *,
+        collective: bool,
+        scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration while it runs; see GraphBackend.record."""
         # A rank that stopped in the middle would leave the others waiting in a collective.
         recorder = Recorder(model, self.device, defers_refusals=collective)
-        try:
-            results, values = _run(recorder, iterate)
-            # Cyclic garbage would look like tensors that somebody keeps.
-            gc.collect()
-            _await_release(recorder)
-            refuse_dropped_tensors(recorder.storages)
-            builder = ProgramBuilder(recorder, values, poisons=self._poisons)
-            replay = builder.build()
-            program = describe_program(
-                builder.nodes,
-                recorder.sites.sites(),
-                outputs=values,
-                escapes=builder.escapes,
-                memory=builder.memory,
-            )
-            check(recorder.has_touched)
-        except BaseException:
-            recorder.undo.roll_back()
-            raise
+        results, values = _run(recorder, iterate)
+        # Cyclic garbage would look like tensors that somebody keeps.
+        gc.collect()
+        _await_release(recorder)
+        refuse_dropped_tensors(recorder.storages)
+        builder = ProgramBuilder(recorder, values, poisons=self._poisons)
+        point = find_commit_point(builder.nodes, scratch)
+        kept = [materialise(value, value.storage.get()) for value in point.kept]
+        undo = ReplayUndo(kept, point.generators)
+        replay = builder.build(undo.commit, point.node)
+        program = describe_program(
+            builder.nodes,
+            recorder.sites.sites(),
+            outputs=values,
+            escapes=builder.escapes,
+            memory=builder.memory,
+        )
+        check(recorder.has_touched)
         counts = Counter(str(node.op) for node in builder.nodes)
         facts = GraphFacts(
             num_nodes=len(builder.nodes),
@@ -101,7 +132,7 @@ class CpuGraphBackend:
             num_calls=builder.num_calls,
             program=program,
         )
-        return CpuGraph(replay, facts), results
+        return CpuGraph(replay, undo, facts), results
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:

@@ -17,6 +17,7 @@ from graphfsdp._capture.program_memory import ProgramMemory, materialise, values
 from graphfsdp._capture.storages import StorageInfo
 
 Replay = Callable[[], tuple[Tensor, ...]]
+Commit = Callable[[], None]
 
 POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1
 
@@ -63,13 +64,21 @@ class ProgramBuilder:
         self.memory = ProgramMemory(self.nodes, outputs, self.escapes)
         self.num_calls = 0
 
-    def build(self) -> Replay:
-        """Return the function; each call runs the program once and returns fresh outputs."""
+    def build(self, commit: Commit, commit_node: int | None) -> Replay:
+        """Return the function; each call runs the program once and returns fresh outputs.
+
+        Args:
+            commit: Called by each replay when it cannot be undone any more.
+            commit_node: The node before which it is called; None is the end of all nodes.
+        """
         lines = ["def replay():"]
+        call_commit = f"    {self._constant(commit, 'commit')}()"
         if self._poisons:
             lines += self._poison_lines(-1)
         last_use = self._last_uses()
         for index, node in enumerate(self.nodes):
+            if index == commit_node:
+                lines.append(call_commit)
             if not self.memory.needs_no_call(node):
                 lines.append("    " + self._line(node))
                 self.num_calls += 1
@@ -78,13 +87,16 @@ class ProgramBuilder:
                 lines += self._poison_lines(index)
             if dead:
                 lines.append("    del " + ", ".join(map(self._name, dead)))
+        if commit_node is None:
+            lines.append(call_commit)
         for value, tensor in zip(self.escapes, self._escaped, strict=True):
             target = self._constant(tensor, "e")
             lines.append(f"    {target}.copy_({self._name(value)})")
         lines.append(f"    return ({''.join(self._name(v) + ', ' for v in self._outputs)})")
         code = compile("\n".join(lines), "<graphfsdp cpu graph>", "exec")
         exec(code, self._namespace)
-        replay: Replay = self._namespace["replay"]
+        # Popped: a namespace that holds its own function is a cycle, freed only by the collector.
+        replay: Replay = self._namespace.pop("replay")
         return replay
 
     def _last_uses(self) -> dict[int, list[Value]]:
@@ -228,4 +240,4 @@ def _is_seen(info: StorageInfo, live: set[int]) -> bool:
     return info.external or id(info) in live
 
 
-__all__ = ["POISON", "ProgramBuilder", "Replay", "poison"]
+__all__ = ["POISON", "Commit", "ProgramBuilder", "Replay", "poison"]

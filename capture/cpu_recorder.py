@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.copy_on_write import CopyOnWrite
 from graphfsdp._capture.op_tensors import flat_tensors, read_tensors
 from graphfsdp._capture.rules import Refusal, new_generator
 from graphfsdp._capture.storages import StorageInfo, storage_of
@@ -65,7 +64,7 @@ class Node:
 
 
 class Recorder(Watcher):
-    """A watcher that writes down what it sees, and what it would take to undo it.
+    """A watcher that writes down what it sees.
 
     Note [Values, not tensors]: autograd re-wraps saved tensors, so the identity of a tensor says
     nothing. What counts is the memory it looks at: storage plus geometry. Two tensors with the
@@ -75,7 +74,6 @@ class Recorder(Watcher):
 
     Attributes:
         nodes: The program so far.
-        undo: What was written outside the iteration, as it was before.
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class Recorder(Watcher):
     ) -> None:
         super().__init__(model, device, defers_refusals=defers_refusals)
         self.nodes: list[Node] = []
-        self.undo = CopyOnWrite()
         self._values: dict[tuple[int, Geometry], Value] = {}
         self._first_value: dict[int, Value] = {}  # by id of the StorageInfo
 
@@ -110,11 +107,7 @@ class Recorder(Watcher):
         for tensor in written:
             info = self._known(tensor, name)
             info.filled = True
-            if info.external:
-                self.undo.save(info, tensor)
         trusted = op.namespace in _TRUSTED_NAMESPACES
-        if torch.Tag.nondeterministic_seeded in op.tags or not trusted:
-            self.undo.save_generators(args, kwargs)
         result = run() if trusted else self._run_distrusted(op, inputs, written, run)
         self._finish(node, result, inputs, written)
         return result
@@ -278,10 +271,6 @@ class Recorder(Watcher):
         declared = {storage_of(tensor, str(op))._cdata for tensor in written}
         secret = [tensor for tensor in inputs if storage_of(tensor, str(op))._cdata not in declared]
         before = [_bytes_of(tensor).clone() for tensor in secret]
-        for tensor in secret:
-            info = self._known(tensor, str(op))
-            if info.external:
-                self.undo.save(info, tensor)
         result = run()
         for tensor, old in zip(secret, before, strict=True):
             if not torch.equal(_bytes_of(tensor), old):

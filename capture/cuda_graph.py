@@ -2,15 +2,16 @@
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.backend import Check, Graph, GraphFacts, Iterate
+from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cuda_errors import explain
+from graphfsdp._capture.host_copies import HostCopies
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
 from graphfsdp.errors import CaptureError, PhaseError
@@ -33,14 +34,21 @@ class CudaGraph:
         # iteration uses must not give its memory to somebody else while the graph lives.
         self._external = external
         self.facts = facts
+        self.effect = Effect.NONE
 
     def replay(self) -> list[Tensor]:
         """Launch the graph on the current stream; return copies of its results."""
         if self._graph is None:
             raise CaptureError("the graph is closed")
+        self.effect = Effect.NONE
+        # The next replay overwrites the graph's own results. Allocated first: what may run out of
+        # memory does so before anything is written.
+        copies = [torch.empty_like(output) for output in self._outputs]
+        self.effect = Effect.PART
         self._graph.replay()
-        # The next replay overwrites the graph's own results.
-        return [output.clone() for output in self._outputs]
+        self.effect = Effect.ALL
+        torch._foreach_copy_(copies, self._outputs)
+        return copies
 
     def measure(self) -> tuple[float, ...]:
         """Refuse: a launch is one call, which only a profiler can look into.
@@ -82,8 +90,18 @@ class CudaGraphBackend:
         """Fork to the capture stream and join back."""
         return forked(self._stream)
 
+    def begin_undo(self, state: Iterable[Tensor]) -> HostCopies:
+        """Copy all state to the host."""
+        return HostCopies(state)
+
     def record(
-        self, iterate: Iterate, model: nn.Module, check: Check, *, collective: bool
+        self,
+        iterate: Iterate,
+        model: nn.Module,
+        check: Check,
+        *,
+        collective: bool,
+        scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
         """Capture one iteration, then launch it once; see GraphBackend.record."""
         watcher = Watcher(model, self.device)
@@ -97,6 +115,9 @@ class CudaGraphBackend:
                 outputs = self._capture(graph, iterate)
             gc.collect()
             refuse_dropped_tensors(watcher.storages)
+            num_nodes = _num_nodes(graph)
+            if num_nodes is not None:  # else the first replay does it
+                graph.instantiate()
             check(watcher.has_touched)
         except BaseException as error:
             with suppress(RuntimeError):  # a capture that never ended cannot be reset either
@@ -104,9 +125,6 @@ class CudaGraphBackend:
             self._pool = torch.cuda.graph_pool_handle()
             self._translate(error, watcher)
             raise
-        num_nodes = _num_nodes(graph)
-        if num_nodes is not None:  # kept graphs are instantiated by hand, or by the first replay
-            graph.instantiate()
         pool_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
         facts = GraphFacts(num_nodes=num_nodes, num_ops=watcher.num_ops, pool_bytes=pool_bytes)
         external = [info.get() for info in watcher.storages if info.external]

@@ -187,6 +187,18 @@ class PersistentGradients:
         for entry in loose:
             entry.bind()
 
+    def drop(self) -> None:
+        """Unbind what a failed replay may have half written; the next replay binds it again."""
+        for entry in self._entries:
+            landed = entry.landed
+            entry.unbind()
+            entry.landed = landed
+
+    def storages(self) -> list[Tensor]:
+        """Return plain tensors that look at all memory of the persistent gradients."""
+        views = [local_part(e.view) for e in self._entries if e.sharding is not None]
+        return [*(buffer.flat for buffer in self.buffers), *views]
+
     def landed_views(self) -> tuple[list[Tensor], dict[dist.ProcessGroup, list[Tensor]]]:
         """Return what the last iteration wrote, as plain tensors.
 

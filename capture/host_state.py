@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp.errors import CaptureError
+from graphfsdp.sharded import sharded_roots
 
 
 class HostState:
@@ -32,6 +33,7 @@ class HostState:
             for key, (_, tensor) in self._attributes.items()
             if _is_plain(tensor)
         }
+        self._plain = [(module, _plain_values(module)) for module in model.modules()]
         self._state = {param: dict(state) for param, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._numbers = _numbers(vars(optimizer))
@@ -94,6 +96,9 @@ class HostState:
 
     def restore(self) -> None:
         """Point everything back at the tensors that it pointed at."""
+        for root in sharded_roots(self._model):
+            root.abandon_iteration()
+        self._restore_attributes()
         for key, (module, before) in self._attributes.items():
             if _lookup(module, key[1]) is not before:
                 _assign(module, key[1], before)
@@ -106,10 +111,20 @@ class HostState:
                 self._optimizer.state[param].clear()
                 self._optimizer.state[param].update(self._state[param])
         vars(self._optimizer).update(self._numbers)
+        del self._optimizer.param_groups[len(self._groups) :]
         for group, before_group in zip(self._optimizer.param_groups, self._groups, strict=False):
             group.clear()
             group.update(before_group)
         self._restore_gradients()
+
+    def _restore_attributes(self) -> None:
+        """Take away tensors that modules did not hold, and put their plain values back."""
+        for module_name, module in self._model.named_modules():
+            for name, _ in list(_tensor_attributes(module)):
+                if (module_name, name) not in self._attributes:
+                    delattr(module, name)
+        for module, values in self._plain:
+            vars(module).update(values)
 
     def _has_new_data(self, key: tuple[str, str]) -> bool:
         old = self._data.get(key)
@@ -124,6 +139,15 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
         key: value
         for key, value in values.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _plain_values(module: nn.Module) -> dict[str, object]:
+    """Return what cannot be changed in place: counters, modes, names."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if value is None or isinstance(value, bool | int | float | str)
     }
 
 

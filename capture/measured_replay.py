@@ -67,7 +67,7 @@ class _Clock(TorchDispatchMode):
         for tensor in written_tensors(func, args, named):
             info = self._storages.find(tensor, name)
             if info is not None and info.external:
-                self.undo.save(info, tensor)
+                self.undo.save(tensor)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.undo.save_generators(args, named)
         start = time.perf_counter_ns()

@@ -34,18 +34,25 @@ def flat_tensors(values: Any) -> list[Tensor]:
     return found
 
 
+def written_arguments(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Return the arguments that an operator writes, by its schema or by what is known of it."""
+    written = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if op._schema.name in SILENT_WRITERS:
+        written += args[RUNNING_STATISTICS]
+    return written
+
+
 def written_tensors(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Return the arguments that an operator writes, by its schema or by what is known of it."""
-    written: list[Tensor] = []
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written.extend(flat_tensors([value]))
-    if op._schema.name in SILENT_WRITERS:
-        written.extend(flat_tensors(args[RUNNING_STATISTICS]))
-    return written
+    """Return the tensors that an operator writes."""
+    return flat_tensors(written_arguments(op, args, kwargs))
 
 
 def read_tensors(
@@ -66,5 +73,6 @@ __all__ = [
     "flat_tensors",
     "is_wrapper_subclass",
     "read_tensors",
+    "written_arguments",
     "written_tensors",
 ]

@@ -12,6 +12,7 @@ class Phase(enum.Enum):
     CAPTURE = "capture"  # is recording now
     REPLAY = "replay"  # launches the graph
     EAGER = "eager"  # scope "none": runs eagerly for ever
+    BROKEN = "broken"  # a replay stopped while it updated weights; refuses
     CLOSED = "closed"  # refuses
 
     def to(self, target: "Phase") -> "Phase":
@@ -30,6 +31,7 @@ _LEGAL = (
     (Phase.WARMUP, Phase.CAPTURE),
     (Phase.CAPTURE, Phase.REPLAY),
     (Phase.CAPTURE, Phase.WARMUP),
+    (Phase.REPLAY, Phase.BROKEN),
 )
 
 

@@ -98,6 +98,10 @@ class StaticInputs:
                 else:
                     stages.copy_to(target, leaves[index])
 
+    def tensors(self) -> list[Tensor]:
+        """Return the static inputs, each once."""
+        return [target for _, target, _ in self._targets]
+
     def describe(self) -> dict[str, str]:
         """Return every leaf's name and metadata, for the report."""
         pairs = zip(self._signature.names, self._signature.leaves, strict=True)

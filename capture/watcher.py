@@ -335,4 +335,9 @@ class _FunctionMode(TorchFunctionMode):
         return self._watcher.on_function(func, args, kwargs or {})
 
 
-__all__ = ["Run", "Watcher"]
+def is_watching_mode(mode: object) -> bool:
+    """Tell whether a dispatch mode is the one of a recording."""
+    return isinstance(mode, _DispatchMode)
+
+
+__all__ = ["Run", "Watcher", "is_watching_mode"]

@@ -19,6 +19,7 @@ from graphfsdp.errors import ConfigError as ConfigError
 from graphfsdp.errors import GraphFSDPError as GraphFSDPError
 from graphfsdp.errors import GuardError as GuardError
 from graphfsdp.errors import InvalidLossError as InvalidLossError
+from graphfsdp.errors import NotCopyableError as NotCopyableError
 from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.front import capture as capture

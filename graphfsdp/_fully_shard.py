@@ -97,6 +97,14 @@ class FSDPModule:
         groups = {unit.group.options.group: None for unit in _units(self, recurse=True)}
         return list(groups)
 
+    def abandon_iteration(self) -> None:
+        """Forget an iteration that an exception has ended somewhere in the middle.
+
+        Unreduced gradients and gathered weights are dropped, and the shards are put back.
+        """
+        for unit in _units(self, recurse=True):
+            unit.abandon_iteration()
+
     def prepare_shards(self) -> None:
         """Move the shards of all units together; the first forward does it otherwise.
 

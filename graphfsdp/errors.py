@@ -28,6 +28,10 @@ class PhaseError(GraphFSDPError, RuntimeError):
     """A call that the present phase of a captured step does not allow."""
 
 
+class NotCopyableError(GraphFSDPError, TypeError):
+    """Something that is bound to its process and its addresses was to be pickled or copied."""
+
+
 class InvalidLossError(GraphFSDPError, ValueError):
     """``loss_fn`` returned something that cannot be trained on."""
 
@@ -110,6 +114,7 @@ __all__ = [
     "GraphFSDPError",
     "GuardError",
     "InvalidLossError",
+    "NotCopyableError",
     "PhaseError",
     "PrecisionError",
     "SourceLine",

@@ -236,6 +236,11 @@ class ShardBuffer:
         elif reduced is not self.grad:
             self.grad.copy_(reduced)
 
+    def abandon_gradients(self) -> None:
+        """Forget gradients that wait to be reduced."""
+        self._full_grad = None
+        self._written.clear()
+
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""

@@ -35,6 +35,10 @@ class ShardedModule(Protocol):
         """Tell whether the coming backward pass ends the iteration."""
         ...
 
+    def abandon_iteration(self) -> None:
+        """Forget an iteration that an exception has ended somewhere in the middle."""
+        ...
+
     def replaced_parameters(self) -> Mapping[int, nn.Parameter]:
         """Return the sharded parameters by the id of the whole one that each has replaced."""
         ...

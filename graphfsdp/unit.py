@@ -174,6 +174,25 @@ class Unit:
         if stage_three and not self.pinned and self.phase is UnitPhase.IDLE:
             self.group.reshard()
 
+    def abandon_iteration(self) -> None:
+        """Go back to rest from wherever an exception has left the unit.
+
+        torch calls no forward hooks after a KeyboardInterrupt, and no backward after an error.
+        """
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+        self.phase = UnitPhase.IDLE
+        self._fresh = False
+        self._recomputing = False
+        self._landed.clear()
+        self._added_by_layer.clear()
+        for buffer in self.group.buffers:
+            buffer.abandon_gradients()
+        if not self.pinned:
+            self.group.reshard()
+            self._install([item.param for item in self.group.managed])
+
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients of a backward pass wait for their reduction."""

@@ -16,8 +16,19 @@ def record(
 ) -> tuple[CpuGraph, list[Tensor]]:
     """Record any function of no arguments."""
     quick_garbage_collection()
-    graph, results = CpuGraphBackend(CPU, poisons=poisons).record(
-        iterate, model or nn.Identity(), lambda was_touched: None, collective=False
-    )
+    backend = CpuGraphBackend(CPU, poisons=poisons)
+    undo = backend.begin_undo(())
+    try:
+        with undo.watching():
+            graph, results = backend.record(
+                iterate,
+                model or nn.Identity(),
+                lambda was_touched: None,
+                collective=False,
+                scratch=(),
+            )
+    except BaseException:
+        undo.roll_back()
+        raise
     assert isinstance(graph, CpuGraph)
     return graph, results

@@ -79,7 +79,7 @@ def test_report_of_a_captured_step(device: torch.device) -> None:
 
 
 def next_device(step: graphfsdp.CapturedStep) -> torch.device:
-    return step._backend.device
+    return step._runner._backend.device
 
 
 def test_report_counts_tensors_that_the_model_keeps() -> None:

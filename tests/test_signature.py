@@ -133,8 +133,12 @@ def test_a_mismatch_names_the_leaf_and_copies_nothing(
     for _ in range(num_calls):
         args, kwargs = good(device)
         step(*args, **kwargs)
-    assert step._inputs is not None
-    static = [step._inputs.args[0]["x"], step._inputs.args[0]["nested"][0], step._inputs.args[1]]
+    assert step._runner._inputs is not None
+    static = [
+        step._runner._inputs.args[0]["x"],
+        step._runner._inputs.args[0]["nested"][0],
+        step._runner._inputs.args[1],
+    ]
     state = [t.clone() for t in (*static, *model.parameters())]
     phase, calls = step.phase, step.report().num_calls
     change, message = MISMATCHES[name]
