@@ -106,8 +106,18 @@ class _Hook:
             self._function_mode.__exit__(None, None, None)
 
     def _report(self, judged: tuple[str, Refusal] | None) -> None:
-        if judged is not None:
+        if judged is not None and not _imports_a_module():
             self._listener.on_host_call(*judged)
+
+
+def _imports_a_module() -> bool:
+    """Tell whether a module is being imported: what it does then, it does once and for all."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _runs_engine(frame: FrameType) -> bool:
