@@ -15,6 +15,9 @@ from graphfsdp.config import Scope as Scope
 from graphfsdp.config import ShardingStrategy as ShardingStrategy
 from graphfsdp.errors import BatchMismatchError as BatchMismatchError
 from graphfsdp.errors import CaptureError as CaptureError
+from graphfsdp.errors import CheckpointDamagedError as CheckpointDamagedError
+from graphfsdp.errors import CheckpointError as CheckpointError
+from graphfsdp.errors import CheckpointMismatchError as CheckpointMismatchError
 from graphfsdp.errors import ConfigError as ConfigError
 from graphfsdp.errors import GraphFSDPError as GraphFSDPError
 from graphfsdp.errors import GuardError as GuardError
@@ -28,14 +31,21 @@ from graphfsdp.metric_ring import MetricRing as MetricRing
 if TYPE_CHECKING:
     from graphfsdp._fully_shard import FSDPModule as FSDPModule
     from graphfsdp._fully_shard import fully_shard as fully_shard
+    from graphfsdp.checkpoint import load as load
+    from graphfsdp.checkpoint import save as save
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # DTensor takes about a second to import, which a run on one rank need not wait for.
+    # DTensor takes about a second to import, which a run on one rank need not wait for, and so
+    # does torch.distributed.checkpoint.
     if name in ("FSDPModule", "fully_shard"):
         from graphfsdp import _fully_shard as module
 
         return getattr(module, name)
+    if name in ("load", "save"):
+        from graphfsdp import checkpoint
+
+        return getattr(checkpoint, name)
     raise AttributeError(f"module 'graphfsdp' has no attribute {name!r}")

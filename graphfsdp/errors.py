@@ -36,6 +36,18 @@ class InvalidLossError(GraphFSDPError, ValueError):
     """``loss_fn`` returned something that cannot be trained on."""
 
 
+class CheckpointError(GraphFSDPError):
+    """A checkpoint cannot be written or read; the message names the file and the reason."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """What is stored differs from what was saved; each damaged tensor and file is named."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint does not fit to what it is loaded into; the whole difference is listed."""
+
+
 class CaptureError(GraphFSDPError):
     """The iteration does something that a graph cannot hold.
 
@@ -110,6 +122,9 @@ def split_remedy(message: str) -> tuple[str, str]:
 __all__ = [
     "BatchMismatchError",
     "CaptureError",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "ConfigError",
     "GraphFSDPError",
     "GuardError",

@@ -27,11 +27,11 @@ FLOOR = frozenset(
 )
 SHARD_LEG = frozenset(
     {
-        *("_fully_shard", "buffer_pool", "checkpoint", "materialize", "model_shards"),
+        *("_fully_shard", "buffer_pool", "materialize", "model_shards"),
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
     }
 )
-ROOF = frozenset({"", "__main__", "bench", "cli", "front", "training", "wrapped"})
+ROOF = frozenset({"", "__main__", "bench", "checkpoint", "cli", "front", "training", "wrapped"})
 
 MAX_LINES = 350
 OPTIONAL_PACKAGES = (

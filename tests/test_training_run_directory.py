@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from graphfsdp.checkpoint.safetensors_file import write_model, write_tensors
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics
 from graphfsdp.training.plot import plot_loss
 from graphfsdp.training.run_directory import RunDirectory
-from graphfsdp.training.safetensors_file import write_model, write_tensors
 
 METRICS = Metrics(
     step=7,

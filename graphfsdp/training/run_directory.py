@@ -12,7 +12,6 @@ from torch import Tensor
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.metrics import Metrics
 from graphfsdp.training.plot import plot_loss
-from graphfsdp.training.safetensors_file import write_state
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -84,6 +83,9 @@ class RunDirectory:
 
     def write_model(self, state: Mapping[str, Tensor]) -> None:
         """Write whole parameters and persistent buffers as ``model.safetensors``."""
+        # Here, since torch.distributed.checkpoint is much to import before a run can start.
+        from graphfsdp.checkpoint.safetensors_file import write_state
+
         write_state(self.path / "model.safetensors", state)
 
     def close(self) -> None:

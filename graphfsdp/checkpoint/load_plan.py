@@ -1,0 +1,128 @@
+"""What is read into which tensor, worked out before anything is written.
+
+Note [Main weights]: a float32 main weight is saved as the model's weight where the model keeps it
+(sharding), beside a narrower one in the optimizer's state (``master_param``), or there as the
+16 bits that a bfloat16 weight lacks. Each form loads into each other one, bit for bit.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, cut, shape_of
+from graphfsdp.checkpoint.parts import NamedPart, Part
+from graphfsdp.optim.remainders import join_remainder
+
+MAIN = "master_param"
+
+
+@dataclass
+class LoadPlan:
+    """What a load will do.
+
+    Attributes:
+        manifest: What was saved.
+        model: What it is loaded into.
+        parts: Tensors to read, and where to.
+        afterwards: What is to be done when they have been read, in this order.
+        problems: What does not fit.
+    """
+
+    manifest: Manifest
+    model: NamedModel
+    parts: list[NamedPart] = field(default_factory=list)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def saved_key(self, name: str) -> str | None:
+        """Return the key of a model's tensor, whichever of its names it was saved under."""
+        aliases = self.manifest.facts.get("aliases", {})
+        others = [alias for alias, first in self.model.aliases.items() if first == name]
+        for candidate in (name, aliases.get(name), *others):
+            if candidate is not None and f"{MODEL}{candidate}" in self.manifest.tensors:
+                return f"{MODEL}{candidate}"
+        return None
+
+    def saved_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype that a model's tensor was saved in, maybe in members."""
+        key = self.saved_key(self.model.members(name)[0].name)
+        return None if key is None else self.manifest.tensors[key].dtype
+
+    def fits(self, key: str, shape: Sequence[int], what: str) -> bool:
+        """Compare the shape of something saved; note it if it differs."""
+        saved = self.manifest.tensors[key].shape
+        if saved != tuple(shape):
+            self.problems.append(f"{what}: saved {list(saved)}, here {list(shape)}")
+        return saved == tuple(shape)
+
+    def join(self, name: str, remainder_keys: Sequence[str], into: Part) -> None:
+        """Read a float32 main weight that was saved as bfloat16 weight and remainder.
+
+        Args:
+            name: Of the parameter.
+            remainder_keys: Of its remainders, one per member.
+            into: Where the main weight goes.
+        """
+        members = self.model.members(name)
+        for member, remainder_key in zip(members, remainder_keys, strict=True):
+            weight_key = self.saved_key(member.name)
+            assert weight_key is not None
+            for _, piece in cut("", [member], into):
+                weight = piece.with_local(_new(piece.local, torch.bfloat16))
+                remainder = piece.with_local(_new(piece.local, torch.int16))
+                self.parts += [(weight_key, weight), (remainder_key, remainder)]
+                self.afterwards.append(functools.partial(_join, piece, weight, remainder))
+
+
+def plan_model(plan: LoadPlan) -> None:
+    """Plan to read every tensor of the model; note what is missing, left over or differs."""
+    used: set[str] = set()
+    for name, tensor in plan.model.tensors.items():
+        part = plan.model.part(tensor, tensor)
+        for member in plan.model.members(name):
+            key = plan.saved_key(member.name)
+            if key is None:
+                plan.problems.append(f"model: {member.name!r} is missing in the checkpoint")
+                continue
+            used.add(key)
+            if plan.fits(key, shape_of(member, tensor.shape), f"model: {member.name!r}"):
+                main_key = f"{OPTIMIZER}{member.name}/{MAIN}"
+                main = plan.manifest.tensors.get(main_key)
+                for _, piece in cut("", [member], part):
+                    _plan_weight(plan, key, main_key, main, piece)
+    for key in plan.manifest.tensors:
+        if key.startswith(MODEL) and key not in used:
+            plan.problems.append(
+                f"model: {key.removeprefix(MODEL)!r} is in the checkpoint, but not in the model"
+            )
+
+
+def _plan_weight(
+    plan: LoadPlan, key: str, main_key: str, main: SavedTensor | None, into: Part
+) -> None:
+    """Plan to read one weight, from the main weight where that has more digits to give."""
+    saved = plan.manifest.tensors[key]
+    if main is None or into.dtype.itemsize <= saved.dtype.itemsize:
+        plan.parts.append((key, into))
+    elif main.dtype != torch.int16:
+        plan.parts.append((main_key, into))
+    else:
+        weight = into.with_local(_new(into.local, saved.dtype))
+        remainder = into.with_local(_new(into.local, torch.int16))
+        plan.parts += [(key, weight), (main_key, remainder)]
+        plan.afterwards.append(functools.partial(_join, into, weight, remainder))
+
+
+def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
+def _join(into: Part, weight: Part, remainder: Part) -> None:
+    into.local.copy_(join_remainder(weight.local, remainder.local))
+
+
+__all__ = ["MAIN", "LoadPlan", "plan_model"]

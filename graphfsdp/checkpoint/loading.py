@@ -1,0 +1,199 @@
+"""`graphfsdp.load`: a checkpoint into what exists, in place, on any ranks."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.checkpoint.engine import Members, run_load
+from graphfsdp.checkpoint.folder import resolve
+from graphfsdp.checkpoint.fused import FusedWeight
+from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
+from graphfsdp.checkpoint.manifest import read_manifest
+from graphfsdp.checkpoint.named import name_model
+from graphfsdp.checkpoint.objects import Stateful, TensorSink, check_objects
+from graphfsdp.checkpoint.optimizer_load import plan_optimizer
+from graphfsdp.checkpoint.parts import whole
+from graphfsdp.checkpoint.random_state import RandomState
+from graphfsdp.checkpoint.reader import CheckpointFiles, FolderReader
+from graphfsdp.checkpoint.saving import RANDOM
+from graphfsdp.checkpoint.values import decode, encode
+from graphfsdp.checkpoint.writer import objects_file
+from graphfsdp.dtensors import is_dtensor
+from graphfsdp.errors import CheckpointMismatchError
+from graphfsdp.sharded import ShardedModule, sharded_roots
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load has done.
+
+    Attributes:
+        step: Number that the checkpoint was saved with.
+        path: Its folder.
+        skipped: What did not fit and was left as it was; empty unless ``strict=False``.
+    """
+
+    step: int
+    path: Path
+    skipped: tuple[str, ...]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    objects: Mapping[str, Stateful] | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    fused: Sequence[FusedWeight] = (),
+    rng: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Load a training state; every rank calls it, between two iterations.
+
+    Values are copied into the tensors that exist, so a captured step goes on with them. The
+    number of ranks, the sharding strategy and the precisions need not be those of the save. First
+    everything is compared and every checksum checked; nothing is written if something is wrong.
+
+    Args:
+        path: A folder of checkpoints, or one checkpoint in it.
+        model: Whose parameters and buffers are filled.
+        optimizer: Its state and hyper-parameters too; None leaves the saved ones unread.
+        objects: As for ``save``.
+        step: Which checkpoint of the folder; None is the latest.
+        strict: Refuse a checkpoint that does not fit in everything; else what does not fit is
+            left as it is, and named in the result.
+        fused: As for ``save``; parameters that were saved in members.
+        rng: Also set the generators, if they were saved.
+        process_group: Ranks that load together; None is all.
+
+    Returns:
+        The step, the folder, and what was skipped.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it cannot be read.
+        CheckpointDamagedError: something in it is not what was saved.
+        CheckpointMismatchError: it does not fit; the whole difference is listed.
+        ConfigError: an argument cannot be used.
+    """
+    members = Members.find(process_group)
+    check_objects(objects or {})
+    folder = Path(members.first(lambda: str(resolve(Path(path), step))))
+    manifest = members.together(lambda: read_manifest(folder))
+    files = CheckpointFiles(folder, manifest)
+
+    def make_plan() -> LoadPlan:
+        plan = LoadPlan(manifest, name_model(model, fused))
+        plan_model(plan)
+        _plan_extra(plan)
+        if optimizer is not None:
+            plan_optimizer(plan, optimizer)
+        _plan_objects(plan, objects or {}, files, members, rng=rng)
+        if plan.problems and strict:
+            listed = "\n".join(f"  {problem}" for problem in plan.problems)
+            raise CheckpointMismatchError(
+                f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
+                "Remedy: the model and optimizer that were saved, or strict=False, which leaves "
+                "as it is what does not fit"
+            )
+        return plan
+
+    plan = members.together(make_plan)
+    run_load(plan.parts, FolderReader(files, manifest), members)
+    with torch.no_grad():
+        for action in plan.afterwards:
+            action()
+    _forget_gathered(model)
+    return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
+
+
+def _plan_extra(plan: LoadPlan) -> None:
+    saved = plan.manifest.facts.get("extra", {})
+    for name, (module, _) in plan.model.extra.items():
+        if name not in saved:
+            plan.problems.append(f"model: {name!r} is missing in the checkpoint")
+            continue
+        state = decode(saved[name], functools.partial(_read_plain, plan, {}))
+        plan.afterwards.append(functools.partial(module.set_extra_state, state))
+    for name in saved:
+        if name not in plan.model.extra:
+            plan.problems.append(f"model: {name!r} is in the checkpoint, but not in the model")
+
+
+def _plan_objects(
+    plan: LoadPlan,
+    objects: Mapping[str, Stateful],
+    files: CheckpointFiles,
+    members: Members,
+    *,
+    rng: bool,
+) -> None:
+    digests: list[dict[str, str]] = plan.manifest.facts["objects"]
+    exists = members.rank < len(digests)
+    saved = files.objects(objects_file(members.rank if exists else 0))
+    for name, thing in objects.items():
+        if name not in saved:
+            plan.problems.append(f"objects: {name!r} is missing in the checkpoint")
+            continue
+        if members.size != len(digests) and len({d.get(name) for d in digests}) > 1:
+            plan.problems.append(
+                f"objects: {name!r} was saved with a state of its own on each of {len(digests)} "
+                f"ranks; here are {members.size}"
+            )
+            continue
+        living = _living_dtensors(plan, name, thing)
+        state = decode(saved[name], functools.partial(_read_plain, plan, living))
+        plan.afterwards.append(functools.partial(thing.load_state_dict, state))
+    if rng and RANDOM in saved:
+        generators = RandomState()
+        state = decode(saved[RANDOM], functools.partial(_read_plain, plan, {}))
+        plan.afterwards.append(lambda: generators.load_state_dict(state))
+        if not exists:
+            plan.afterwards.append(lambda: generators.diverge(members.rank))
+
+
+def _living_dtensors(plan: LoadPlan, name: str, thing: Stateful) -> dict[str, Tensor]:
+    """Return the DTensors in an object's present state by the key that they are saved under."""
+    found: dict[str, Tensor] = {}
+
+    def note(where: str, tensor: Tensor) -> str:
+        if is_dtensor(tensor):
+            found[where] = tensor
+        return where
+
+    if any(key.startswith(f"objects/{name}") for key in plan.manifest.tensors):
+        encode(thing.state_dict(), f"objects/{name}", note)
+    return found
+
+
+def _read_plain(plan: LoadPlan, living: Mapping[str, Tensor], key: str) -> Tensor:
+    """Plan to read a tensor of an object: in place if it is a DTensor there, else a new one."""
+    if key in living:
+        sink = TensorSink(plan.model)
+        sink.store(key, living[key])
+        plan.parts += sink.parts
+        return living[key]
+    saved = plan.manifest.tensors[key]
+    tensor = torch.empty(saved.shape, dtype=saved.dtype)
+    plan.parts.append((key, whole(tensor)))
+    return tensor
+
+
+def _forget_gathered(model: nn.Module) -> None:
+    """Drop whole weights that units have gathered before: they are not the loaded ones."""
+    for root in sharded_roots(model):
+        assert isinstance(root, nn.Module)
+        for module in root.modules():
+            reshard = getattr(module, "reshard", None)
+            if reshard is not None and isinstance(module, ShardedModule):
+                reshard()
+
+
+__all__ = ["Loaded", "load"]

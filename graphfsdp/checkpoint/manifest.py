@@ -1,0 +1,170 @@
+"""The list of all that a checkpoint holds: JSON with a checksum, read without running anything."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphfsdp.checkpoint.values import Json, dtype_name, dtype_of
+from graphfsdp.errors import CheckpointDamagedError, CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "graphfsdp checkpoint"
+VERSION = 1
+# Each block of a piece has a checksum of its own, so that who reads a part checks that part.
+BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """One box of a tensor, in one file.
+
+    Attributes:
+        offsets: Where the box starts in the whole tensor.
+        sizes: Its extent.
+        file: Name of the file.
+        start: First byte in the file.
+        crc32: Of each ``BLOCK_BYTES`` bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    crc32: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor and the pieces that it was saved in."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[SavedPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of the checkpoint.
+
+    Attributes:
+        num_bytes: Its size.
+        head_bytes: So many bytes at its start belong to no tensor.
+        head_crc32: Their checksum.
+    """
+
+    num_bytes: int
+    head_bytes: int
+    head_crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint holds.
+
+    Attributes:
+        facts: Step, versions, number of ranks; structure of model, optimizer and objects.
+        files: By name.
+        tensors: By key.
+    """
+
+    facts: dict[str, Json]
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content."""
+        body = {
+            "facts": self.facts,
+            "files": {
+                name: [file.num_bytes, file.head_bytes, file.head_crc32]
+                for name, file in self.files.items()
+            },
+            "tensors": {
+                key: {
+                    "dtype": dtype_name(tensor.dtype),
+                    "shape": list(tensor.shape),
+                    "pieces": [
+                        [p.offsets, p.sizes, p.file, p.start, p.crc32] for p in tensor.pieces
+                    ],
+                }
+                for key, tensor in self.tensors.items()
+            },
+        }
+        text = _dump(body)
+        digest = hashlib.sha256(text).hexdigest()
+        start = {"format": FORMAT, "version": VERSION, "sha256_of_body": digest}
+        return _dump(start)[:-1] + b', "body": ' + text + b"}\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read what a checkpoint holds.
+
+    Raises:
+        CheckpointError: there is none, or of a later version.
+        CheckpointDamagedError: its checksum differs.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
+    try:
+        document = json.loads(content)
+        known, version = document["format"] == FORMAT, int(document["version"])
+        digest, body = document["sha256_of_body"], document["body"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamagedError(f"{path} is damaged: {error!r}") from None
+    if not known or version > VERSION:
+        raise CheckpointError(
+            f"{path} has the format {document['format']!r} version {version}; this release reads "
+            f"{FORMAT!r} up to version {VERSION}"
+        )
+    if hashlib.sha256(_dump(body)).hexdigest() != digest:
+        raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")
+    return _parse(body)
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, sort_keys=True).encode()
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    return Manifest(
+        facts=body["facts"],
+        files={name: SavedFile(*numbers) for name, numbers in body["files"].items()},
+        tensors={
+            key: SavedTensor(
+                dtype=dtype_of(entry["dtype"]),
+                shape=tuple(entry["shape"]),
+                pieces=tuple(_parse_pieces(entry["pieces"])),
+            )
+            for key, entry in body["tensors"].items()
+        },
+    )
+
+
+def _parse_pieces(pieces: Iterable[list[Any]]) -> Iterable[SavedPiece]:
+    for offsets, sizes, file, start, crc32 in pieces:
+        yield SavedPiece(tuple(offsets), tuple(sizes), file, start, tuple(crc32))
+
+
+__all__ = [
+    "BLOCK_BYTES",
+    "FORMAT",
+    "MANIFEST",
+    "Manifest",
+    "SavedFile",
+    "SavedPiece",
+    "SavedTensor",
+    "read_manifest",
+]

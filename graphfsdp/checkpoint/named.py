@@ -1,0 +1,199 @@
+"""The tensors of a model and of its optimizer by name, and where this rank's part of each lies."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.checkpoint.fused import FusedWeight, Member, members_of
+from graphfsdp.checkpoint.parts import NamedPart, Part, part_of
+from graphfsdp.dtensors import is_dtensor, local_part
+from graphfsdp.errors import CheckpointError
+
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+# What wrappers put into names; a checkpoint does not depend on them.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model's parameters and persistent buffers.
+
+    Attributes:
+        tensors: By name, each once.
+        aliases: Other names of the same tensors, with the name above.
+        extra: What modules give as ``get_extra_state``, and the modules.
+        first_rows: By id of a parameter that ``fully_shard`` has cut, its first row here.
+        fused: Which parameters are saved in members.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    extra: dict[str, tuple[nn.Module, Any]]
+    first_rows: dict[int, int]
+    fused: tuple[FusedWeight, ...]
+
+    def name_of(self) -> dict[int, str]:
+        """Return the names by id of the tensor."""
+        return {id(tensor): name for name, tensor in self.tensors.items()}
+
+    def members(self, name: str) -> tuple[Member, ...]:
+        """Return what a tensor is saved as: itself, or the members of a fused weight."""
+        tensor = self.tensors[name]
+        found = members_of(name, tensor.shape, self.fused)
+        return found or (Member(name, -1, ()),)
+
+    def part(self, param: Tensor, value: Tensor) -> Part:
+        """Return this rank's part of a tensor that is laid out as a parameter, or is one.
+
+        Args:
+            param: The parameter.
+            value: It, or one of its states: a DTensor too, or a plain tensor, which is this
+                rank's rows if it has the shape of these.
+        """
+        first_row = self.first_rows.get(id(param))
+        if is_dtensor(value) or not is_dtensor(param):
+            same = value.shape == param.shape
+            return part_of(value, first_row if same else None)
+        mine = part_of(param, first_row)
+        if value.shape == mine.local.shape and value.shape != param.shape:
+            return mine.with_local(value.detach())
+        return part_of(value)
+
+
+def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedModel:
+    """Find everything that ``state_dict`` gives, under names without those of wrappers.
+
+    Raises:
+        CheckpointError: a unit holds whole weights at the moment.
+        ConfigError: a fused weight cannot be cut.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    first_rows = _first_rows(model)
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, tuple[nn.Module, Any]] = {}
+    first_names: dict[int, str] = {}
+    for raw_name, value in model.state_dict(keep_vars=True).items():
+        name = raw_name
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        owner, _, last = raw_name.rpartition(".")
+        if not isinstance(value, Tensor) or last == "_extra_state":
+            extra[name] = (model.get_submodule(owner), value)
+            continue
+        first = first_names.setdefault(id(value), name)
+        if first == name:
+            tensors[name] = value
+            members_of(name, value.shape, fused)
+        else:
+            aliases[name] = first
+    return NamedModel(tensors, aliases, extra, first_rows, tuple(fused))
+
+
+def model_parts(model: NamedModel) -> Iterator[NamedPart]:
+    """Yield every tensor of a model, fused ones in members."""
+    for name, tensor in model.tensors.items():
+        part = model.part(tensor, tensor)
+        yield from cut(MODEL, model.members(name), part)
+
+
+def cut(
+    prefix: str, members: Sequence[Member], part: Part, suffix: str = ""
+) -> Iterator[NamedPart]:
+    """Yield a part under the keys that it is saved under.
+
+    Args:
+        prefix: Before the name of a member.
+        members: From ``NamedModel.members``.
+        part: Of the tensor, fused or not.
+        suffix: Behind the name of a member.
+    """
+    for member in members:
+        key = f"{prefix}{member.name}{suffix}"
+        pieces = [part] if member.num_rows < 0 else member.parts(part)
+        for piece in pieces:
+            yield key, piece
+
+
+def shape_of(member: Member, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that a tensor is saved with, or one member of it."""
+    return tuple(shape) if member.num_rows < 0 else (member.num_rows, *shape[1:])
+
+
+def name_parameters(
+    model: NamedModel, optimizer: torch.optim.Optimizer
+) -> list[list[tuple[str, Tensor]]]:
+    """Return the parameters of an optimizer with their names, in its groups.
+
+    A parameter that the model does not have is named after its place in the optimizer.
+    """
+    names = model.name_of()
+    return [
+        [
+            (names.get(id(param), f"param_groups[{row}][{place}]"), param)
+            for place, param in enumerate(group["params"])
+        ]
+        for row, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _first_rows(model: nn.Module) -> dict[int, int]:
+    """Return the first row on this rank of every parameter that ``fully_shard`` has cut.
+
+    From the layout alone: no rank is asked.
+    """
+    if not any(hasattr(module, "prepare_shards") for module in model.modules()):
+        return {}
+    from graphfsdp._fully_shard import FSDPModule, unit_of
+    from graphfsdp.unit import UnitPhase
+
+    found: dict[int, int] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        unit = unit_of(module)
+        if unit.pinned or unit.phase is not UnitPhase.IDLE:
+            raise CheckpointError(
+                f"unit {name!r} is unsharded, so the model holds copies of its weights. Remedy: "
+                "reshard() it, and save and load between two iterations"
+            )
+        for item in unit.group.managed:
+            if item.buffer.sharded:
+                rank = dist.get_rank(unit.group.options.group)
+                rows = item.buffer.layout.local_rows(item.slot, rank)
+                found[id(item.param)] = rows.first_row
+    return found
+
+
+def like_parameter(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised plain tensor for this rank's rows of a parameter."""
+    return torch.empty_like(local_part(param.detach()), dtype=dtype)
+
+
+def states_by_index(
+    state_dict: Mapping[str, Any], named: Sequence[Sequence[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor, Any]]:
+    """Yield name, parameter and key in ``state_dict["state"]`` of every parameter."""
+    for group, saved in zip(named, state_dict["param_groups"], strict=True):
+        for (name, param), index in zip(group, saved["params"], strict=True):
+            yield name, param, index
+
+
+__all__ = [
+    "MODEL",
+    "OPTIMIZER",
+    "NamedModel",
+    "cut",
+    "like_parameter",
+    "model_parts",
+    "name_model",
+    "name_parameters",
+    "shape_of",
+    "states_by_index",
+]

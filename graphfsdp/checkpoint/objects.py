@@ -1,0 +1,85 @@
+"""Anything with ``state_dict`` and ``load_state_dict``: schedulers, generators, data positions."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from graphfsdp.checkpoint.named import NamedModel
+from graphfsdp.checkpoint.parts import NamedPart, part_of
+from graphfsdp.checkpoint.safetensors_file import raw_bytes
+from graphfsdp.checkpoint.values import Json, encode
+from graphfsdp.dtensors import is_dtensor
+from graphfsdp.errors import ConfigError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be kept in a checkpoint beside model and optimizer."""
+
+    def state_dict(self) -> Any:
+        """Return the state: numbers, texts, tensors and collections of these."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take over a state."""
+        ...
+
+
+@dataclass
+class TensorSink:
+    """Collects tensors that are too large to stand beside the numbers.
+
+    Attributes:
+        parts: What was collected.
+        model: Tells where DTensors of its parameters are cut.
+    """
+
+    model: NamedModel
+    parts: list[NamedPart] = field(default_factory=list)
+
+    def store(self, where: str, tensor: Tensor) -> str:
+        """Keep a tensor and return its key.
+
+        A plain tensor's key has its checksum, so that ranks whose tensors are equal write one,
+        and ranks whose tensors differ write one each.
+        """
+        if is_dtensor(tensor):
+            first_row = self.model.first_rows.get(id(tensor))
+            self.parts.append((where, part_of(tensor, first_row)))
+            return where
+        checksum = zlib.crc32(raw_bytes(tensor))
+        key = f"{where}#{checksum:08x}"
+        self.parts.append((key, part_of(tensor)))
+        return key
+
+
+def check_objects(objects: Mapping[str, Any]) -> None:
+    """Refuse what has no state.
+
+    Raises:
+        ConfigError: an object cannot be saved or loaded.
+    """
+    for name, thing in objects.items():
+        if not isinstance(thing, Stateful):
+            raise ConfigError(
+                f"objects[{name!r}] is a {type(thing).__name__}, which has no state_dict() and "
+                "load_state_dict(). Remedy: give it these, or wrap it"
+            )
+
+
+def encode_objects(objects: Mapping[str, Stateful], sink: TensorSink) -> dict[str, Json]:
+    """Return the states of this rank's objects as JSON values.
+
+    Raises:
+        CheckpointError: a state could only be kept by pickling; it is named.
+    """
+    return {
+        name: encode(thing.state_dict(), f"objects/{name}", sink.store)
+        for name, thing in objects.items()
+    }
+
+
+__all__ = ["Stateful", "TensorSink", "check_objects", "encode_objects"]

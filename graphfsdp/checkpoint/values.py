@@ -1,0 +1,180 @@
+"""State of ordinary objects as JSON and back: no pickle, so that reading runs no code.
+
+Note [Tags]: what JSON lacks is written as an object whose only or first key is "!", the kind.
+"""
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphfsdp.dtensors import is_dtensor
+from graphfsdp.errors import CheckpointError
+
+Json = Any
+StoreTensor = Callable[[str, Tensor], str]
+FindTensor = Callable[[str], Tensor]
+
+_TAG = "!"
+# Larger tensors lie in the data files, smaller ones beside the numbers.
+INLINE_BYTES = 1 << 14
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of that name.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"the checkpoint names the dtype {name!r}, which torch does not have")
+    return dtype
+
+
+def encode(value: Any, where: str, store: StoreTensor) -> Json:
+    """Return a state as JSON values.
+
+    Args:
+        value: Nested dictionaries, lists, tuples, sets of numbers, texts, bytes, tensors, arrays.
+        where: What it is, for messages and as the name of large tensors.
+        store: Keeps a large tensor and returns the key that it lies under.
+
+    Raises:
+        CheckpointError: something in it could only be pickled; it is named.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value if type(value) in (bool, int, str, type(None)) else _plain(value)
+    if isinstance(value, float):
+        number = float(value)
+        return number if math.isfinite(number) else {_TAG: "float", "value": repr(number)}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, where, store)
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, where, store)
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [encode(item, f"{where}[{n}]", store) for n, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return {_TAG: "tuple" if isinstance(value, tuple) else "set", "items": items}
+    if isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "base64": _to_text(bytes(value))}
+    if isinstance(value, io.BytesIO):
+        return {_TAG: "file", "base64": _to_text(value.getvalue())}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return {
+            _TAG: "array" if isinstance(value, np.ndarray) else "scalar",
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+            "base64": _to_text(value.tobytes()),
+        }
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "name": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {_TAG: "device", "name": str(value)}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which could only be kept by pickling, and loading "
+        "a pickle can run any code. Remedy: have state_dict() return numbers, texts, tensors and "
+        "collections of these"
+    )
+
+
+def decode(value: Json, find: FindTensor) -> Any:
+    """Return the state that ``encode`` was given.
+
+    Args:
+        value: What ``encode`` returned, maybe after a turn through a file.
+        find: Returns the tensor that lies under a key.
+
+    Raises:
+        CheckpointError: it is not what ``encode`` returns.
+    """
+    if isinstance(value, list):
+        return [decode(item, find) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(item, find) for key, item in value.items()}
+    try:
+        return _decode_tagged(value, find)
+    except (KeyError, ValueError, TypeError, RuntimeError, binascii.Error) as error:
+        raise CheckpointError(f"the checkpoint holds a malformed value: {error!r}") from error
+
+
+def _plain(value: Any) -> Json:
+    """Return a subclass of bool, int or str (an Enum, a numpy-like) as what it is."""
+    return int(value) if isinstance(value, int) else str.__str__(value)
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str, store: StoreTensor) -> Json:
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return {key: encode(item, f"{where}.{key}", store) for key, item in value.items()}
+    items = [
+        [encode(key, where, store), encode(item, f"{where}[{key!r}]", store)]
+        for key, item in value.items()
+    ]
+    return {_TAG: "dict", "items": items}
+
+
+def _encode_tensor(value: Tensor, where: str, store: StoreTensor) -> Json:
+    if is_dtensor(value) or value.nbytes > INLINE_BYTES:
+        return {_TAG: "tensor", "key": store(where, value)}
+    found = {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+    value = value.detach()
+    if value.dim() == 0 and not value.is_complex() and math.isfinite(value.item()):
+        return {**found, "value": value.item()}  # exact: a Python float has 53 bits
+    flat = value.cpu().contiguous().reshape(-1)
+    return {**found, "base64": _to_text(flat.view(torch.uint8).numpy().tobytes())}
+
+
+def _decode_tagged(value: dict[str, Json], find: FindTensor) -> Any:
+    kind = value[_TAG]
+    if kind == "float":
+        return float(value["value"])
+    if kind in ("tuple", "set"):
+        items = [decode(item, find) for item in value["items"]]
+        return tuple(items) if kind == "tuple" else set(items)
+    if kind == "dict":
+        return {decode(key, find): decode(item, find) for key, item in value["items"]}
+    if kind == "tensor":
+        return find(value["key"]) if "key" in value else _decode_tensor(value)
+    if kind in ("bytes", "file"):
+        content = base64.b64decode(value["base64"], validate=True)
+        return content if kind == "bytes" else io.BytesIO(content)
+    if kind in ("array", "scalar"):
+        content = base64.b64decode(value["base64"], validate=True)
+        array = np.frombuffer(content, dtype=np.dtype(value["dtype"])).reshape(value["shape"])
+        return array.copy() if kind == "array" else array[()]
+    if kind == "dtype":
+        return dtype_of(value["name"])
+    if kind == "device":
+        return torch.device(value["name"])
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def _decode_tensor(value: dict[str, Json]) -> Tensor:
+    dtype, shape = dtype_of(value["dtype"]), value["shape"]
+    if "value" in value:
+        return torch.tensor(value["value"], dtype=dtype)
+    content = bytearray(base64.b64decode(value["base64"], validate=True))
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _to_text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+__all__ = ["INLINE_BYTES", "Json", "decode", "dtype_name", "dtype_of", "encode"]

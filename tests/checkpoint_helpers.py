@@ -1,0 +1,134 @@
+"""Models that are saved and loaded on ranks, and all that a checkpoint must bring back."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.remainders import join_remainder
+from sharding_helpers import STRATEGIES, Net, adam, batches, my_part, shard
+
+
+class Setup(NamedTuple):
+    """How a model is cut and what it computes in.
+
+    Attributes:
+        strategy: Of ``fully_shard``; None for a model on one device.
+        precision: "fp32", or "bf16" with float32 main weights: in the model where it is sharded,
+            else in the optimizer; "remainder" keeps them there as int16.
+    """
+
+    strategy: str | None
+    precision: str = "fp32"
+
+
+SETUPS = tuple(Setup(strategy, p) for strategy in STRATEGIES for p in ("fp32", "bf16"))
+
+
+def make(
+    setup: Setup, seed: int = 0, kind: str = "fused_adam"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer that has not stepped yet."""
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    options: dict[str, Any] = {}
+    if setup.strategy is not None:
+        dtype = torch.bfloat16 if setup.precision == "bf16" else None
+        policy = graphfsdp.MixedPrecisionPolicy(param_dtype=dtype)
+        model = shard(model, setup.strategy, mp_policy=policy)
+    elif setup.precision != "fp32":
+        model = model.to(torch.bfloat16)
+        options["master_weights"] = True
+        options["store_param_remainders"] = setup.precision == "remainder"
+    return model, adam(model, kind, **options)
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    """Train without capture, so that every state holds something."""
+    for index, batch in enumerate(batches(num_steps, seed=11)):
+        optimizer.param_groups[0]["lr"] = 0.02 / (1 + index)
+        optimizer.zero_grad()
+        model(*(my_part(batch) if is_sharded(model) else batch)).backward()
+        optimizer.step()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, graphfsdp.FSDPModule)
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return whole main weights, optimizer states and hyper-parameters by name."""
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        states = optimizer.state.get(param, {})
+        found[name] = _main_weight(param, states)
+        for key, value in states.items():
+            if key != "master_param":
+                found[f"{name} {key}"] = _whole(value).float().reshape(value.shape)
+    for row, group in enumerate(optimizer.param_groups):
+        for key in ("lr", "eps", "weight_decay"):
+            found[f"group {row} {key}"] = torch.tensor(float(group[key]), dtype=torch.float64)
+    return found
+
+
+def digests(found: dict[str, Tensor]) -> dict[str, str]:
+    """Return what is equal only where every bit is, and is short to send."""
+    return {
+        name: hashlib.sha256(
+            repr((tensor.dtype, tensor.shape)).encode()
+            + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, tensor in found.items()
+    }
+
+
+def _main_weight(param: Tensor, states: dict[str, Tensor]) -> Tensor:
+    main = states.get("master_param")
+    if main is None:
+        return _whole(param).float()
+    if main.dtype == torch.int16:
+        return join_remainder(_whole(param), _whole(main))
+    return _whole(main)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full: Any = getattr(tensor, "full_tensor", tensor.detach)()
+    plain: Tensor = full.detach().cpu()
+    return plain
+
+
+def addresses(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return where parameters and states lie on this rank, by name."""
+    tensors = dict(model.named_parameters())
+    for name, param in model.named_parameters():
+        states = optimizer.state.get(param, {})
+        tensors |= {f"{name} {key}": value for key, value in states.items()}
+    return {name: getattr(t, "_local_tensor", t).data_ptr() for name, t in tensors.items()}
+
+
+def save_on_ranks(path: Path, setup: Setup, kind: str = "fused_adam") -> dict[str, str]:
+    """Train, save, and return what a load must bring back."""
+    model, optimizer = make(setup, kind=kind)
+    train_plainly(model, optimizer, 3)
+    graphfsdp.save(path, model, optimizer, step=3)
+    return digests(contents(model, optimizer))
+
+
+def load_on_ranks(
+    paths: list[Path], setup: Setup, kind: str = "fused_adam"
+) -> list[dict[str, str]]:
+    """Load each path into one model that has trained before; return what it then has."""
+    model, optimizer = make(setup, seed=1, kind=kind)
+    train_plainly(model, optimizer, 1)
+    before = addresses(model, optimizer)
+    found = []
+    for path in paths:
+        graphfsdp.load(path, model, optimizer)
+        found.append(digests(contents(model, optimizer)))
+    assert addresses(model, optimizer).items() >= before.items()
+    assert isinstance(optimizer, FusedAdam) == (kind == "fused_adam")
+    return found
