@@ -80,6 +80,14 @@ class Graph(Protocol):
         """
         ...
 
+    def debug_dump(self, path: str) -> None:
+        """Write the driver's own drawing of the graph in Graphviz's language.
+
+        Raises:
+            PhaseError: no driver is involved.
+        """
+        ...
+
     def close(self) -> None:
         """Give the memory back; no replay after this."""
         ...

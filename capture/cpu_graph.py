@@ -19,7 +19,7 @@ from graphfsdp._capture.program_description import describe_program
 from graphfsdp._capture.program_memory import materialise
 from graphfsdp._capture.replay_undo import ReplayUndo
 from graphfsdp._capture.storages import refuse_dropped_tensors
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, PhaseError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
 _RELEASE_S = 0.1
@@ -56,6 +56,17 @@ class CpuGraph:
         """Replay with a clock at each operator, and undo it; see Graph.measure."""
         assert self.facts.program is not None
         return measure_replay(self._run, self.facts.program)
+
+    def debug_dump(self, path: str) -> None:
+        """Refuse: there is no driver whose drawing it would be.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(
+            "debug_dump writes the CUDA driver's drawing of a graph, and this one runs on a CPU. "
+            "Remedy: report().dot(path) draws the recorded program"
+        )
 
     def _run(self) -> list[Tensor]:
         if self._replay is None:

@@ -1,6 +1,5 @@
 """The CUDA backend: the iteration as one torch.cuda.CUDAGraph."""
 
-import ctypes
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -10,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
+from graphfsdp._capture.cuda_driver import find_driver
 from graphfsdp._capture.cuda_errors import explain
+from graphfsdp._capture.cuda_recorder import CudaRecorder
 from graphfsdp._capture.host_copies import HostCopies
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
@@ -62,6 +63,12 @@ class CudaGraph:
             "tells which module each kernel belongs to"
         )
 
+    def debug_dump(self, path: str) -> None:
+        """Write the driver's own drawing of the graph."""
+        if self._graph is None:
+            raise CaptureError("the graph is closed")
+        self._graph.debug_dump(path)
+
     def close(self) -> None:
         """Give the graph back, and then the pool that its tensors lie in."""
         if self._graph is not None:
@@ -104,7 +111,8 @@ class CudaGraphBackend:
         scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
         """Capture one iteration, then launch it once; see GraphBackend.record."""
-        watcher = Watcher(model, self.device)
+        driver = find_driver()
+        watcher = CudaRecorder(model, self.device, driver)
         graph = _new_graph()
         _register_generators(graph, model)
         before = torch.cuda.memory_reserved(self.device)
@@ -115,7 +123,9 @@ class CudaGraphBackend:
                 outputs = self._capture(graph, iterate)
             gc.collect()
             refuse_dropped_tensors(watcher.storages)
-            num_nodes = _num_nodes(graph)
+            handle = _handle(graph)
+            num_nodes = None if handle is None or driver is None else driver.count(handle)
+            program = watcher.describe(outputs, handle)
             if num_nodes is not None:  # else the first replay does it
                 graph.instantiate()
             check(watcher.has_touched)
@@ -126,7 +136,13 @@ class CudaGraphBackend:
             self._translate(error, watcher)
             raise
         pool_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
-        facts = GraphFacts(num_nodes=num_nodes, num_ops=watcher.num_ops, pool_bytes=pool_bytes)
+        facts = GraphFacts(
+            num_nodes=num_nodes,
+            num_ops=watcher.num_ops,
+            op_counts=program.op_counts(),
+            pool_bytes=pool_bytes,
+            program=program,
+        )
         external = [info.get() for info in watcher.storages if info.external]
         captured = CudaGraph(graph, outputs, external, facts)
         # A capture runs nothing: this launch is the iteration that was recorded.
@@ -161,16 +177,12 @@ def _new_graph() -> torch.cuda.CUDAGraph:
         return torch.cuda.CUDAGraph()
 
 
-def _num_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
-    """Return the number of nodes by asking the driver, None where that is not possible."""
+def _handle(graph: torch.cuda.CUDAGraph) -> int | None:
+    """Return the driver's handle of a graph, None where torch does not keep it."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        handle = ctypes.c_void_p(graph.raw_cuda_graph())
-    except (AttributeError, OSError, RuntimeError):
+        return int(graph.raw_cuda_graph())
+    except (AttributeError, RuntimeError):
         return None
-    count = ctypes.c_size_t(0)
-    status = driver.cuGraphGetNodes(handle, None, ctypes.byref(count))
-    return int(count.value) if status == 0 else None
 
 
 def _register_generators(graph: torch.cuda.CUDAGraph, model: nn.Module) -> None:

@@ -7,6 +7,7 @@ people read (``NodeFacts``, ``BufferFacts``) are made when they ask.
 
 import enum
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -135,6 +136,11 @@ class ProgramFacts:
     _places: "array[int]"  # address or offset
     _kinds: bytes
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the driver told which nodes of a CUDA graph operators made."""
+        return any(self._kernels)
+
     def nodes(self) -> Iterator[NodeFacts]:
         """Yield the nodes in the order in which a replay runs them."""
         start = 0
@@ -172,6 +178,10 @@ class ProgramFacts:
                 address=None if planned else known,
                 offset=known if planned else None,
             )
+
+    def op_counts(self) -> dict[str, int]:
+        """Count the nodes by operator."""
+        return dict(Counter(node.op for node in self.nodes()))
 
     def live_bytes(self) -> list[int]:
         """Return for each node the bytes of what the iteration has made and still needs there."""
@@ -287,6 +297,10 @@ class ProgramFactsBuilder:
                 len(self._operands),
             )
         )
+
+    def set_kernels(self, index: int, kernels: tuple[str, ...]) -> None:
+        """Say which nodes of a CUDA graph a node has made."""
+        self._nodes[6 * index + 4] = self._kernels.number(kernels)
 
     def outlives(self, key: Hashable, kind: BufferKind, address: int | None = None) -> None:
         """Say that a buffer which the iteration made is there after it."""

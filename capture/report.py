@@ -18,6 +18,7 @@ from graphfsdp._capture.report_tables import (
     PoolUse,
     baked_constants,
     buffer_uses,
+    count_kinds,
     count_nodes,
     module_of,
     pool_use,
@@ -97,8 +98,12 @@ class CaptureReport:
 
     @property
     def by_kind(self) -> Mapping[str, Mapping[str, int]]:
-        """Operators (CPU) or kernels (CUDA), counted by kind of node."""
-        return {} if self.program is None else count_nodes(self.program, lambda n: n.kind.value)
+        """Nodes of the graph, counted by kind.
+
+        On a CPU these are operators by what they do: compute, view, copy, fill, random,
+        collective. On CUDA they are the graph's nodes by type: kernel, memcpy, memset.
+        """
+        return {} if self.program is None else count_kinds(self.program)
 
     @property
     def by_phase(self) -> Mapping[str, Mapping[str, int]]:

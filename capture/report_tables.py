@@ -135,8 +135,20 @@ def count_nodes(
     """Count operators, or kernels where the program has them, by some property of their node."""
     counts: dict[str, Counter[str]] = {}
     for node in program.nodes():
-        counts.setdefault(key(node), Counter()).update(node.kernels or (node.op,))
+        counted = node.kernels if program.has_kernels else (node.op,)
+        if counted:
+            counts.setdefault(key(node), Counter()).update(counted)
     return counts
+
+
+def count_kinds(program: ProgramFacts) -> Mapping[str, Mapping[str, int]]:
+    """Count the graph's nodes by type where the driver told them, else operators by kind."""
+    counts: dict[str, Counter[str]] = {}
+    for node in program.nodes():
+        for item in node.kernels:
+            kind, _, name = item.partition(" ")
+            counts.setdefault(kind, Counter())[name or kind] += 1
+    return counts or count_nodes(program, lambda node: node.kind.value)
 
 
 def module_of(node: NodeFacts) -> str:
@@ -174,6 +186,7 @@ __all__ = [
     "PoolUse",
     "baked_constants",
     "buffer_uses",
+    "count_kinds",
     "count_nodes",
     "module_of",
     "pool_use",

@@ -128,18 +128,23 @@ class StepRunner:
             num_escapes=0 if facts is None else facts.num_escapes,
             inputs={} if inputs is None else inputs.describe(),
             without_gradient=tuple(self._gradients.without_gradient()) if started else (),
-            node_us=self._measured() if measure else (),
+            node_us=self.graph_to("measure").measure() if measure else (),
             program=None if facts is None else facts.program,
             names=memory_names(self._model, self._optimizer, self._gradients, inputs),
         )
 
-    def _measured(self) -> tuple[float, ...]:
+    def graph_to(self, do: str) -> Graph:
+        """Return the graph.
+
+        Raises:
+            PhaseError: there is none; ``do`` says what it was wanted for.
+        """
         if self._graph is None:
             raise PhaseError(
-                f"there is no graph to measure in phase {self.phase.value}. Remedy: call the step "
+                f"there is no graph to {do} in phase {self.phase.value}. Remedy: call the step "
                 f"until it has captured ({self._options.warmup_steps + 1} calls)"
             )
-        return self._graph.measure()
+        return self._graph
 
     def release(self) -> None:
         """Give everything back, the graph first, then its pool and inputs."""

@@ -1,5 +1,6 @@
 """The captured step: what users hold."""
 
+import os
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
@@ -101,6 +102,16 @@ class CapturedStep:
             PhaseError: there is nothing to measure: no graph yet, or one on a GPU.
         """
         return self._runner.report(measure=measure)
+
+    def debug_dump(self, path: str | os.PathLike[str]) -> None:
+        """Write the CUDA driver's own drawing of the graph, with the parameters of every node.
+
+        ``report().dot(path)`` writes the recorded program instead, with module names.
+
+        Raises:
+            PhaseError: there is no graph yet, or it runs on a CPU.
+        """
+        self._runner.graph_to("draw").debug_dump(os.fspath(path))
 
     def close(self) -> None:
         """Give graph and static inputs back and unhook the parameters; idempotent.
