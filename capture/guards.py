@@ -1,64 +1,117 @@
 """What must not have changed between two replays."""
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from graphfsdp.dtensors import local_part
-from graphfsdp.errors import GuardError
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.guards_hooks import HookGuard
+from graphfsdp._capture.guards_modules import Assignments, AttributeGuard, StructureGuard
+from graphfsdp._capture.guards_optimizer import OptimizerGuard
+from graphfsdp._capture.guards_settings import SettingsGuard
+from graphfsdp._capture.guards_tensors import TensorGuard
+from graphfsdp.changes import Change
 
 
-class AddressGuard:
-    """Notices parameters and buffers that were moved to other memory.
+class Guard(Protocol):
+    """Watches one sort of thing that a graph has baked in."""
 
-    A graph goes on with the memory that it was recorded on. After ``model.to(...)``,
-    ``param.data = ...`` or ``load_state_dict(assign=True)`` it would train tensors that the model
-    no longer has, without an error.
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        ...
+
+    def changes(self) -> list[Change]:
+        """Compare everything and name what has changed; maybe nothing that matters."""
+        ...
+
+
+class Guards:
+    """All that a replay takes for granted, compared before each.
+
+    A replay goes on with the memory, the modules, the numbers and the switches that it was
+    recorded with, without an error. So each difference has to be found before it runs.
+
+    Not seen is what the loss function keeps to itself: closures, globals, containers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Remember where everything lies now."""
-        self._names: list[str] = []
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        for module_name, module in model.named_modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        self._names.append(f"{module_name}.{name}".lstrip("."))
-                        self._slots.append((table, name))
-        self._addresses = self._look()
+    def __init__(
+        self,
+        model: nn.Module,
+        named_params: Mapping[str, nn.Parameter],
+        gradients: PersistentGradients,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+    ) -> None:
+        """Prepare; ``arm`` comes when the iteration has been recorded.
 
-    def check(self) -> None:
-        """Compare; some tens of microseconds for 300 parameters.
-
-        Raises:
-            GuardError: a tensor has moved; it is named.
+        Args:
+            model: The model.
+            named_params: Trainable parameters by full name.
+            gradients: Their persistent gradients.
+            optimizer: None if it stays outside of the graph.
+            device: Where everything lies.
         """
-        now = self._look()
-        if now == self._addresses:
-            return
-        pairs = zip(self._names, now, self._addresses, strict=True)
-        moved = [name for name, here, before in pairs if here != before]
-        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
-        raise GuardError(
-            f"{moved[0]!r}{more} lies in other memory than when the iteration was captured "
-            "(model.to(), .data = ..., load_state_dict(assign=True)); a replay would train the "
-            "old memory. Remedy: copy new values in place (copy_, load_state_dict), or make a "
-            "new captured step"
+        self._model = model
+        self._named_params = named_params
+        self._gradients = gradients
+        self._optimizer = optimizer
+        self._device = device
+        self._assignments = Assignments()
+        self._hooks: HookGuard | None = None
+        self._guards: tuple[Guard, ...] = ()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Enter while the iteration is recorded."""
+        with self._assignments.noted():
+            yield
+
+    def arm(self, was_read: Callable[[Tensor], bool]) -> None:
+        """Remember everything as it is now.
+
+        Args:
+            was_read: Tells whether the recording has touched a tensor's storage.
+        """
+        attributes = AttributeGuard(self._model, self._assignments.keys, was_read)
+        self._hooks = HookGuard(self._model, self._named_params, self._optimizer)
+        names = {id(param): name for name, param in self._named_params.items()}
+        self._guards = (
+            StructureGuard(self._model),
+            TensorGuard([*self._named_tensors(), *attributes.named_tensors()]),
+            TensorGuard(
+                ((f"gradient of {name!r}", view) for name, view in self._gradients.named_views()),
+                addresses_only=True,
+            ),
+            attributes,
+            self._hooks,
+            SettingsGuard(self._device.type),
+            *([] if self._optimizer is None else [OptimizerGuard(self._optimizer, names)]),
         )
 
-    def _look(self) -> list[int | None]:
-        # What the module holds now, not what it held then: assign=True puts other objects there.
-        return [_address(table.get(name)) for table, name in self._slots]
+    def changes(self) -> list[Change]:
+        """Return what has changed since ``arm``; fast where nothing has.
+
+        Capture: never inside one; no host sync.
+        """
+        if all([guard.holds() for guard in self._guards]):
+            return []
+        return [change for guard in self._guards for change in guard.changes()]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._guards = ()
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())
+        yield from ((f"parameter {name!r}", p) for name, p in self._model.named_parameters())
+        yield from ((f"buffer {name!r}", b) for name, b in self._model.named_buffers())
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    if type(tensor) in _PLAIN:
-        return tensor.data_ptr()  # type: ignore[union-attr]
-    return None if tensor is None else local_part(tensor).data_ptr()
-
-
-_PLAIN = (Tensor, nn.Parameter)
-
-
-__all__ = ["AddressGuard"]
+__all__ = ["Guard", "Guards"]

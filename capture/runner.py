@@ -14,7 +14,7 @@ from graphfsdp._capture.agreement import Agreement
 from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.backend import Effect, Graph, GraphBackend, GraphFacts
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.guards import AddressGuard
+from graphfsdp._capture.guards import Guards
 from graphfsdp._capture.interrupts import DeferredInterrupts
 from graphfsdp._capture.iteration import Iteration, LossFunction
 from graphfsdp._capture.memory_names import memory_names
@@ -23,6 +23,7 @@ from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.static_inputs import StaticInputs
 from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp.changes import refuse
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import PhaseError
 from graphfsdp.nvtx import nvtx_range
@@ -83,7 +84,6 @@ class StepRunner:
         groups = [g for root in sharded_roots(model) for g in root.process_groups()]
         self._agreement = Agreement(groups)
         self._pid = os.getpid()
-        self._addresses: AddressGuard | None = None
         self._trained = list(named_params.values())
         self.phase = Phase.EAGER if options.scope is Scope.NONE else Phase.WARMUP
         self.breakage = ""
@@ -97,6 +97,13 @@ class StepRunner:
         self._capture_ms: float | None = None
         # FULL_ITERATION has the norm among the graph's results; else it is computed eagerly.
         self._full = options.scope is Scope.FULL_ITERATION
+        self._guards = Guards(
+            model,
+            named_params,
+            self._gradients,
+            optimizer=optimizer.optimizer if self._full else None,
+            device=backend.device,
+        )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Train on one batch; see ``CapturedStep.__call__``."""
@@ -155,6 +162,7 @@ class StepRunner:
         if graph is not None:
             graph.close()
         self._inputs = None
+        self._guards.close()
         self._gradients.close()
 
     def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StaticInputs:
@@ -238,12 +246,13 @@ class StepRunner:
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
             attempt.host_state.check_unchanged(was_read)
+            self._guards.arm(was_read)
             self._agreement.settle()
 
         if self._full:
             self._optimizer.before_replay()
             self._optimizer.bake()
-        with nvtx_range("capture"):
+        with nvtx_range("capture"), self._guards.recording():
             graph, results = self._backend.record(
                 self._graphed,
                 self._model,
@@ -255,7 +264,6 @@ class StepRunner:
         if not self._full:
             self._step_outside()
             self._agreement.settle()
-        self._addresses = AddressGuard(self._model)
         self.phase = self.phase.to(Phase.REPLAY)
         self._capture_ms = (time.perf_counter() - started) * 1e3
         self._num_captures += 1
@@ -267,9 +275,8 @@ class StepRunner:
     def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         graph = self._graph
         assert graph is not None
-        assert self._addresses is not None
         self._load(args, kwargs)
-        self._addresses.check()
+        refuse(self._guards.changes())
         if self._full:
             self._optimizer.before_replay()
         self._gradients.rebind()

@@ -1,11 +1,12 @@
 """What the capture leg asks of an optimizer; `graphfsdp.optim.backends` adapts optimizers to it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from graphfsdp.changes import Change
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 
 
@@ -55,6 +56,10 @@ class CapturableOptimizer(Protocol):
 
     def bake(self) -> None:
         """Remember the Python values that the recording is about to bake in."""
+        ...
+
+    def changes(self) -> Sequence[Change]:
+        """Return what the recording has baked in and is not so any more; empty before ``bake``."""
         ...
 
     def before_replay(self) -> None:

@@ -1,5 +1,7 @@
 """Exceptions of graphfsdp: each says what is wrong, expected, got, and the remedy."""
 
+from collections.abc import Sequence
+
 from graphfsdp.hazards import Hazard, HazardKind
 from graphfsdp.hazards import SourceLine as SourceLine
 
@@ -21,7 +23,15 @@ class BatchMismatchError(GraphFSDPError, ValueError):
 
 
 class GuardError(GraphFSDPError, RuntimeError):
-    """Something that the graph has baked in was changed between two replays."""
+    """Something that the graph has baked in was changed between two replays.
+
+    Attributes:
+        changes: Every change (``graphfsdp.changes.Change``), in the order of the message.
+    """
+
+    def __init__(self, message: str, changes: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.changes = tuple(changes)
 
 
 class PhaseError(GraphFSDPError, RuntimeError):

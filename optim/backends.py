@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp.changes import Change, ChangeKind, refuse
 from graphfsdp.config import MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError, GuardError
-from graphfsdp.optim.baked_values import BakedValues
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.baked_values import BakedValues, changed_groups
 from graphfsdp.optim.fused_adam import FusedAdam
 from graphfsdp.optim.precision_guard import OptimizerFacts, check_precision, main_grad_dtype
 
@@ -84,6 +85,21 @@ class FusedAdamAdapter:
         """Remember the groups' sizes, and which lr is which tensor."""
         self._baked = self._layout()
 
+    def changes(self) -> list[Change]:
+        """Return what makes the recording useless: other groups, or another tensor as lr."""
+        if self._baked is None or self._layout() == self._baked:
+            return []
+        now = self._layout()
+        changes = [
+            _changed_lr(index, old, new)
+            for index, ((_, old), (_, new)) in enumerate(zip(self._baked, now, strict=False))
+            if old != new
+        ]
+        sizes = [[size for size, _ in layout] for layout in (self._baked, now)]
+        if sizes[0] != sizes[1]:
+            changes.append(changed_groups("FusedAdam", *sizes))
+        return changes
+
     def before_replay(self) -> None:
         """Upload the numbers that changed.
 
@@ -91,8 +107,7 @@ class FusedAdamAdapter:
             GuardError: a group was added, or an lr that is a tensor was replaced.
             ConfigError: a changed value is out of its range.
         """
-        if self._baked is not None and self._layout() != self._baked:
-            self._refuse(self._baked)
+        refuse(self.changes())
         self._fused.upload_hyperparameters()
         # Schedulers warn when they have not seen a step, and a replay calls none.
         self._fused._opt_called = True  # type: ignore[attr-defined]
@@ -110,23 +125,6 @@ class FusedAdamAdapter:
             (len(group["params"]), id(group["lr"]) if isinstance(group["lr"], Tensor) else None)
             for group in self._fused.param_groups
         ]
-
-    def _refuse(self, baked: list[tuple[int, int | None]]) -> None:
-        now = self._layout()
-        for index, (old, new) in enumerate(zip(baked, now, strict=False)):
-            if old[1] != new[1]:
-                kinds = ["a number" if lr is None else "a tensor" for lr in (old[1], new[1])]
-                if kinds[0] == kinds[1]:
-                    kinds[1] = "another tensor"
-                raise GuardError(
-                    f"lr of group {index} of FusedAdam was {kinds[0]} when its step was captured "
-                    f"and is now {kinds[1]}; write into the tensor (fill_), keep to numbers, or "
-                    "capture again"
-                )
-        raise GuardError(
-            f"FusedAdam had groups of {[size for size, _ in baked]} parameters when its "
-            f"step was captured, now of {[size for size, _ in now]}: capture again"
-        )
 
 
 class BakedAdapter:
@@ -186,14 +184,19 @@ class BakedAdapter:
         """Remember every value of every group."""
         self._baked = BakedValues(self.optimizer.param_groups)
 
+    def changes(self) -> list[Change]:
+        """Return every value that is not what the recording has baked in."""
+        if self._baked is None:
+            return []
+        return self._baked.changes(self.optimizer.param_groups, self._name)
+
     def before_replay(self) -> None:
         """Refuse a changed value.
 
         Raises:
             GuardError: a value that the recording has baked in was changed; it is named.
         """
-        if self._baked is not None:
-            self._baked.check(self.optimizer.param_groups, self._name)
+        refuse(self.changes())
         # Schedulers warn when they have not seen a step, and a replay calls none.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -255,6 +258,15 @@ class TorchAdamAdapter(BakedAdapter):
             "numbers stay live; (3) scope='forward_backward', which leaves the optimizer outside "
             "the graph"
         )
+
+
+def _changed_lr(index: int, old: int | None, new: int | None) -> Change:
+    """Return the change of an lr that became, ceased to be, or is another tensor (by id)."""
+    was, now = ("a number" if lr is None else "a tensor" for lr in (old, new))
+    if was == now:
+        now = "another tensor"
+    remedy = "write into the tensor (fill_), or keep to numbers"
+    return Change(ChangeKind.BAKED_VALUE, f"lr of group {index} of FusedAdam", was, now, remedy)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

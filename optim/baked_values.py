@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphfsdp.errors import GuardError
+from graphfsdp.changes import Change, ChangeKind
 
 _NOT_VALUES = frozenset({"params", "param_names"})
 _MISSING = object()
@@ -26,29 +26,40 @@ class BakedValues:
             for values in self._values
         ]
 
-    def check(self, groups: Sequence[Mapping[str, Any]], owner: str) -> None:
-        """Refuse a change since the recording.
+    def changes(self, groups: Sequence[Mapping[str, Any]], owner: str) -> list[Change]:
+        """Return what has changed since the recording.
 
         Args:
             groups: The same optimizer's groups, now.
             owner: The optimizer's class, for messages.
-
-        Raises:
-            GuardError: a value was changed; group, key, old and new value are named.
         """
-        if [len(group["params"]) for group in groups] != self._num_params:
-            raise GuardError(
-                f"{owner} had groups of {self._num_params} parameters when its step was captured, "
-                f"now of {[len(group['params']) for group in groups]}: capture again"
-            )
+        num_params = [len(group["params"]) for group in groups]
+        if num_params != self._num_params:
+            return [changed_groups(owner, self._num_params, num_params)]
+        found = []
         for index, (group, values) in enumerate(zip(groups, self._values, strict=True)):
             for key, old in values.items():
                 new = group.get(key, _MISSING)
                 if new is not old and not _equal(old, new):
-                    raise GuardError(_message(owner, index, key, old, new))
+                    found.append(_change(owner, index, key, old, new))
             for key, address in self._addresses[index].items():
-                if group[key].data_ptr() != address:
-                    raise GuardError(_message(owner, index, key, values[key], group[key]))
+                new = group.get(key)
+                if new is values[key] and new.data_ptr() != address:
+                    found.append(_change(owner, index, key, new, new))
+        return found
+
+
+def changed_groups(owner: str, old: Sequence[int], new: Sequence[int]) -> Change:
+    """Return the change of an optimizer whose groups have grown, shrunk or multiplied.
+
+    Args:
+        owner: The optimizer's class, for messages.
+        old: Parameters in each group at the time of the recording.
+        new: Parameters in each group now.
+    """
+    words = (f"groups of {list(old)} parameters", f"groups of {list(new)}")
+    remedy = "set up all parameter groups before the capture"
+    return Change(ChangeKind.GROUPS, f"param_groups of {owner}", *words, remedy)
 
 
 def _equal(old: object, new: object) -> bool:
@@ -57,22 +68,18 @@ def _equal(old: object, new: object) -> bool:
     return type(old) is type(new) and bool(old == new)
 
 
-def _message(owner: str, index: int, key: str, old: object, new: object) -> str:
+def _change(owner: str, index: int, key: str, old: object, new: object) -> Change:
+    name = f"{key!r} of group {index} of {owner}"
     if isinstance(old, Tensor):
-        what = (
-            f"{key!r} of group {index} of {owner} was a tensor that the captured step reads; it "
-            f"was replaced by {_show(new)}. Write into the tensor instead (fill_ or copy_), which "
-            "replays see; or capture again"
-        )
-        return what
+        words = ("a tensor that the graph reads", f"{_show(new)} in other memory")
+        if not isinstance(new, Tensor):
+            words = (words[0], _show(new))
+        remedy = "write into the tensor instead (fill_ or copy_), which replays see"
+        return Change(ChangeKind.BAKED_VALUE, name, *words, remedy)
     remedy = "graphfsdp.optim.FusedAdam reads every number anew in each replay"
     if key == "lr":
-        remedy += "; an lr that is a tensor on the parameters' device stays live as well"
-    return (
-        f"{key!r} of group {index} of {owner} is baked into the captured step as {_show(old)}, "
-        f"but is now {_show(new)}: a replay would go on with the old value. {remedy}; or capture "
-        "again"
-    )
+        remedy += ", and an lr that is a tensor on the parameters' device stays live as well"
+    return Change(ChangeKind.BAKED_VALUE, name, _show(old), _show(new), remedy)
 
 
 def _show(value: object) -> str:
@@ -83,4 +90,4 @@ def _show(value: object) -> str:
     return repr(value)
 
 
-__all__ = ["BakedValues"]
+__all__ = ["BakedValues", "changed_groups"]

@@ -20,8 +20,17 @@ FOLDERS = {"graphfsdp": "graphfsdp", "capture": "graphfsdp._capture", "optim": "
 
 FLOOR = frozenset(
     {
-        *("_recompute", "buckets", "capturable", "clip", "collectives", "config", "dtensors"),
-        *("errors", "flat_buffer", "hazards", "layout", "layout_plan", "metric_ring", "norms"),
+        *("_recompute", "buckets", "capturable", "changes", "clip", "collectives", "config"),
+        *(
+            "dtensors",
+            "errors",
+            "flat_buffer",
+            "hazards",
+            "layout",
+            "layout_plan",
+            "metric_ring",
+            "norms",
+        ),
         *("nvtx", "sharded", "streams"),
     }
 )

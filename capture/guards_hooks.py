@@ -1,0 +1,160 @@
+"""Guard of hooks: those of modules, of parameters, of the optimizer, and the global ones."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+from graphfsdp._capture.guards_modules import same_objects
+from graphfsdp.changes import Change, ChangeKind
+
+_MODULE_TABLES = (
+    ("_forward_pre_hooks", "forward pre-hook"),
+    ("_forward_hooks", "forward hook"),
+    ("_backward_pre_hooks", "backward pre-hook"),
+    ("_backward_hooks", "backward hook"),
+)
+_STEP_TABLES = (("pre_hooks", "step pre-hook"), ("post_hooks", "step post-hook"))
+_OURS = "graphfsdp."
+
+Hooks = Mapping[int, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One dict of hooks as torch keeps it.
+
+    Attributes:
+        hooks: The live dict; torch adds and removes hooks in place.
+        kind: What hooks they are.
+        owner: What they are registered on.
+    """
+
+    hooks: Hooks
+    kind: str
+    owner: str
+
+
+class HookGuard:
+    """Notices hooks that were added or removed: a replay would not run them, or go on with them.
+
+    Hooks on saving and loading state are none of an iteration's business. Nor are those of
+    graphfsdp itself: another captured step over the same parameters has its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named_params: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Remember every hook.
+
+        Args:
+            model: The model.
+            named_params: Trainable parameters by full name.
+            optimizer: None if it stays outside of the graph.
+        """
+        self._params = list(named_params.values())
+        self._tables = [
+            *_module_tables(model),
+            *_param_tables(named_params),
+            *([] if optimizer is None else _optimizer_tables(optimizer)),
+        ]
+        self._arm()
+
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        return not any(self._empty) and same_objects(self._filled, self._copies)
+
+    def changes(self) -> list[Change]:
+        """Compare each table and name what has changed."""
+        found = []
+        for table, before in zip(self._tables, self._before, strict=True):
+            for key in dict.fromkeys((*before, *table.hooks)):
+                old, new = before.get(key), table.hooks.get(key)
+                hook = old or new
+                if old is not new and hook is not None and not _is_ours(hook):
+                    found.append(_change(table, hook, removed=new is None))
+        if not found:
+            self._arm()
+        return found
+
+    def close(self) -> None:
+        """Take the empty dicts off the parameters that this guard has put there."""
+        for param in self._params:
+            if param._backward_hooks is not None and not param._backward_hooks:
+                param._backward_hooks = None
+
+    def _arm(self) -> None:
+        self._before = [dict(table.hooks) for table in self._tables]
+        self._empty = [table.hooks for table in self._tables if not table.hooks]
+        self._filled = [table.hooks for table in self._tables if table.hooks]
+        self._copies = [dict(hooks) for hooks in self._filled]
+
+
+def _module_tables(model: nn.Module) -> Iterator[Table]:
+    for path, module in model.named_modules():
+        owner = f"module {path!r}" if path else "the model"
+        for attribute, kind in _MODULE_TABLES:
+            yield Table(getattr(module, attribute), kind, owner)
+    for attribute, kind in _MODULE_TABLES:
+        yield Table(getattr(torch_module, f"_global{attribute}"), kind, "all modules")
+
+
+def _param_tables(named_params: Mapping[str, nn.Parameter]) -> Iterator[Table]:
+    # A tensor without hooks has None in the place of the dict. With an empty dict there, which
+    # torch fills once somebody registers a hook, a look at all dicts is a look at all tensors.
+    for name, param in named_params.items():
+        for kind, register, attribute in (
+            ("gradient hook", param.register_hook, "_backward_hooks"),
+            (
+                "post-accumulate-grad hook",
+                param.register_post_accumulate_grad_hook,
+                "_post_accumulate_grad_hooks",
+            ),
+        ):
+            if getattr(param, attribute) is None:
+                register(_nothing).remove()  # type: ignore[no-untyped-call]
+            yield Table(getattr(param, attribute), kind, f"parameter {name!r}")
+
+
+def _optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[Table]:
+    owner = type(optimizer).__name__
+    for suffix, kind in _STEP_TABLES:
+        yield Table(getattr(optimizer, f"_optimizer_step_{suffix}"), kind, owner)
+        everyone = getattr(torch_optimizer, f"_global_optimizer_{suffix}")
+        yield Table(everyone, kind, "all optimizers")
+
+
+def _nothing(tensor: object) -> None:
+    """Be a hook for a moment."""
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(_plain(hook), "__module__", "")).startswith(_OURS)
+
+
+def _plain(hook: Any) -> Any:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook
+
+
+def _change(table: Table, hook: Callable[..., Any], *, removed: bool) -> Change:
+    plain = _plain(hook)
+    name = getattr(plain, "__qualname__", type(plain).__qualname__)
+    code = getattr(plain, "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    words = ("registered", "removed") if removed else ("absent", "registered")
+    remedy = "put it back" if removed else "remove it, or register hooks before the capture"
+    title = f"{table.kind} {name!r}{where} of {table.owner}"
+    return Change(ChangeKind.HOOK, title, *words, remedy)
+
+
+__all__ = ["HookGuard"]

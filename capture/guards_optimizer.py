@@ -1,0 +1,130 @@
+"""Guard of the optimizer's tensors: its state, and the parameters in its groups."""
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.guards_modules import same_objects
+from graphfsdp._capture.guards_tensors import TensorGuard
+from graphfsdp.changes import Change, ChangeKind
+from graphfsdp.dtensors import local_part
+
+_LOADED = (
+    "load and change the state of an optimizer before the capture; "
+    "graphfsdp.optim.FusedAdam loads in place, so its replays go on with what was loaded"
+)
+_GROUPS = "set up all parameter groups before the capture"
+
+
+class OptimizerGuard:
+    """Notices state that was replaced, dropped or moved, and parameters that joined or left.
+
+    After ``load_state_dict`` torch's optimizers hold other tensors: a graph would go on with the
+    old ones, and ``state_dict`` would save what no replay has written.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """Remember the state now.
+
+        Args:
+            optimizer: In the graph.
+            names: Full names of parameters, by id.
+        """
+        self._optimizer = optimizer
+        self._names = names
+        self._arm()
+
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        now = self._optimizer
+        return (
+            now.state is self._state
+            and now.param_groups is self._groups
+            and same_objects([group["params"] for group in self._groups], self._params)
+            and same_objects(list(self._state.values()), self._copies)
+            and self._singles_hold()
+            and self._tensors.holds()
+        )
+
+    def changes(self) -> list[Change]:
+        """Compare each entry and name what has changed."""
+        found = list(self._group_changes())
+        before = dict(zip(map(id, self._owners), self._copies, strict=True))
+        now = {id(param): values for param, values in self._optimizer.state.items()}
+        for key in dict.fromkeys((*before, *now)):
+            name = self._names.get(key, "a parameter outside of the model")
+            found += _state_changes(name, before.get(key, {}), now.get(key, {}))
+        found += self._tensors.changes()
+        if not found:
+            self._arm()  # the same tensors in other containers
+        return found
+
+    def _arm(self) -> None:
+        self._state = self._optimizer.state
+        self._groups = self._optimizer.param_groups
+        self._params = [list(group["params"]) for group in self._groups]
+        self._owners = list(self._state)
+        self._copies = [dict(values) for values in self._state.values()]
+        # See StructureGuard: tensors of one element are compared by identity.
+        self._singles = [
+            (operator.itemgetter(key), values, value)
+            for values in self._state.values()
+            for key, value in values.items()
+            if isinstance(value, Tensor) and value.numel() == 1
+        ]
+        self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
+
+    def _singles_hold(self) -> bool:
+        return all([get(values) is value for get, values, value in self._singles])
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for param, values in self._state.items():
+            name = self._names.get(id(param), "a parameter outside of the model")
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    yield f"optimizer state {key!r} of {name!r}", value
+
+    def _group_changes(self) -> Iterator[Change]:
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        owner = type(self._optimizer).__name__
+        if len(groups) != len(self._params):
+            words = (f"of {len(self._params)} groups", f"of {len(groups)}")
+            yield Change(ChangeKind.GROUPS, f"{owner}.param_groups", *words, _GROUPS)
+        for index, (old, new) in enumerate(zip(self._params, groups, strict=False)):
+            if list(map(id, old)) != list(map(id, new)):
+                words = (_listed(self._names, old, new), _listed(self._names, new, old))
+                title = f"group {index} of {owner}"
+                yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
+
+
+def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]) -> str:
+    known = set(map(id, others))
+    own = [names.get(id(param), "an unknown one") for param in params if id(param) not in known]
+    return f"of {len(params)} parameters" + (f" (with {', '.join(own[:3])})" if own else "")
+
+
+def _state_changes(
+    name: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[Change]:
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        title = f"optimizer state {key!r} of {name!r}"
+        if old is new:
+            continue
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            if local_part(old).data_ptr() == local_part(new).data_ptr():
+                continue  # the same memory, as after loading what state_dict returned
+            words = ("one tensor", "another one, in other memory (load_state_dict)")
+        elif isinstance(old, Tensor) or isinstance(new, Tensor):
+            words = ("absent", "there") if old is None else ("there", "gone")
+        elif type(old) is type(new) and bool(old == new):
+            continue
+        else:
+            words = (repr(old), repr(new))
+        yield Change(ChangeKind.OPTIMIZER_STATE, title, *words, _LOADED)
+
+
+__all__ = ["OptimizerGuard"]

@@ -1,0 +1,106 @@
+"""A net with one of everything that a guard looks at, captured."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import CapturedStep
+from graphfsdp.changes import Change
+from helpers import assert_same_state, make_optimizer, quick_garbage_collection, snapshot
+
+NUM_EAGER = 4  # 3 warm-up calls and the recording
+
+
+class Body(nn.Module):
+    """Layers, a buffer, a plain tensor, a number and a generator that the forward pass reads."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.25)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 4))
+        self.plain = torch.ones(4)
+        self.unused = torch.ones(2)
+        self.temperature = 2.0
+        self.clip = (-8.0, 8.0)
+        self.noise = torch.Generator().manual_seed(1)
+        self.num_calls = 0
+        self.calls_so_far = {"all": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        for layer in self.layers:
+            x = layer(x).clamp(*self.clip)
+        x = x + torch.rand(x.shape, generator=self.noise)
+        out: Tensor = self.dropout(self.norm(x)) * self.table * self.plain
+        return out
+
+
+class GuardNet(nn.Module):
+    """The body, a scale with a single element, a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.linspace(1.0, 2.0, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x * self.frozen)
+        loss: Tensor = (hidden / self.body.temperature).square().mean() * self.scale
+        return loss
+
+
+@dataclass
+class Guarded:
+    """A captured step that has replayed, and what belongs to it."""
+
+    step: CapturedStep
+    model: GuardNet
+    optim: torch.optim.Optimizer
+    batch: Callable[[], Tensor]
+
+    def train(self, x: Tensor) -> Tensor:
+        """Call the step; the default generator, which twins share, starts anew."""
+        torch.manual_seed(9)
+        loss: Tensor = self.step(x)
+        return loss
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return copies of everything that a replay may change."""
+        state = snapshot(self.model, self.optim)
+        return state | {"noise": self.model.body.noise.get_state()}
+
+
+def start(optimizer: str = "fused_adam", num_calls: int = NUM_EAGER + 1, **options: Any) -> Guarded:
+    """Return a step of seeded weights after some calls."""
+    quick_garbage_collection()
+    torch.manual_seed(5)
+    model = GuardNet()
+    params = [param for param in model.parameters() if param.requires_grad]
+    optim = make_optimizer(optimizer, params, torch.device("cpu"))
+    step = graphfsdp.capture(model, optim, **options)
+    generator = torch.Generator().manual_seed(6)
+    guarded = Guarded(step, model, optim, lambda: torch.randn(8, 4, generator=generator))
+    for _ in range(num_calls):
+        step(guarded.batch())
+    return guarded
+
+
+def refused(guarded: Guarded, match: str) -> list[Change]:
+    """Check that the next replay is refused and leaves no trace; return the changes."""
+    before = guarded.snapshot()
+    with pytest.raises(graphfsdp.GuardError, match=match) as caught:
+        guarded.step(torch.zeros(8, 4))
+    assert "Remedy:" in str(caught.value)
+    assert_same_state(before, guarded.snapshot(), "after the refusal")
+    assert guarded.step.phase is graphfsdp.Phase.REPLAY
+    return [change for change in caught.value.changes if isinstance(change, Change)]

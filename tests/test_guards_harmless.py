@@ -1,0 +1,86 @@
+"""What a replay does not depend on may change between two replays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from guard_net import Guarded, start
+from helpers import same_bits
+
+
+def test_validation_between_steps_is_harmless() -> None:
+    """Eager forward passes in eval mode, also ones that count, between two replays."""
+    guarded, twin = start(), start()
+    for _ in range(2):
+        guarded.model.eval()
+        generator = guarded.model.body.noise.get_state()
+        with torch.no_grad():
+            guarded.model(torch.randn(3, 4))
+        guarded.model.body.noise.set_state(generator)
+        guarded.model.train()
+        x = guarded.batch()
+        twin.batch()
+        assert same_bits(guarded.train(x), twin.train(x))
+    assert guarded.model.body.num_calls == twin.model.body.num_calls + 2
+
+
+HARMLESS: dict[str, Callable[[Guarded], Any]] = {
+    "load_state_dict": lambda g: g.model.load_state_dict(
+        {name: value.clone() for name, value in g.model.state_dict().items()}
+    ),
+    "new_number": lambda g: setattr(g.model, "epoch", 3),
+    "unread_tensor": lambda g: setattr(g.model.body, "unused", torch.zeros(5)),
+    "private_number": lambda g: setattr(g.model.body, "_count", 1),
+    "container": lambda g: g.model.body.calls_so_far.update(all=7),
+    "state_dict_hook": lambda g: g.model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+        lambda *a: None
+    ),
+    "zero_grad": lambda g: g.optim.zero_grad(),
+    "own_gradient": lambda g: setattr(g.model.scale, "grad", torch.tensor(3.0)),
+    "train_again": lambda g: g.model.train(),
+    "scheduler": lambda g: torch.optim.lr_scheduler.ConstantLR(g.optim, 1.0, 5).step(),
+    "num_threads": lambda g: torch.set_num_threads(torch.get_num_threads()),
+    "seed": lambda g: (torch.manual_seed(5), g.model.body.noise.manual_seed(5)),
+    "in_place_write": lambda g: g.model.body.table.data.fill_(1.0),
+    "unhooked_in_time": lambda g: g.model.scale.register_hook(lambda grad: None).remove(),
+    "detached_alias": lambda g: setattr(g.model, "_alias", g.model.scale.detach()),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["fused_adam", "adamw"])
+def test_what_a_replay_does_not_depend_on_is_allowed(optimizer: str) -> None:
+    guarded = start(optimizer)
+    for apply in HARMLESS.values():
+        apply(guarded)
+        guarded.step(guarded.batch())
+    with torch.no_grad():
+        guarded.step(guarded.batch())
+    assert guarded.step.report().num_calls["replay"] == 2 + len(HARMLESS)
+
+
+def test_what_changes_before_the_capture_is_no_change() -> None:
+    guarded = start(num_calls=3)
+    guarded.model.body.temperature = 0.7
+    guarded.model.body.dropout.p = 0.1
+    guarded.model.body.norm.eval()
+    guarded.model.scale.register_hook(lambda grad: grad * 2)
+    for _ in range(4):
+        guarded.step(guarded.batch())
+    assert guarded.step.report().num_calls["replay"] == 3
+
+
+def test_an_attribute_that_the_iteration_assigns_is_not_guarded() -> None:
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        model.body.norm.eval()
+        model.body.temperature = 2.0
+        loss: Tensor = model(x)
+        return loss
+
+    guarded = start(loss_fn=loss_fn)
+    guarded.model.train()
+    guarded.model.body.temperature = 7.0
+    guarded.step(guarded.batch())
+    assert guarded.step.report().num_calls["replay"] == 2
