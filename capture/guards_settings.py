@@ -58,7 +58,7 @@ def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
     for kind in ("matmul", "conv", "rnn"):
         # The older getters raise when a user has set the precision by the newer names.
         name = f"the float32 precision of {backend} {kind}"
-        found[name] = partial(core._get_fp32_precision_getter, backend, kind)
+        found[name] = partial(_precision, backend, kind)
     if device_type == "cuda":
         found |= {
             "cuDNN": core._get_cudnn_enabled,
@@ -74,6 +74,11 @@ def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
             "torch.cuda.default_generators": lambda: torch.cuda.default_generators,
         }
     return found
+
+
+def _precision(backend: str, kind: str) -> str:
+    precision: str = torch._C._get_fp32_precision_getter(backend, kind)
+    return "ieee" if precision == "none" else precision  # nothing was ever set
 
 
 def _change(name: str, old: object, new: object) -> Change:

@@ -134,8 +134,10 @@ def _inner_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield what a tensor that wraps others (a DTensor) is made of."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        names, _ = flatten()
-        yield from ((name, getattr(tensor, name)) for name in names)
+        for name in flatten()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor lists its mesh as well
+                yield name, inner
 
 
 def _quick_guard(tensors: list[Tensor]) -> Any:

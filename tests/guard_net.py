@@ -99,7 +99,7 @@ def refused(guarded: Guarded, match: str) -> list[Change]:
     """Check that the next replay is refused and leaves no trace; return the changes."""
     before = guarded.snapshot()
     with pytest.raises(graphfsdp.GuardError, match=match) as caught:
-        guarded.step(torch.zeros(8, 4))
+        guarded.step(torch.zeros(8, 4, dtype=torch.float32))
     assert "Remedy:" in str(caught.value)
     assert_same_state(before, guarded.snapshot(), "after the refusal")
     assert guarded.step.phase is graphfsdp.Phase.REPLAY

@@ -167,3 +167,65 @@ def test_python_randomness_raises(device: torch.device) -> None:
             step(inputs(device))
         with pytest.raises(graphfsdp.CaptureError, match=r"random.Random.random draws"):
             step(inputs(device))
+
+
+def test_training_mode_raises(device: torch.device) -> None:
+    step, model, _ = start(device)
+    model.dropout.p = 0.5
+    for _ in range(5):
+        step(inputs(device))
+    model.eval()
+    assert torch.equal(model(inputs(device)), model(inputs(device)))
+    with pytest.raises(graphfsdp.GuardError, match=r"now in eval mode.*model\.train\(\)"):
+        step(inputs(device))
+    model.train()
+    assert float(step(inputs(device))) != float(step(inputs(device)))
+
+
+def test_module_attributes_raise(device: torch.device) -> None:
+    step, model, _ = start(device)
+    for _ in range(5):
+        step(inputs(device))
+    model.dropout.p = 0.9
+    with pytest.raises(graphfsdp.GuardError, match=r"'dropout\.p' was 0\.0 .* now 0\.9"):
+        step(inputs(device))
+
+
+def test_freezing_after_the_capture_raises(device: torch.device) -> None:
+    step, model, _ = start(device, lr=0.1)
+    for _ in range(5):
+        step(inputs(device))
+    model.layer.weight.requires_grad_(False)
+    with pytest.raises(graphfsdp.GuardError, match=r"'layer\.weight' was trained .* now frozen"):
+        step(inputs(device))
+
+
+def test_late_hooks_raise(device: torch.device) -> None:
+    step, model, optim = start(device)
+    for _ in range(5):
+        step(inputs(device))
+    calls: list[str] = []
+    model.register_forward_hook(lambda *args: calls.append("forward"))
+    model.layer.weight.register_hook(lambda grad: calls.append("gradient"))
+    optim.register_step_post_hook(lambda *args: calls.append("step"))
+    with pytest.raises(graphfsdp.GuardError, match="(?s)forward hook.*gradient hook.*step post"):
+        step(inputs(device))
+    assert calls == []
+
+
+def test_a_replaced_module_raises(device: torch.device) -> None:
+    step, model, _ = start(device)
+    for _ in range(5):
+        step(inputs(device))
+    model.layer = nn.Linear(4, 4).to(device)
+    with pytest.raises(graphfsdp.GuardError, match="module 'layer' was a Linear"):
+        step(inputs(device))
+
+
+def test_autocast_around_the_call_raises(device: torch.device) -> None:
+    step, *_ = start(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for _ in range(6):
+            step(inputs(device))
+    with pytest.raises(graphfsdp.GuardError, match=f"autocast on {device.type} was on .* off"):
+        step(inputs(device))
