@@ -216,10 +216,6 @@ class PersistentGradients:
                 )
         return whole, sharded
 
-    def named_views(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the views that the last iteration wrote, with the names of their parameters."""
-        yield from ((entry.name, entry.view) for entry in self._entries if entry.landed)
-
     def without_gradient(self) -> Sequence[str]:
         """Return the full names of trainable parameters that the last iteration did not reach."""
         return [entry.name for entry in self._entries if not entry.landed]

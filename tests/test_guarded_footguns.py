@@ -208,7 +208,7 @@ def test_late_hooks_raise(device: torch.device) -> None:
     model.register_forward_hook(lambda *args: calls.append("forward"))
     model.layer.weight.register_hook(lambda grad: calls.append("gradient"))
     optim.register_step_post_hook(lambda *args: calls.append("step"))
-    with pytest.raises(graphfsdp.GuardError, match="(?s)forward hook.*gradient hook.*step post"):
+    with pytest.raises(graphfsdp.GuardError, match=r"(?s)forward hook.*gradient hook.*step post"):
         step(inputs(device))
     assert calls == []
 
