@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.arena import Arena
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.commit_point import find_commit_point
 from graphfsdp._capture.copy_on_write import CopyOnWrite
@@ -16,9 +17,9 @@ from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu_recorder import Recorder, Value
 from graphfsdp._capture.measured_replay import measure_replay
 from graphfsdp._capture.program_description import describe_program
-from graphfsdp._capture.program_memory import materialise
 from graphfsdp._capture.replay_undo import ReplayUndo
 from graphfsdp._capture.storages import refuse_dropped_tensors
+from graphfsdp._capture.values import materialise
 from graphfsdp.errors import CaptureError, PhaseError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
@@ -94,6 +95,7 @@ class CpuGraphBackend:
         """
         self.device = device
         self._poisons = poisons
+        self.arena = Arena()
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Return nothing to enter: a CPU has no streams."""
@@ -120,7 +122,7 @@ class CpuGraphBackend:
         gc.collect()
         _await_release(recorder)
         refuse_dropped_tensors(recorder.storages)
-        builder = ProgramBuilder(recorder, values, poisons=self._poisons)
+        builder = ProgramBuilder(recorder, values, scratch, self.arena, poisons=self._poisons)
         point = find_commit_point(builder.nodes, scratch)
         kept = [materialise(value, value.storage.get()) for value in point.kept]
         undo = ReplayUndo(kept, point.generators)
@@ -139,7 +141,7 @@ class CpuGraphBackend:
             num_ops=recorder.num_ops,
             op_counts=dict(counts),
             num_escapes=len(builder.escapes),
-            pool_bytes=builder.memory.plan.num_bytes,
+            pool_bytes=self.arena.num_bytes,
             num_calls=builder.num_calls,
             program=program,
         )

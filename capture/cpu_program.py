@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.arena import Arena
 from graphfsdp._capture.cpu_recorder import Node, Recorder, Value
 from graphfsdp._capture.direct_calls import direct_call
 from graphfsdp._capture.out_calls import call_into
-from graphfsdp._capture.program_memory import ProgramMemory, materialise, values_in
+from graphfsdp._capture.program_memory import ProgramMemory
 from graphfsdp._capture.storages import StorageInfo
+from graphfsdp._capture.values import materialise, values_in
 
 Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
@@ -37,13 +39,21 @@ class ProgramBuilder:
     """
 
     def __init__(
-        self, recorder: Recorder, outputs: Sequence[Value], *, poisons: bool = False
+        self,
+        recorder: Recorder,
+        outputs: Sequence[Value],
+        scratch: Sequence[Tensor],
+        arena: Arena,
+        *,
+        poisons: bool = False,
     ) -> None:
         """Prepare.
 
         Args:
             recorder: The finished recording; nothing but it may hold the iteration's tensors.
             outputs: Values of the iteration's results, which each replay returns.
+            scratch: Tensors from before the recording whose old contents nobody needs.
+            arena: Memory that no other program needs between two replays of this one.
             poisons: For tests: fill all memory of the program with NaN patterns before each
                 replay, and again after its last use.
         """
@@ -61,7 +71,7 @@ class ProgramBuilder:
                 self.escapes.append(value)
                 self._escaped.append(tensor)
         self.nodes = _without_dead(recorder.nodes, [*self._outputs, *self.escapes])
-        self.memory = ProgramMemory(self.nodes, outputs, self.escapes)
+        self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena)
         self.num_calls = 0
 
     def build(self, commit: Commit, commit_node: int | None) -> Replay:
@@ -117,7 +127,7 @@ class ProgramBuilder:
 
     def _poison_lines(self, index: int) -> list[str]:
         """Return calls that overwrite what is dead after a node; all planned memory before any."""
-        dead = self.memory.dead_after(index) if index >= 0 else [self.memory.arena]
+        dead = self.memory.dead_after(index) if index >= 0 else [self.memory.pool]
         lines = [f"    {self._constant(memory, 'a')}.fill_({POISON})" for memory in dead]
         last: dict[int, tuple[int, Value]] = {}
         for step, values in self._last_uses().items():

@@ -1,5 +1,6 @@
 """Describes recorded operators: their kind, plain arguments, and the memory that they touch."""
 
+import functools
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,15 +67,7 @@ def describe_program(
         memory: Where everything lies.
     """
     builder = ProgramFactsBuilder()
-    planned = memory.offsets()
-
-    def region(item: Any) -> Any:
-        if isinstance(item, list):
-            return [region(member) for member in item]
-        if isinstance(item, Value):
-            return _region(item, planned.get(id(item.storage)))
-        return item
-
+    region = functools.partial(_region_of_argument, memory, memory.offsets())
     for node in nodes:
         kwargs = {name: region(value) for name, value in node.kwargs.items()}
         results = [region(value) for value in node.outputs if value is not None]
@@ -161,13 +154,23 @@ def _joined(texts: Iterable[str]) -> str:
     return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in counted)
 
 
-def _region(value: Value, planned: int | None) -> Region:
+def _region_of_argument(memory: ProgramMemory, planned: Mapping[int, int], item: Any) -> Any:
+    if isinstance(item, list):
+        return [_region_of_argument(memory, planned, member) for member in item]
+    if isinstance(item, Value):
+        address = memory.elided_address(item)
+        return _region(item, planned.get(id(item.storage)), address)
+    return item
+
+
+def _region(value: Value, planned: int | None, address: int | None) -> Region:
     info = value.storage
     offset, shape, stride, dtype, *_ = value.geometry
     start, num_bytes = _reach(offset, shape, stride, dtype.itemsize)
     text = _text_of(dtype, shape)
     if info.external:
         address = info.get().data_ptr() + start
+    if address is not None:
         return Region((address,), BufferKind.EXTERNAL, num_bytes, address, text)
     return Region(id(info), BufferKind.INTERMEDIATE, start + num_bytes, planned, text)
 

@@ -1,14 +1,17 @@
 """Decides which storages of a recording get fixed memory, and makes the tensors over it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.arena import Arena
+from graphfsdp._capture.copy_elision import elide_copies
 from graphfsdp._capture.cpu_recorder import Node, Value, geometry_of
 from graphfsdp._capture.memory_plan import Lifetime, MemoryPlan, plan_memory
 from graphfsdp._capture.out_calls import can_write_into, is_empty
+from graphfsdp._capture.values import materialise, span_bytes, values_in
 
 _FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more
 
@@ -25,11 +28,16 @@ class ProgramMemory:
 
     Attributes:
         plan: Places of the planned storages.
-        arena: [B] uint8 memory of the planned storages.
+        pool: [B] uint8 memory of the planned storages.
     """
 
     def __init__(
-        self, nodes: Sequence[Node], outputs: Sequence[Value], escapes: Sequence[Value]
+        self,
+        nodes: Sequence[Node],
+        outputs: Sequence[Value],
+        escapes: Sequence[Value],
+        scratch: Sequence[Tensor],
+        arena: Arena,
     ) -> None:
         """Plan.
 
@@ -37,6 +45,8 @@ class ProgramMemory:
             nodes: The program, without dead nodes.
             outputs: Results that belong to the caller; their storages are not planned.
             escapes: Results that are copied into storages outside at the end.
+            scratch: Tensors from before the recording that may be written earlier than it did.
+            arena: Memory for the planned storages.
         """
         self._kept = {id(value.storage) for value in outputs}
         self._ends = {id(value.storage) for value in escapes}
@@ -45,11 +55,21 @@ class ProgramMemory:
         self._makers = _makers(nodes)
         self._folded = self._fold(nodes)
         planned = self._planned(nodes)
-        self._lives = self._lifetimes(nodes, planned)
+        sizes, uses = self._sizes(nodes, planned), self._uses(nodes, planned)
+        elisions = elide_copies(nodes, uses, sizes, scratch)
+        self._elided = {id(elision.copy) for elision in elisions.values()}
+        for key, elision in elisions.items():
+            self._places[key] = (elision.storage, elision.first_byte)
+        self._lives = {
+            key: Lifetime(first, len(nodes) if key in self._ends else last, sizes[key])
+            for key, (first, last) in uses.items()
+            if key not in elisions
+        }
+        self._into = {*self._lives, *elisions}
         lifetimes = list(self._lives.values())
         self.plan: MemoryPlan = plan_memory(lifetimes)
-        self.arena = torch.empty(self.plan.num_bytes, dtype=torch.uint8)
-        storage = self.arena.untyped_storage()
+        storage = arena.reserve(self.plan.num_bytes)
+        self.pool = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (self.plan.num_bytes,), (1,))
         for key, offset in zip(self._lives, self.plan.offsets, strict=True):
             self._places[key] = (storage, offset)
 
@@ -70,12 +90,14 @@ class ProgramMemory:
         return any(
             value is not None
             and self._makers.get(id(value.storage)) is node
-            and id(value.storage) in self._lives
+            and id(value.storage) in self._into
             for value in node.outputs
         )
 
     def needs_no_call(self, node: Node) -> bool:
-        """Tell whether a node is over when the program is built: a view, a constant, memory."""
+        """Tell whether a node is over when the program is built: a view, a constant, a copy."""
+        if id(node) in self._elided:
+            return True
         if node.effects or not node.outputs:
             return False
         if id(node) in self._folded:
@@ -84,6 +106,14 @@ class ProgramMemory:
             return False
         return is_empty(node.op) or not self.writes_into_place(node)
 
+    def elided_address(self, value: Value) -> int | None:
+        """Return where a value lies that is computed where it was to be copied to."""
+        key = id(value.storage)
+        if key in self._lives or key not in self._into:
+            return None
+        storage, first_byte = self._places[key]
+        return storage.data_ptr() + first_byte + value.geometry[0] * value.geometry[3].itemsize
+
     def offsets(self) -> dict[int, int]:
         """Return the first byte in the arena of each planned storage, by id of its info."""
         return dict(zip(self._lives, self.plan.offsets, strict=True))
@@ -91,7 +121,7 @@ class ProgramMemory:
     def dead_after(self, step: int) -> list[Tensor]:
         """Return the memory, as bytes, of the planned storages whose last use is a step."""
         return [
-            self.arena[offset : offset + life.num_bytes]
+            self.pool[offset : offset + life.num_bytes]
             for life, offset in zip(self._lives.values(), self.plan.offsets, strict=True)
             if life.end == step and life.num_bytes
         ]
@@ -117,7 +147,7 @@ class ProgramMemory:
                 continue
             if any(id(value.storage) not in self._places for value in values_in(node)):
                 continue
-            if sum(_span_bytes(value) for value in made) > _FOLDED_BYTES:
+            if sum(span_bytes(value) for value in made) > _FOLDED_BYTES:
                 continue
             result = self._run(node)
             if geometry_of(result) != made[0].geometry:
@@ -127,15 +157,16 @@ class ProgramMemory:
         return folded
 
     def _run(self, node: Node) -> Tensor:
-        def filled(item: Any) -> Any:
-            if isinstance(item, Value):
-                return self.tensor(item)
-            return [filled(entry) for entry in item] if isinstance(item, list) else item
-
-        kwargs = {name: filled(value) for name, value in node.kwargs.items()}
+        kwargs = {name: self._filled(value) for name, value in node.kwargs.items()}
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            result: Tensor = node.op(*[filled(value) for value in node.args], **kwargs)
+            result: Tensor = node.op(*[self._filled(value) for value in node.args], **kwargs)
         return result
+
+    def _filled(self, item: Any) -> Any:
+        """Return an argument with the tensors of fixed values in it."""
+        if isinstance(item, Value):
+            return self.tensor(item)
+        return [self._filled(entry) for entry in item] if isinstance(item, list) else item
 
     def _planned(self, nodes: Sequence[Node]) -> set[int]:
         planned: set[int] = set()
@@ -155,14 +186,18 @@ class ProgramMemory:
                 planned |= set(made)
         return planned
 
-    def _lifetimes(self, nodes: Sequence[Node], planned: set[int]) -> dict[int, Lifetime]:
-        """Return for each planned storage when it is in use, and its size."""
+    def _sizes(self, nodes: Sequence[Node], planned: set[int]) -> dict[int, int]:
+        """Return the bytes of each planned storage."""
         sizes = dict.fromkeys(planned, 0)
         for node in nodes:
             for value in (*values_in(node), *node.outputs):
                 if value is not None and id(value.storage) in sizes:
                     key = id(value.storage)
-                    sizes[key] = max(sizes[key], _span_bytes(value))
+                    sizes[key] = max(sizes[key], span_bytes(value))
+        return sizes
+
+    def _uses(self, nodes: Sequence[Node], planned: set[int]) -> dict[int, tuple[int, int]]:
+        """Return the first and the last node of a replay that touch each planned storage."""
         uses: dict[int, tuple[int, int]] = {}
         for index, node in enumerate(nodes):
             made = {key for key in map(_storage_key, node.outputs) if key in planned}
@@ -172,43 +207,7 @@ class ProgramMemory:
             for value in (*values_in(node), *node.outputs):
                 if (key := _storage_key(value)) in planned:
                     uses[key] = (uses.get(key, (index, index))[0], index)
-        last = len(nodes)
-        return {
-            key: Lifetime(first, last if key in self._ends else end, sizes[key])
-            for key, (first, end) in uses.items()
-        }
-
-
-def values_in(node: Node) -> Iterable[Value]:
-    """Yield the values among a node's arguments."""
-
-    def walk(items: Iterable[Any]) -> Iterable[Value]:
-        for item in items:
-            if isinstance(item, Value):
-                yield item
-            elif isinstance(item, list):
-                yield from walk(item)
-
-    yield from walk(node.args)
-    yield from walk(node.kwargs.values())
-
-
-def materialise(value: Value, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
-    """Return a tensor that looks at a storage as the value does.
-
-    Args:
-        value: The value.
-        storage: Where to look.
-        first_byte: Where the value's own storage begins in it.
-    """
-    offset, shape, stride, dtype, conj, neg = value.geometry
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset + first_byte // dtype.itemsize, shape, stride)
-    if conj:
-        tensor = tensor.conj()
-    if neg:
-        tensor = torch._neg_view(tensor)
-    return tensor
+        return uses
 
 
 def _makers(nodes: Sequence[Node]) -> dict[int, Node]:
@@ -230,13 +229,4 @@ def _is_plain(value: Value) -> bool:
     return offset == 0 and not conj and not neg
 
 
-def _span_bytes(value: Value) -> int:
-    """Return the bytes from the start of a value's storage to the end of the value."""
-    offset, shape, stride, dtype, *_ = value.geometry
-    if 0 in shape:
-        return 0
-    steps = ((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return (offset + 1 + sum(steps)) * dtype.itemsize
-
-
-__all__ = ["ProgramMemory", "materialise", "values_in"]
+__all__ = ["ProgramMemory"]

@@ -27,7 +27,7 @@ from graphfsdp.changes import refuse
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import PhaseError
 from graphfsdp.nvtx import nvtx_range
-from graphfsdp.sharded import main_grads_of, sharded_roots
+from graphfsdp.sharded import MainGrad, sharded_roots
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -71,7 +71,7 @@ class StepRunner:
             named_params,
             dtype_of=lambda param: optimizer.main_grad_dtype(param, policy),
             use_decoupled_grad=optimizer.use_decoupled_grad,
-            sharded=main_grads_of(model),
+            sharded=_sharded_gradients(model),
         )
         self._iteration = Iteration(
             model,
@@ -307,6 +307,14 @@ class StepRunner:
         if grad_norm is not None:
             self.grad_norm = grad_norm
         return output
+
+
+def _sharded_gradients(model: nn.Module) -> dict[nn.Parameter, MainGrad]:
+    found: dict[nn.Parameter, MainGrad] = {}
+    for root in sharded_roots(model):
+        root.prepare_shards()  # before anything remembers an address
+        found.update(root.main_grads())
+    return found
 
 
 __all__ = ["StepRunner"]

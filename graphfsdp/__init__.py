@@ -26,16 +26,11 @@ from graphfsdp.errors import NotCopyableError as NotCopyableError
 from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.front import capture as capture
-from graphfsdp.hazards import Hazard as Hazard
-from graphfsdp.hazards import HazardKind as HazardKind
 from graphfsdp.metric_ring import MetricRing as MetricRing
-from graphfsdp.preflight import check as check
-from graphfsdp.preflight_report import CheckReport as CheckReport
 
 if TYPE_CHECKING:
     from graphfsdp._fully_shard import FSDPModule as FSDPModule
     from graphfsdp._fully_shard import fully_shard as fully_shard
-    from graphfsdp.checkpoint import AsyncSaver as AsyncSaver
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
 
@@ -49,7 +44,7 @@ def __getattr__(name: str) -> Any:
         from graphfsdp import _fully_shard as module
 
         return getattr(module, name)
-    if name in ("AsyncSaver", "load", "save"):
+    if name in ("load", "save"):
         from graphfsdp import checkpoint
 
         return getattr(checkpoint, name)

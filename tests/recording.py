@@ -1,6 +1,6 @@
 """Recording of any function on the CPU backend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,11 @@ CPU = torch.device("cpu")
 
 
 def record(
-    iterate: Callable[[], list[Tensor]], model: nn.Module | None = None, *, poisons: bool = False
+    iterate: Callable[[], list[Tensor]],
+    model: nn.Module | None = None,
+    *,
+    poisons: bool = False,
+    scratch: Sequence[Tensor] = (),
 ) -> tuple[CpuGraph, list[Tensor]]:
     """Record any function of no arguments."""
     quick_garbage_collection()
@@ -25,7 +29,7 @@ def record(
                 model or nn.Identity(),
                 lambda was_touched: None,
                 collective=False,
-                scratch=(),
+                scratch=scratch,
             )
     except BaseException:
         undo.roll_back()

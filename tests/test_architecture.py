@@ -40,19 +40,7 @@ SHARD_LEG = frozenset(
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
     }
 )
-ROOF = frozenset(
-    {
-        *("", "__main__", "bench", "capture_hook", "checkpoint", "cli", "front", "preconditions"),
-        *(
-            "preflight",
-            "preflight_cli",
-            "preflight_report",
-            "preflight_script",
-            "training",
-            "wrapped",
-        ),
-    }
-)
+ROOF = frozenset({"", "__main__", "bench", "checkpoint", "cli", "front", "training", "wrapped"})
 
 MAX_LINES = 350
 OPTIONAL_PACKAGES = (

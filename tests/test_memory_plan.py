@@ -1,6 +1,7 @@
 """Interval colouring, and the fixed memory that a CPU program computes in."""
 
 import functools
+from collections.abc import Callable
 from itertools import pairwise
 
 import hypothesis
@@ -94,6 +95,112 @@ def test_constants_are_computed_once() -> None:
         x.normal_()
         assert torch.equal(graph.replay()[0], x.tril() + 1)
     assert graph.facts.num_calls == 4  # where, zero_, add_, add
+
+
+def _whole(x: Tensor, grad: Tensor) -> Tensor:
+    return grad.copy_((x * 2).t()).sum()
+
+
+def _read_before(x: Tensor, grad: Tensor) -> Tensor:
+    y = x * 2
+    total = grad[1].sum()
+    grad.copy_(y.t())
+    return total
+
+
+def _written_before(x: Tensor, grad: Tensor) -> Tensor:
+    y = x * 2
+    grad[0, 0] = 7
+    kept = grad[0, 0].clone()
+    grad.copy_(y.t())
+    return kept
+
+
+def _used_after(x: Tensor, grad: Tensor) -> Tensor:
+    y = x * 2
+    grad.copy_(y.t())
+    grad.add_(1)
+    return (y + grad.t()).sum()
+
+
+def _part(x: Tensor, grad: Tensor) -> Tensor:
+    y = torch.cat([x, x])
+    grad.copy_(y[:4].t())
+    return y.sum()
+
+
+def _other_strides(x: Tensor, grad: Tensor) -> Tensor:
+    return grad.copy_((x * 2).t().contiguous()).sum()
+
+
+def _other_dtype(x: Tensor, grad: Tensor) -> Tensor:
+    return grad.copy_((x.double() * 2).t()).sum()
+
+
+def _twice(x: Tensor, grad: Tensor) -> Tensor:
+    first, second = x * 2, x * 3
+    total = grad.copy_(first.t()).sum()
+    return total + grad.copy_(second.t())[0].sum()
+
+
+@pytest.mark.parametrize("poisons", [False, True])
+@pytest.mark.parametrize(
+    ("program", "num_copies"),
+    [
+        *((_whole, 0), (_read_before, 1), (_written_before, 1), (_used_after, 1), (_part, 1)),
+        *((_other_strides, 1), (_other_dtype, 2), (_twice, 1)),
+    ],
+)
+def test_a_result_is_computed_where_it_was_to_be_copied_if_nobody_can_tell(
+    program: Callable[[Tensor, Tensor], Tensor], num_copies: int, poisons: bool
+) -> None:
+    x, grad = torch.randn(4, 5), torch.zeros(5, 4).t().contiguous().t()
+    expected = grad.clone()
+    graph, _ = record(lambda: [program(x, grad)], poisons=poisons, scratch=[grad])
+    program(x.clone(), expected)
+    nodes = graph.facts.program.nodes() if graph.facts.program else ()
+    called = [node.op for node in nodes if node.called]
+    copying = ("aten.copy_.default", "aten._to_copy.default")
+    assert sum(op in copying for op in called) == num_copies
+    for _ in range(3):
+        x.normal_()
+        grad.normal_()
+        expected = grad.clone(memory_format=torch.preserve_format)
+        result = program(x.clone(), expected)
+        assert torch.equal(graph.replay()[0], result)
+        assert torch.equal(grad, expected)
+
+
+def test_what_a_failed_replay_must_put_back_is_written_by_its_own_copy() -> None:
+    x, state = torch.randn(16, 4), torch.zeros(16, 4)
+    graph, _ = record(lambda: [state.copy_(x * 2).sum()])
+    assert graph.facts.num_calls == 3
+
+
+def test_programs_of_one_backend_share_their_memory() -> None:
+    backend = CpuGraphBackend(CPU, poisons=True)
+    x, graphs = torch.randn(8, 8), []
+
+    def iterate(size: int) -> list[Tensor]:
+        big = x.repeat(size, size).sin().mul_(torch.full((8 * size, 1), 2.0))
+        return [big.sum(), torch.ones(3)]
+
+    for size in (2, 8, 4):
+        graph, _ = backend.record(
+            functools.partial(iterate, size), nn.Identity(), print, collective=False, scratch=()
+        )
+        graphs.append((size, graph))
+    pools = [graph.facts.pool_bytes for _, graph in graphs]
+    assert pools[0] < pools[1] == pools[2]
+    for _ in range(3):
+        for size, graph in graphs:
+            x.normal_()
+            assert torch.equal(graph.replay()[0], iterate(size)[0])
+    assert backend.arena.num_bytes == pools[1]
+    for _, graph in graphs:
+        graph.close()
+    del graph, graphs
+    assert backend.arena.num_bytes == 0, "closed programs hold memory"
 
 
 @pytest.fixture
