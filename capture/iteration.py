@@ -38,18 +38,20 @@ class Iteration:
         gradients: PersistentGradients,
         *,
         loss_fn: LossFunction,
-        num_microbatches: int,
         max_grad_norm: float | None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._gradients = gradients
         self._loss_fn = loss_fn
-        self._num_microbatches = num_microbatches
         self._max_grad_norm = max_grad_norm
 
-    def forward_backward(self, inputs: StaticInputs) -> Any:
+    def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
         """Run forward and backward of every microbatch.
+
+        Args:
+            inputs: The batch.
+            num_microbatches: Parts that dim 0 of each of its tensors is split into.
 
         Returns:
             What the loss function returned, detached: the loss as the mean over microbatches;
@@ -65,12 +67,12 @@ class Iteration:
             # The cache of casted weights outlives an iteration if autocast does: stale weights.
             torch.clear_autocast_cache()
         outputs = []
-        for index in range(self._num_microbatches):
+        for index in range(num_microbatches):
             for root in sharded_roots(self._model):
-                root.set_is_last_microbatch(index == self._num_microbatches - 1)
-            outputs.append(self._microbatch(inputs, index))
+                root.set_is_last_microbatch(index == num_microbatches - 1)
+            outputs.append(self._microbatch(inputs, index, num_microbatches))
         self._gradients.finish()
-        return outputs[0] if len(outputs) == 1 else _merge(outputs)
+        return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def optimizer_step(self) -> Tensor | None:
         """Compute the norm if asked for, and step.
@@ -85,22 +87,16 @@ class Iteration:
             self._optimizer.step(self._clip_coefficient(grad_norm))
         return grad_norm
 
-    def _microbatch(self, inputs: StaticInputs, index: int) -> Any:
-        def part(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or self._num_microbatches == 1:
-                return leaf
-            length = leaf.shape[0] // self._num_microbatches
-            return leaf.narrow(0, index * length, length)
-
-        args, kwargs = pytree.tree_map(part, (inputs.args, inputs.kwargs))
+    def _microbatch(self, inputs: StaticInputs, index: int, num_microbatches: int) -> Any:
+        args, kwargs = microbatch(inputs, index, num_microbatches)
         with torch.enable_grad():
             with nvtx_range("forward"):
                 output = self._loss_fn(self._model, *args, **kwargs)
                 loss = _loss_of(output)
-                scaled = loss / self._num_microbatches if self._num_microbatches > 1 else loss
+                scaled = loss / num_microbatches if num_microbatches > 1 else loss
             with nvtx_range("backward"):
                 torch.autograd.backward(scaled)
-        return pytree.tree_map(_own, output)
+        return pytree.tree_map(own, output)
 
     def _global_norm(self) -> Tensor | None:
         if self._max_grad_norm is None:
@@ -117,6 +113,21 @@ class Iteration:
         if grad_norm is None or self._max_grad_norm is None or math.isinf(self._max_grad_norm):
             return None
         return (self._max_grad_norm / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+
+
+def microbatch(
+    inputs: StaticInputs, index: int, num_microbatches: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of one microbatch; tensors are views of the static inputs."""
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or num_microbatches == 1:
+            return leaf
+        length = leaf.shape[0] // num_microbatches
+        return leaf.narrow(0, index * length, length)
+
+    args, kwargs = pytree.tree_map(part, (inputs.args, inputs.kwargs))
+    return args, kwargs
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -152,13 +163,14 @@ def _loss_of(output: Any) -> Tensor:
     return scalar
 
 
-def _own(leaf: Any) -> Any:
+def own(leaf: Any) -> Any:
+    """Return a result of an iteration as the caller may keep it."""
     # A copy, because a result may look at a weight or a buffer that this iteration updates, and
     # so that two results never share memory.
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _merge(outputs: list[Any]) -> Any:
+def merge(outputs: list[Any]) -> Any:
     """Return the mean loss, and other results stacked, over the microbatches."""
     specs = [pytree.tree_structure(output) for output in outputs]
     loss, *others = [
@@ -169,4 +181,4 @@ def _merge(outputs: list[Any]) -> Any:
     return pytree.tree_unflatten([loss.mean(dim=0), *others], specs[0])
 
 
-__all__ = ["Iteration", "LossFunction", "default_loss"]
+__all__ = ["Iteration", "LossFunction", "default_loss", "merge", "microbatch", "own"]

@@ -27,9 +27,11 @@ class Phase(enum.Enum):
 
 
 # WARMUP follows CAPTURE when a capture failed: everything was rolled back, another may be tried.
+# CAPTURE follows REPLAY when another kind of batch gets its graph.
 _LEGAL = (
     (Phase.WARMUP, Phase.CAPTURE),
     (Phase.CAPTURE, Phase.REPLAY),
+    (Phase.REPLAY, Phase.CAPTURE),
     (Phase.CAPTURE, Phase.WARMUP),
     (Phase.REPLAY, Phase.BROKEN),
 )

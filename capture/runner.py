@@ -4,30 +4,28 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphfsdp._capture.agreement import Agreement
 from graphfsdp._capture.attempt import Attempt
-from graphfsdp._capture.backend import Effect, Graph, GraphBackend, GraphFacts
-from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.guards import Guards
+from graphfsdp._capture.backend import Effect, Graph, GraphFacts
+from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.interrupts import DeferredInterrupts
-from graphfsdp._capture.iteration import Iteration, LossFunction
 from graphfsdp._capture.memory_names import memory_names
 from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.static_inputs import StaticInputs
-from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.changes import refuse
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import PhaseError
+from graphfsdp.config import CaptureOptions, OnChange, Scope
+from graphfsdp.errors import BatchMismatchError, PhaseError, split_remedy
 from graphfsdp.nvtx import nvtx_range
-from graphfsdp.sharded import MainGrad, sharded_roots
+from graphfsdp.sharded import sharded_roots
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -42,82 +40,54 @@ class StepRunner:
     Attributes:
         phase: What the next call does.
         device: Where the model lies.
-        grad_norm: [] float32 of the last call, or None.
+        num_microbatches: Parts that the next batch is split into.
         breakage: Why the phase is BROKEN.
     """
 
     phase: Phase
     device: torch.device
-    grad_norm: Tensor | None
+    num_microbatches: int
     breakage: str
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: CapturableOptimizer,
-        backend: GraphBackend,
-        *,
-        named_params: Mapping[str, nn.Parameter],
-        loss_fn: LossFunction,
-        policy: MixedPrecisionPolicy,
-        options: CaptureOptions,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._backend = backend
-        self.device = backend.device
-        self._options = options
-        self._gradients = PersistentGradients(
-            named_params,
-            dtype_of=lambda param: optimizer.main_grad_dtype(param, policy),
-            use_decoupled_grad=optimizer.use_decoupled_grad,
-            sharded=_sharded_gradients(model),
-        )
-        self._iteration = Iteration(
-            model,
-            optimizer,
-            self._gradients,
-            loss_fn=loss_fn,
-            num_microbatches=options.microbatches,
-            max_grad_norm=options.max_grad_norm,
-        )
-        groups = [g for root in sharded_roots(model) for g in root.process_groups()]
-        self._agreement = Agreement(groups)
-        self._pid = os.getpid()
-        self._trained = list(named_params.values())
+    def __init__(self, engine: Engine, options: CaptureOptions) -> None:
+        self.device = engine.backend.device
         self.phase = Phase.EAGER if options.scope is Scope.NONE else Phase.WARMUP
         self.breakage = ""
-        self._graph: Graph | None = None
-        self._inputs: StaticInputs | None = None
+        self.num_microbatches = options.microbatches
+        self._engine = engine
+        self._backend = engine.backend
+        self._options = options
+        groups = [g for root in sharded_roots(engine.model) for g in root.process_groups()]
+        self._agreement = Agreement(groups)
+        self._pid = os.getpid()
+        self._recordings = Recordings(options.max_graphs)
         self._facts: GraphFacts | None = None
-        self._results = Results()
-        self.grad_norm = None
         self._num_calls: Counter[str] = Counter()
         self._num_captures = 0
         self._capture_ms: float | None = None
-        # FULL_ITERATION has the norm among the graph's results; else it is computed eagerly.
-        self._full = options.scope is Scope.FULL_ITERATION
-        self._guards = Guards(
-            model,
-            named_params,
-            self._gradients,
-            optimizer=optimizer.optimizer if self._full else None,
-            device=backend.device,
-        )
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """[] float32 of the last call, or None."""
+        return self._engine.grad_norm
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Train on one batch; see ``CapturedStep.__call__``."""
-        if self.phase is Phase.REPLAY:
+        with nvtx_range("copy-in"):
+            recording = self._recordings.load(args, kwargs, self.num_microbatches)
+        if recording is None:
+            recording = self._recording_for(args, kwargs)
+        if recording.graph is not None:
             with DeferredInterrupts():
-                return self._unflatten(self._replay(args, kwargs))
-        if self.phase is Phase.EAGER:
-            return self._unflatten(self._run_eagerly(args, kwargs))
-        return self._unflatten(self._attempt(args, kwargs))
+                return self._finish(recording, self._replay(recording))
+        if self.phase is Phase.EAGER or recording not in self._recordings:
+            return self._finish(recording, self._run_eagerly(recording))
+        return self._finish(recording, self._attempt(recording))
 
     def report(self, *, measure: bool) -> CaptureReport:
         """Return the facts of this step; see ``CapturedStep.report``."""
-        facts = self._facts
-        inputs = self._inputs
+        engine, facts, latest = self._engine, self._facts, self._recordings.latest
+        inputs = None if latest is None else latest.inputs
         started = bool(self._num_calls.total())
         return CaptureReport(
             backend=self._backend.name,
@@ -129,140 +99,141 @@ class StepRunner:
             num_ops=None if facts is None else facts.num_ops,
             op_counts={} if facts is None else facts.op_counts,
             capture_ms=self._capture_ms,
-            static_input_bytes=0 if inputs is None else inputs.num_bytes,
-            gradient_bytes=self._gradients.num_bytes,
+            static_input_bytes=sum(entry.inputs.num_bytes for entry in self._recordings),
+            gradient_bytes=engine.gradients.num_bytes,
             pool_bytes=0 if facts is None else facts.pool_bytes,
             num_escapes=0 if facts is None else facts.num_escapes,
             inputs={} if inputs is None else inputs.describe(),
-            without_gradient=tuple(self._gradients.without_gradient()) if started else (),
+            without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
             node_us=self.graph_to("measure").measure() if measure else (),
             program=None if facts is None else facts.program,
-            names=memory_names(self._model, self._optimizer, self._gradients, inputs),
+            names=memory_names(engine.model, engine.optimizer, engine.gradients, inputs),
         )
 
     def graph_to(self, do: str) -> Graph:
-        """Return the graph.
+        """Return the graph that was used last.
 
         Raises:
             PhaseError: there is none; ``do`` says what it was wanted for.
         """
-        if self._graph is None:
+        latest = self._recordings.latest
+        if latest is None or latest.graph is None:
             raise PhaseError(
                 f"there is no graph to {do} in phase {self.phase.value}. Remedy: call the step "
                 f"until it has captured ({self._options.warmup_steps + 1} calls)"
             )
-        return self._graph
+        return latest.graph
 
     def release(self) -> None:
-        """Give everything back, the graph first, then its pool and inputs."""
+        """Give everything back, the graphs first, then their pool and inputs."""
         if os.getpid() != self._pid:
-            return  # a forked child holds a copy; the graph and its streams are the parent's
+            return  # a forked child holds a copy; the graphs and their streams are the parent's
         self.phase = Phase.CLOSED
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            graph.close()
-        self._inputs = None
-        self._guards.close()
-        self._gradients.close()
+        self._recordings.close()
+        self._engine.gradients.close()
 
-    def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StaticInputs:
-        with nvtx_range("copy-in"):
-            inputs = self._inputs
-            if inputs is not None:
-                inputs.load(args, kwargs)
-                return inputs
-            return StaticInputs(
-                args,
-                kwargs,
-                device=self._backend.device,
-                num_microbatches=self._options.microbatches,
-            )
+    def _recording_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        """Make inputs for a kind of batch that is new; they are kept only if a graph may follow.
 
-    def _graphed(self) -> list[Tensor]:
-        """Run what the graph holds; return its results as a flat list.
-
-        Capture: everything in here.
+        Raises:
+            BatchMismatchError: it is not the first kind, and ``on_change`` is "raise".
         """
-        assert self._inputs is not None
-        results = self._results.flatten(self._iteration.forward_backward(self._inputs))
-        if self._full:
-            grad_norm = self._iteration.optimizer_step()
-            results += [] if grad_norm is None else [grad_norm]
-        return results
+        first = self._recordings.latest
+        keeps = first is None or self._options.on_change is OnChange.RECAPTURE
+        if first is not None:
+            why = self._difference(first, args, kwargs)
+            if self._options.on_change is OnChange.RAISE:
+                raise BatchMismatchError(why)
+            what = "another graph will be made" if keeps else "running eagerly"
+            _LOG.info("%s: %s", what, split_remedy(why)[0])
+        with nvtx_range("copy-in"):
+            inputs = StaticInputs(
+                args, kwargs, device=self.device, num_microbatches=self.num_microbatches
+            )
+        recording = Recording(inputs, self.num_microbatches)
+        if keeps and self._recordings.add(recording) is not None:
+            _LOG.info(
+                "the graph that was not used for longest is given up: there are more than "
+                "max_graphs=%d kinds of batches",
+                self._options.max_graphs,
+            )
+        return recording
 
-    def _step_outside(self) -> None:
-        """Step the optimizer where it is not in the graph."""
-        if not self._full:
-            with self._backend.on_capture_stream():
-                self.grad_norm = self._iteration.optimizer_step()
+    def _difference(self, known: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if known.num_microbatches != self.num_microbatches:
+            return (
+                f"the number of microbatches was {known.num_microbatches} and is now "
+                f"{self.num_microbatches}. Remedy: set it back, or on_change='recapture'"
+            )
+        return known.inputs.difference(args, kwargs)
 
-    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        self._inputs = self._load(args, kwargs)
+    def _run_eagerly(self, recording: Recording) -> list[Tensor]:
         try:
             with nvtx_range("eager"), self._backend.on_capture_stream():
-                results = self._graphed()
-            self._step_outside()
+                results = self._engine.iterate(recording)
+            self._engine.step_outside()
         except BaseException:  # also Ctrl-C, of which torch tells no forward hook
-            for root in sharded_roots(self._model):
-                root.abandon_iteration()
+            self._engine.abandon()
             raise
         self._num_calls["eager"] += 1
         return results
 
-    def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _attempt(self, recording: Recording) -> list[Tensor]:
         """Warm up or capture; undo everything if that fails, here or on another rank."""
-        attempt = Attempt(self._model, self._optimizer, self._gradients, self._backend)
-        inputs, grad_norm, results = self._inputs, self.grad_norm, self._results
-        self._results = Results()
+        attempt = self._engine.attempt()
+        grad_norm, results = self._engine.grad_norm, recording.results
+        recording.results = Results()
         self._agreement.begin()
-        captures = self._num_calls["warmup"] >= self._options.warmup_steps
+        warm = self._num_calls["warmup"] >= self._options.warmup_steps
+        captures = warm and recording.num_eager >= min(self._options.warmup_steps, 1)
         try:
             with attempt.watching():
-                self._inputs = self._load(args, kwargs)
-                return self._capture(attempt) if captures else self._warm_up()
+                return self._capture(recording, attempt) if captures else self._warm_up(recording)
         except BaseException as error:  # whatever ends it, it must leave no trace
             with DeferredInterrupts():
                 attempt.roll_back()
-                self._inputs, self.grad_norm, self._results = inputs, grad_norm, results
-                graph, self._graph = self._graph, None
-                if graph is not None:
-                    graph.close()
-                self.phase = Phase.WARMUP
+                self._engine.grad_norm, recording.results = grad_norm, results
+                recording.close()
+                if not recording.num_eager:
+                    self._recordings.remove(recording)
+                self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
             self._agreement.fail(error)
             raise
 
-    def _warm_up(self) -> list[Tensor]:
+    def _warm_up(self, recording: Recording) -> list[Tensor]:
         with nvtx_range("warm-up"), self._backend.on_capture_stream():
-            results = self._graphed()
-        self._step_outside()
+            results = self._engine.iterate(recording)
+        self._engine.step_outside()
         self._agreement.settle()
+        recording.num_eager += 1
         self._num_calls["warmup"] += 1
         return results
 
-    def _capture(self, attempt: Attempt) -> list[Tensor]:
+    def _capture(self, recording: Recording, attempt: Attempt) -> list[Tensor]:
         self.phase = self.phase.to(Phase.CAPTURE)
         started = time.perf_counter()
-        assert self._inputs is not None
+        engine = self._engine
+        recording.guards = guards = engine.guards()
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
             attempt.host_state.check_unchanged(was_read)
-            self._guards.arm(was_read)
+            guards.arm(was_read)
             self._agreement.settle()
 
-        if self._full:
-            self._optimizer.before_replay()
-            self._optimizer.bake()
-        with nvtx_range("capture"), self._guards.recording():
+        if engine.full:
+            engine.optimizer.before_replay()
+            engine.optimizer.bake()
+        with nvtx_range("capture"), guards.recording():
             graph, results = self._backend.record(
-                self._graphed,
-                self._model,
+                lambda: engine.iterate(recording),
+                engine.model,
                 check,
                 collective=self._agreement.is_collective,
-                scratch=[*self._gradients.storages(), *self._inputs.tensors()],
+                scratch=[*engine.gradients.storages(), *recording.inputs.tensors()],
             )
-        self._graph = graph
-        if not self._full:
-            self._step_outside()
+        recording.graph = graph
+        if not engine.full:
+            engine.step_outside()
             self._agreement.settle()
         self.phase = self.phase.to(Phase.REPLAY)
         self._capture_ms = (time.perf_counter() - started) * 1e3
@@ -272,49 +243,36 @@ class StepRunner:
         _LOG.info("captured %s nodes in %.0f ms", graph.facts.num_nodes, self._capture_ms)
         return results
 
-    def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        graph = self._graph
+    def _replay(self, recording: Recording) -> list[Tensor]:
+        graph = recording.graph
         assert graph is not None
-        self._load(args, kwargs)
-        refuse(self._guards.changes())
-        if self._full:
-            self._optimizer.before_replay()
-        self._gradients.rebind()
+        assert recording.guards is not None
+        refuse(recording.guards.changes())
+        self._engine.before_replay()
         try:
             with nvtx_range("replay"):
                 results = graph.replay()
         except BaseException as error:  # of an operator, of a collective, or no memory
             self._after_failed_replay(graph.effect, error)
             raise
-        # A replay writes the parameters behind autograd's back. With this, a backward pass
-        # through a graph that was made before the replay is an error, as it is in eager mode.
-        torch.autograd.graph.increment_version(self._trained)
-        self._step_outside()
+        self._engine.after_replay()
         self._num_calls["replay"] += 1
         return results
 
     def _after_failed_replay(self, effect: Effect, error: BaseException) -> None:
         """Say in what state a replay that raised has left everything."""
         if effect is Effect.NONE:
-            self._gradients.drop()
+            self._engine.gradients.drop()
         if effect is Effect.PART:
             self.phase = self.phase.to(Phase.BROKEN)
             self.breakage = f"{type(error).__name__}: {effect.value}"
         error.add_note(f"graphfsdp: {effect.value}")
 
-    def _unflatten(self, results: list[Tensor]) -> Any:
-        output, grad_norm = self._results.unflatten(results)
+    def _finish(self, recording: Recording, results: list[Tensor]) -> Any:
+        output, grad_norm = recording.results.unflatten(results)
         if grad_norm is not None:
-            self.grad_norm = grad_norm
+            self._engine.grad_norm = grad_norm
         return output
-
-
-def _sharded_gradients(model: nn.Module) -> dict[nn.Parameter, MainGrad]:
-    found: dict[nn.Parameter, MainGrad] = {}
-    for root in sharded_roots(model):
-        root.prepare_shards()  # before anything remembers an address
-        found.update(root.main_grads())
-    return found
 
 
 __all__ = ["StepRunner"]

@@ -96,28 +96,53 @@ class BatchSignature:
                 _check_plain(name, leaf)
                 self.leaves.append(PlainLeaf.of(leaf))
 
-    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Compare a batch with the signature.
 
         Returns:
-            Its leaves in the order of the signature: keys may come in any order.
-
-        Raises:
-            BatchMismatchError: it differs; the message names the first leaf that does.
+            Its leaves in the order of the signature (keys may come in any order), or None if it
+            differs.
         """
+        leaves, spec = flatten(args, kwargs)
+        if spec != self._spec:
+            if sorted(_leaf_names(leaves, spec)) != sorted(self.names):
+                return None
+            try:
+                leaves = self._spec.flatten_up_to((args, kwargs))
+            except ValueError:
+                return None
+        for expected, leaf in zip(self.leaves, leaves, strict=True):
+            if not expected.matches(leaf):
+                return None
+        return leaves
+
+    def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Say in what a batch that was not accepted differs: its first leaf that does."""
         leaves, spec = flatten(args, kwargs)
         if spec != self._spec:
             names = _leaf_names(leaves, spec)
             if sorted(names) != sorted(self.names):
-                raise BatchMismatchError(self._other_structure(names, spec))
+                return self._other_structure(names, spec)
             try:
                 leaves = self._spec.flatten_up_to((args, kwargs))
             except ValueError:
-                raise BatchMismatchError(self._other_structure(names, spec)) from None
-        pairs = zip(self.leaves, leaves, strict=True)
-        for index, (expected, leaf) in enumerate(pairs):
-            if not expected.matches(leaf):
-                raise BatchMismatchError(_other_leaf(self.names[index], expected, leaf))
+                return self._other_structure(names, spec)
+        pairs = zip(self.names, self.leaves, leaves, strict=True)
+        return next(
+            _other_leaf(name, expected, leaf)
+            for name, expected, leaf in pairs
+            if not expected.matches(leaf)
+        )
+
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the leaves of a batch in the order of the signature.
+
+        Raises:
+            BatchMismatchError: it differs; the message names the first leaf that does.
+        """
+        leaves = self.accept(args, kwargs)
+        if leaves is None:
+            raise BatchMismatchError(self.difference(args, kwargs))
         return leaves
 
     def _other_structure(self, names: Sequence[str], spec: pytree.TreeSpec) -> str:
@@ -137,8 +162,8 @@ class BatchSignature:
 def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> str:
     got = TensorLeaf.of(leaf) if isinstance(leaf, Tensor) else PlainLeaf(leaf)
     remedy = (
-        "pad or drop the batch that differs (drop_last=True in a DataLoader), or make another "
-        "captured step for it"
+        "pad the batch that differs (graphfsdp.Buckets) or drop it (drop_last=True in a "
+        "DataLoader), or have a graph for each shape (on_change='recapture')"
         if isinstance(expected, TensorLeaf)
         else "a value that is no tensor is baked into the graph: keep it equal, or pass it as a "
         "tensor"

@@ -90,6 +90,18 @@ class StaticInputs:
         # copy_ would broadcast a batch of 1 and cast another dtype without a word.
         self._copy(self._signature.match(args, kwargs))
 
+    def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Copy a batch into the static inputs if it is like the first one; tell whether it is."""
+        leaves = self._signature.accept(args, kwargs)
+        if leaves is None:
+            return False
+        self._copy(leaves)
+        return True
+
+    def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Say in what a batch that was not accepted differs from the first one."""
+        return self._signature.difference(args, kwargs)
+
     def _copy(self, leaves: list[Any]) -> None:
         with torch.no_grad():
             for index, target, stages in self._targets:

@@ -2,20 +2,17 @@
 
 import os
 import weakref
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from graphfsdp._capture.backend import GraphBackend
-from graphfsdp._capture.iteration import LossFunction
+from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.lifetime import CallGate, refuse_copy, refuse_surroundings
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.runner import StepRunner
-from graphfsdp.capturable import CapturableOptimizer
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy
+from graphfsdp.config import CaptureOptions, at_least
 from graphfsdp.errors import PhaseError
 
 
@@ -25,26 +22,8 @@ class CapturedStep:
     Made by ``graphfsdp.capture``. A context manager; leaving it closes it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: CapturableOptimizer,
-        backend: GraphBackend,
-        *,
-        named_params: Mapping[str, nn.Parameter],
-        loss_fn: LossFunction,
-        policy: MixedPrecisionPolicy,
-        options: CaptureOptions,
-    ) -> None:
-        self._runner = StepRunner(
-            model,
-            optimizer,
-            backend,
-            named_params=named_params,
-            loss_fn=loss_fn,
-            policy=policy,
-            options=options,
-        )
+    def __init__(self, engine: Engine, options: CaptureOptions) -> None:
+        self._runner = StepRunner(engine, options)
         self._gate = CallGate()
         # Runs once: at close(), when nobody holds the step any more, or when Python ends.
         self._release = weakref.finalize(self, self._runner.release)
@@ -82,6 +61,19 @@ class CapturedStep:
     def phase(self) -> Phase:
         """What the next call does."""
         return self._runner.phase
+
+    @property
+    def microbatches(self) -> int:
+        """Equal parts that the next batch is split into; may be set.
+
+        A graph is made for one number: see ``on_change`` of ``capture`` for what follows.
+        """
+        return self._runner.num_microbatches
+
+    @microbatches.setter
+    def microbatches(self, value: int) -> None:
+        at_least("microbatches", value, 1)
+        self._runner.num_microbatches = value
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -25,6 +25,7 @@ from graphfsdp.errors import InvalidLossError as InvalidLossError
 from graphfsdp.errors import NotCopyableError as NotCopyableError
 from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
+from graphfsdp.errors import VerificationError as VerificationError
 from graphfsdp.front import capture as capture
 from graphfsdp.metric_ring import MetricRing as MetricRing
 

@@ -29,6 +29,27 @@ class Scope(enum.Enum):
             raise ConfigError(f"unknown scope {value!r}; expected one of {known}") from None
 
 
+class OnChange(enum.Enum):
+    """What a captured step does with what its graph was not made for."""
+
+    RAISE = "raise"
+    RECAPTURE = "recapture"  # another graph, in the same memory pool
+    EAGER = "eager"  # run this call without a graph, and keep the graph
+
+    @classmethod
+    def parse(cls, value: "str | OnChange") -> "OnChange":
+        """Return the policy of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            known = ", ".join(repr(policy.value) for policy in cls)
+            raise ConfigError(f"unknown on_change {value!r}; expected one of {known}") from None
+
+
 class ShardingStrategy(enum.Enum):
     """What is cut into one part per rank. The numbers are those of the ZeRO stages."""
 
@@ -95,11 +116,17 @@ class CaptureOptions:
     warmup_steps: int = 3
     microbatches: int = 1
     max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    on_change: OnChange = OnChange.RAISE
+    max_graphs: int = 16
+    verify: int = 0
 
     def __post_init__(self) -> None:
         minimum = 1 if self.scope is Scope.FULL_ITERATION else 0
-        _at_least("warmup_steps", self.warmup_steps, minimum)
-        _at_least("microbatches", self.microbatches, 1)
+        at_least("warmup_steps", self.warmup_steps, minimum)
+        at_least("microbatches", self.microbatches, 1)
+        at_least("max_graphs", self.max_graphs, 1)
+        at_least("verify", self.verify, 0)
         norm = self.max_grad_norm
         if norm is None:
             return
@@ -109,9 +136,21 @@ class CaptureOptions:
             )
 
 
-def _at_least(name: str, value: int, minimum: int) -> None:
+def at_least(name: str, value: int, minimum: int) -> None:
+    """Refuse what is no integer of at least ``minimum``.
+
+    Raises:
+        ConfigError: it is not; the message names it.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
-__all__ = ["CaptureOptions", "MixedPrecisionPolicy", "Scope", "ShardingStrategy"]
+__all__ = [
+    "CaptureOptions",
+    "MixedPrecisionPolicy",
+    "OnChange",
+    "Scope",
+    "ShardingStrategy",
+    "at_least",
+]

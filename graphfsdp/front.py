@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.iteration import default_loss
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.capturable import CapturableOptimizer
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.backends import adapt
@@ -28,6 +29,8 @@ def capture(
     warmup_steps: int = 3,
     microbatches: int = 1,
     max_grad_norm: float | None = None,
+    on_change: str | OnChange = "raise",
+    max_graphs: int = 16,
     backend: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> CapturedStep:
@@ -53,6 +56,10 @@ def capture(
             gradients are averaged, and one optimizer step follows.
         max_grad_norm: Clip the global gradient norm to this, on the device; ``inf`` only
             computes the norm.
+        on_change: What to do with a batch that no graph was made for: "raise"; "recapture", a
+            graph for each kind of batch, all in one memory pool; or "eager", run this call without
+            a graph. A new kind runs eagerly once, and is captured when it comes again.
+        max_graphs: Graphs that are kept at a time; the least recently used one goes first.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
         mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
 
@@ -68,6 +75,8 @@ def capture(
         warmup_steps=warmup_steps,
         microbatches=microbatches,
         max_grad_norm=max_grad_norm,
+        on_change=OnChange.parse(on_change),
+        max_graphs=max_graphs,
     )
     optimizer = _inner_optimizer(optimizer)
     _refuse_other_types(model, loss_fn, mp_policy)
@@ -79,7 +88,7 @@ def capture(
     policy = _policy_of(model, adapted, mp_policy)
     adapted.check(named_params, policy, options.scope)
     _refuse_clipping_of_scaled_gradients(optimizer, options)
-    return CapturedStep(
+    engine = Engine(
         model,
         adapted,
         graph_backend,
@@ -88,6 +97,7 @@ def capture(
         policy=policy,
         options=options,
     )
+    return CapturedStep(engine, options)
 
 
 def _inner_optimizer(optimizer: object) -> torch.optim.Optimizer:

@@ -150,9 +150,9 @@ def test_closing_frees_static_inputs_and_constants() -> None:
     step = graphfsdp.capture(model, FusedAdam(model.parameters()))
     for _ in range(5):
         step(*case.batch(torch.Generator()).args)
-    assert step._runner._inputs is not None
-    static = StorageWeakRef(step._runner._inputs.args[0].untyped_storage())
-    graph = step._runner._graph
+    assert step._runner._recordings.latest is not None
+    static = StorageWeakRef(step._runner._recordings.latest.inputs.args[0].untyped_storage())
+    graph = step._runner._recordings.latest.graph
     assert not static.expired()
     step.close()
     gc.collect()

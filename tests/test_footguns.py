@@ -196,11 +196,11 @@ def test_static_inputs_keep_the_last_batch(device: torch.device) -> None:
     step, *_ = start(device)
     x = inputs(device)
     step(x)
-    assert step._runner._inputs is not None
+    assert step._runner._recordings.latest is not None
     x.zero_()
-    assert torch.equal(step._runner._inputs.args[0], inputs(device))
+    assert torch.equal(step._runner._recordings.latest.inputs.args[0], inputs(device))
     step.close()
-    assert step._runner._inputs is None
+    assert step._runner._recordings.latest is None
 
 
 def test_gradient_hooks_are_recorded(device: torch.device) -> None:

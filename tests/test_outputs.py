@@ -88,7 +88,9 @@ def test_no_two_outputs_share_memory(
     for _ in range(7):
         _, outputs = step(*next_batch())
         kept.extend(outputs)
-    inside = [*model.parameters(), *torch.utils._pytree.tree_leaves(step._runner._inputs.args)]  # type: ignore[union-attr]
+    latest = step._runner._recordings.latest
+    assert latest is not None
+    inside = [*model.parameters(), *torch.utils._pytree.tree_leaves(latest.inputs.args)]
     places = [tensor.untyped_storage().data_ptr() for tensor in (*kept, *inside)]
     numel = [tensor.untyped_storage().nbytes() for tensor in (*kept, *inside)]
     assert all(numel)

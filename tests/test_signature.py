@@ -133,11 +133,11 @@ def test_a_mismatch_names_the_leaf_and_copies_nothing(
     for _ in range(num_calls):
         args, kwargs = good(device)
         step(*args, **kwargs)
-    assert step._runner._inputs is not None
+    assert step._runner._recordings.latest is not None
     static = [
-        step._runner._inputs.args[0]["x"],
-        step._runner._inputs.args[0]["nested"][0],
-        step._runner._inputs.args[1],
+        step._runner._recordings.latest.inputs.args[0]["x"],
+        step._runner._recordings.latest.inputs.args[0]["nested"][0],
+        step._runner._recordings.latest.inputs.args[1],
     ]
     state = [t.clone() for t in (*static, *model.parameters())]
     phase, calls = step.phase, step.report().num_calls
