@@ -69,16 +69,20 @@ class OptimizerGuard:
         self._owners = list(self._state)
         self._copies = [dict(values) for values in self._state.values()]
         # See StructureGuard: tensors of one element are compared by identity.
-        self._singles = [
-            (operator.itemgetter(key), values, value)
-            for values in self._state.values()
-            for key, value in values.items()
-            if isinstance(value, Tensor) and value.numel() == 1
-        ]
+        self._singles: dict[str, tuple[list[dict[str, Any]], list[Tensor]]] = {}
+        for values in self._state.values():
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    holders, tensors = self._singles.setdefault(key, ([], []))
+                    holders.append(values)
+                    tensors.append(value)
         self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
 
     def _singles_hold(self) -> bool:
-        return all([get(values) is value for get, values, value in self._singles])
+        return all(
+            all(map(operator.is_, map(operator.itemgetter(key), holders), tensors))
+            for key, (holders, tensors) in self._singles.items()
+        )
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for param, values in self._state.items():

@@ -58,7 +58,7 @@ class TensorGuard:
         self._facts = [_facts(leaf) for leaf in self._leaves]
         self._addresses = [facts.address for facts in self._facts]
         self._requires_grad = [wrapper.requires_grad for wrapper in self._wrappers]
-        self._quick = None if addresses_only else _quick_guard(self._leaves)
+        self._quick: Any = None
         self._addresses_only = addresses_only
 
     def holds(self) -> bool:
@@ -97,10 +97,14 @@ class TensorGuard:
             self._add_leaves(name, inner)
 
     def _flags_hold(self) -> bool:
-        # It also objects to another autocast state; then the facts decide.
         if self._quick is not None and self._quick.check(*self._leaves):
             return True
-        return [_facts(leaf) for leaf in self._leaves] == self._facts
+        if [_facts(leaf) for leaf in self._leaves] != self._facts:
+            return False
+        # It objects also to modes that are on or off unlike when it was made (autocast, and those
+        # that watch a recording), so it is made where replays run, and anew if that changes.
+        self._quick = _quick_guard(self._leaves)
+        return True
 
     def _inner_hold(self) -> bool:
         return all(getattr(owner, name) is inner for owner, name, inner in self._inner) and (
