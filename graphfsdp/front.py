@@ -14,8 +14,8 @@ from graphfsdp._capture.step import CapturedStep
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.backends import adapt
+from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.sharded import sharded_roots
 from graphfsdp.wrapped import refuse_parallel_wrapper, unwrap_optimizer
 
@@ -133,7 +133,7 @@ def _refuse_other_types(model: object, loss_fn: object, mp_policy: object) -> No
 def _refuse_clipping_of_scaled_gradients(
     optimizer: torch.optim.Optimizer, options: CaptureOptions
 ) -> None:
-    scaled = isinstance(optimizer, FusedAdam) and optimizer.control.grad_scaler is not None
+    scaled = isinstance(optimizer, DeviceOptimizer) and optimizer.control.grad_scaler is not None
     if scaled and options.max_grad_norm is not None:
         raise ConfigError(
             f"max_grad_norm={options.max_grad_norm} of capture would measure gradients that the "

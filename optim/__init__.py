@@ -8,5 +8,7 @@ if __name__ != "graphfsdp.optim":
 
 from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
 from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
+from graphfsdp.optim.lion import FusedLion as FusedLion
+from graphfsdp.optim.sgd import FusedSGD as FusedSGD
 
-__all__ = ["DeviceGradScaler", "FusedAdam"]
+__all__ = ["DeviceGradScaler", "FusedAdam", "FusedLion", "FusedSGD"]

@@ -3,8 +3,9 @@
 Shapes: G = groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,16 @@ from graphfsdp.optim import adam_kernel
 from graphfsdp.optim.adam_state import State
 from graphfsdp.optim.adam_tensors import AdamTensors, Columns, Dtypes, make_columns
 from graphfsdp.optim.flat_runs import flat_view, is_dense, merge_neighbours, same_layout
+from graphfsdp.optim.scaled_moments import scale_of
+
+# Where a state is not called as its column is.
+_COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType(
+    {
+        "master_param": "main_param",
+        "momentum_buffer": "exp_avg",
+        scale_of("momentum_buffer"): scale_of("exp_avg"),
+    }
+)
 
 
 class Member(NamedTuple):
@@ -100,8 +111,11 @@ def _on_cuda(param: Tensor) -> bool:
 
 
 def _tensors(member: Member) -> AdamTensors:
-    state = {key: value for key, value in member.state.items() if key != "step"}
-    state["main_param"] = state.pop("master_param", None)  # type: ignore[arg-type]
+    state = {
+        _COLUMN_OF_STATE.get(key, key): value
+        for key, value in member.state.items()
+        if key != "step"
+    }
     return AdamTensors(member.param, member.grad, **state)
 
 

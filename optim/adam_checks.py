@@ -1,6 +1,5 @@
 """What FusedAdam refuses, each refusal naming the parameter or the setting."""
 
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,44 +18,6 @@ from graphfsdp.optim.scaled_moments import (
 )
 
 
-def check_group(group: Mapping[str, Any], row: int) -> None:
-    """Refuse hyper-parameters that Adam cannot use.
-
-    Args:
-        group: A parameter group.
-        row: Its index, for messages.
-
-    Raises:
-        ConfigError: a value is out of its range; the message names group, key and value.
-    """
-    where = f"of parameter group {row}"
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1 or not lr.dtype.is_floating_point:
-            raise ConfigError(
-                f"lr {where} must be a number or a float tensor of one element, "
-                f"got shape {tuple(lr.shape)}, {lr.dtype}"
-            )
-    else:
-        _check_number("lr", lr, where)
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigError(f"betas {where} must be a pair of numbers, got {betas!r}")
-    for index, beta in enumerate(betas):
-        _check_number(f"betas[{index}]", beta, where, below_one=True)
-    _check_number("eps", group["eps"], where)
-    _check_number("weight_decay", group["weight_decay"], where)
-
-
-def _check_number(name: str, value: object, where: str, *, below_one: bool = False) -> None:
-    expected = "a number in [0, 1)" if below_one else "a finite number of at least 0"
-    # Only lr may be a tensor: any other would be read on the host here, and frozen.
-    if isinstance(value, Tensor) or not isinstance(value, numbers.Real):
-        raise ConfigError(f"{name} {where} must be {expected}, got {value!r}")
-    if not 0 <= float(value) < (1 if below_one else float("inf")):
-        raise ConfigError(f"{name} {where} must be {expected}, got {value!r}")
-
-
 def check_parameter(param: Tensor, name: str) -> None:
     """Refuse a parameter that the step cannot update.
 
@@ -65,7 +26,7 @@ def check_parameter(param: Tensor, name: str) -> None:
     """
     if param.layout != torch.strided or not param.dtype.is_floating_point:
         raise ConfigError(
-            f"FusedAdam trains dense tensors of a real floating-point dtype; {name} has the "
+            f"only dense tensors of a real floating-point dtype can be trained; {name} has the "
             f"layout {param.layout} and the dtype {param.dtype}"
         )
     if any(size > 1 and step == 0 for size, step in zip(param.shape, param.stride(), strict=True)):
@@ -188,7 +149,6 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
 
 __all__ = [
     "check_gradient",
-    "check_group",
     "check_lr_device",
     "check_parameter",
     "check_rows",

@@ -28,8 +28,11 @@ def run_cpu(args: StepArgs) -> None:
     The table, the scale and the flag are read on the host, which is free here and happens anew
     each time the node runs.
     """
-    if not args.dense or args.te_math:
+    if not args.dense:
         run_tensor_code(args)
+        return
+    if args.te_math or args.rule != "adam":
+        run_tensor_code(args, lambda columns: _chunks(columns, _CHUNK_NUMEL))
         return
     advance(args)
     if args.found_inf is not None and args.found_inf.item() != 0:

@@ -73,7 +73,7 @@ def supports(dtypes: Dtypes) -> bool:
         floats.append(dtypes.main_param or dtypes.param)
     moments = (dtypes.exp_avg, dtypes.exp_avg_sq)
     return all(dtype in _KERNEL_DTYPES for dtype in floats) and all(
-        dtype in _KERNEL_DTYPES or has_scales(dtype) for dtype in moments
+        dtype is None or dtype in _KERNEL_DTYPES or has_scales(dtype) for dtype in moments
     )
 
 
@@ -155,6 +155,7 @@ def launch(
             ADAM_W_MODE=flags.adam_w_mode,
             BIAS_CORRECTION=flags.bias_correction,
             TE_MATH=flags.te_math,
+            RULE=flags.rule,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -213,8 +214,14 @@ def constants(
         "HAS_MAIN": dtypes.main_param is not None and not halves,
         "HALVES": halves,
         # What the largest element of a block is stored as; 0: there are no scales.
-        **{f"{name}_TOP": TOPS.get(dtype, 0.0) for name, dtype in moments.items()},
-        "SECOND_SMALLEST": SMALLEST.get(dtypes.exp_avg_sq, 0.0),
+        **{
+            f"{name}_TOP": TOPS[dtype] if has_scales(dtype) else 0.0
+            for name, dtype in moments.items()
+        },
+        "SECOND_SMALLEST": SMALLEST[dtypes.exp_avg_sq] if has_scales(dtypes.exp_avg_sq) else 0.0,
+        "HAS_FIRST": dtypes.exp_avg is not None,
+        "RULE": flags.rule,
+        "NESTEROV": flags.nesterov,
         "SCALED": any(map(has_scales, moments.values())),
         "SCALE_BLOCK_NUMEL": SCALE_BLOCK_NUMEL,
         "AMSGRAD": dtypes.max_exp_avg_sq is not None,

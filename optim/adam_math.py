@@ -1,4 +1,4 @@
-"""Adam's update rule as in-place tensor code: the reference, and the fallback where no kernel fits.
+"""The update rules as in-place tensor code: the reference, and the fallback where no kernel fits.
 
 Shapes: [...] any shape, the same for all tensors of one parameter; [] is a 0-D tensor.
 """
@@ -51,35 +51,35 @@ class AdamCoefficients(NamedTuple):
 def adam_coefficients(
     hyper_row: Tensor,  # [5] float64, one group's row of the table, see HYPER_COLUMNS
     step: Tensor,  # [] float, updates done so far, this one included
-    *,
-    bias_correction: bool,
-    te_math: bool = False,
+    flags: Flags,
 ) -> AdamCoefficients:
     """Compute the scalars of one update on the device, in float64.
 
     float64 because ``1 - beta2`` and ``1 - beta2**step`` lose half of their digits in float32.
 
     Args:
-        bias_correction: Correct both moments for their start at zero.
-        te_math: Round every number of the table to float32 first, as Transformer Engine does.
+        flags: Transformer Engine's arithmetic rounds every number of the table to float32 first.
 
     Returns:
         Twelve [] tensors.
 
     Capture: no host sync; replays read the table and the step that they find.
     """
-    if te_math:
+    if flags.te_math:
         hyper_row = hyper_row.float().double()
     lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
     one = torch.ones_like(lr)
-    correction1 = one - beta1**step if bias_correction else one
-    correction2 = one - beta2**step if bias_correction else one
+    one_minus_beta2 = one - beta2
+    if flags.rule == "sgd":  # dampening spares the first gradient
+        one_minus_beta2 = torch.where(step > 1, one_minus_beta2, one)
+    correction1 = one - beta1**step if flags.bias_correction else one
+    correction2 = one - beta2**step if flags.bias_correction else one
     return AdamCoefficients(
         decay=one - lr * weight_decay,
         weight_decay=weight_decay,
         one_minus_beta1=one - beta1,
         beta2=beta2,
-        one_minus_beta2=one - beta2,
+        one_minus_beta2=one_minus_beta2,
         step_size=lr / correction1,
         root_correction2=correction2.sqrt(),
         eps=eps,
@@ -99,7 +99,7 @@ def adam_update_(
     grad_scale: Tensor | None = None,  # [] float, multiplies the gradient
     found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
 ) -> None:
-    """Apply one Adam step to one parameter, in place.
+    """Apply one step to one parameter, in place.
 
     The maths is in float32 whatever the storage is (in float64 for a float64 weight). With a main
     weight, the model weight is only written: it becomes the rounded main weight.
@@ -118,17 +118,25 @@ def adam_update_(
         gradient = gradient * grad_scale
     if flags.maximize:
         gradient = -gradient
-    first = _read_moment(tensors.exp_avg, tensors.exp_avg_scale, weight.dtype)
-    second = _read_moment(tensors.exp_avg_sq, tensors.exp_avg_sq_scale, weight.dtype)
-    largest: Tensor | None = None
-    if tensors.max_exp_avg_sq is not None:
-        largest = _read_moment(tensors.max_exp_avg_sq, tensors.max_exp_avg_sq_scale, weight.dtype)
-    rule = _te_rule_ if flags.te_math else _torch_rule_
-    rule(_Values(weight, gradient, first, second, largest), coefficients, flags.adam_w_mode)
-    _store_moment(tensors.exp_avg, tensors.exp_avg_scale, first, positive=False)
-    _store_moment(tensors.exp_avg_sq, tensors.exp_avg_sq_scale, second, positive=True)
-    if tensors.max_exp_avg_sq is not None and largest is not None:
-        _store_moment(tensors.max_exp_avg_sq, tensors.max_exp_avg_sq_scale, largest, positive=True)
+    stores = (
+        (tensors.exp_avg, tensors.exp_avg_scale),
+        (tensors.exp_avg_sq, tensors.exp_avg_sq_scale),
+        (tensors.max_exp_avg_sq, tensors.max_exp_avg_sq_scale),
+    )
+    moments = [_read_moment(store, scale, weight.dtype) for store, scale in stores]
+    if flags.rule == "adam":
+        first, second, largest = moments
+        assert first is not None
+        assert second is not None
+        rule = _te_rule_ if flags.te_math else _torch_rule_
+        rule(_Values(weight, gradient, first, second, largest), coefficients, flags.adam_w_mode)
+    elif flags.rule == "sgd":
+        _sgd_rule_(weight, gradient, moments[0], coefficients, nesterov=flags.nesterov)
+    else:
+        assert moments[0] is not None
+        _lion_rule_(weight, gradient, moments[0], coefficients)
+    for index, (store, scale) in enumerate(stores):
+        _store_moment(store, scale, moments[index], positive=index > 0)
     _store_weight(tensors, weight)
 
 
@@ -179,11 +187,17 @@ def _store_weight(tensors: AdamTensors, weight: Tensor) -> None:
             store.copy_(weight)
 
 
-def _read_moment(store: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _read_moment(store: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if store is None:
+        return None
     return store.to(dtype) if scale is None else dequantize(store, scale)
 
 
-def _store_moment(store: Tensor, scale: Tensor | None, value: Tensor, *, positive: bool) -> None:
+def _store_moment(
+    store: Tensor | None, scale: Tensor | None, value: Tensor | None, *, positive: bool
+) -> None:
+    if store is None or value is None:
+        return
     if scale is not None:
         quantize_(store, scale, value, positive=positive)
     elif store is not value:
@@ -225,6 +239,37 @@ def _te_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: bool
 def _keep_largest_(largest: Tensor | None, second: Tensor) -> Tensor:
     """Return the moment to divide by, after taking over what has grown."""
     return second if largest is None else torch.maximum(largest, second, out=largest)
+
+
+def _sgd_rule_(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum: Tensor | None,
+    coefficients: AdamCoefficients,
+    *,
+    nesterov: bool,
+) -> None:
+    """The order of operations of torch's own SGD.
+
+    Source: Sutskever et al. 2013, equations 3 and 4, in the form of torch.optim.SGD.
+    """
+    gradient = gradient + weight * coefficients.weight_decay
+    if momentum is not None:
+        momentum.mul_(coefficients.beta1).add_(gradient * coefficients.one_minus_beta2)
+        gradient = gradient + momentum * coefficients.beta1 if nesterov else momentum
+    weight.sub_(gradient * coefficients.lr)
+
+
+def _lion_rule_(
+    weight: Tensor, gradient: Tensor, momentum: Tensor, coefficients: AdamCoefficients
+) -> None:
+    """Lion: a step of the same length for each element.
+
+    Source: Chen et al. 2023, Algorithm 2 (arXiv:2302.06675).
+    """
+    mixed = momentum * coefficients.beta1 + gradient * coefficients.one_minus_beta1
+    weight.mul_(coefficients.decay).sub_(mixed.sign() * coefficients.lr)
+    momentum.mul_(coefficients.beta2).add_(gradient * coefficients.one_minus_beta2)
 
 
 def _root(value: Tensor) -> Tensor:

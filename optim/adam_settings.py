@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim.rules import RULES
 from graphfsdp.optim.scaled_moments import SCALE_BLOCK_NUMEL, fits_scales, has_scales
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -23,32 +24,37 @@ class Flags(NamedTuple):
         bias_correction: Correct both moments for their start at zero.
         maximize: Climb instead of descending.
         te_math: Transformer Engine's order of operations and float32-rounded betas.
+        rule: A key of ``rules.RULES``.
+        nesterov: Look ahead along the momentum.
     """
 
     adam_w_mode: bool = True
     bias_correction: bool = True
     maximize: bool = False
     te_math: bool = False
+    rule: str = "adam"
+    nesterov: bool = False
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """What the constructor of FusedAdam was told; see there.
+    """What the constructor of an optimizer was told; see ``FusedAdam`` and ``sgd``, ``lion``.
 
     Raises:
         ConfigError: a setting is unknown, or two of them clash.
     """
 
     flags: Flags
-    amsgrad: bool
     use_decoupled_grad: bool
     master_weights: bool
-    exp_avg_dtype: torch.dtype
-    exp_avg_sq_dtype: torch.dtype
     store_param_remainders: bool
     skip_nonfinite: bool
     max_grad_norm: float | None
     norm_type: float
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    amsgrad: bool = False
+    has_moments: bool = True
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -71,6 +77,11 @@ class AdamSettings:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be a positive number, got {self.max_grad_norm}")
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the state tensors that average gradients, without amsgrad's."""
+        return RULES[self.flags.rule].moments if self.has_moments else ()
+
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of the weight that is updated for ``param``."""
         wide = self.master_weights and param.dtype in _LOW_PRECISION
@@ -88,7 +99,7 @@ class AdamSettings:
         )
         if param.dtype == torch.float64:
             first = second = torch.float64
-        dtypes = {"exp_avg": first, "exp_avg_sq": second}
+        dtypes = dict(zip(self.moments, (first, second), strict=False))
         if self.amsgrad:
             dtypes["max_exp_avg_sq"] = second
         main = self.main_weight_dtype(param)

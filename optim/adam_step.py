@@ -3,7 +3,7 @@
 Shapes: G = groups; S = parameters that one tensor of step counts stands for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ class StepArgs(NamedTuple):
         bias_correction: See there.
         maximize: See there.
         te_math: See there.
+        rule: See there.
+        nesterov: See there.
     """
 
     columns: Columns
@@ -55,11 +57,14 @@ class StepArgs(NamedTuple):
     bias_correction: bool
     maximize: bool
     te_math: bool
+    rule: str
+    nesterov: bool
 
     @property
     def flags(self) -> Flags:
         """The settings that change the update rule."""
-        return Flags(self.adam_w_mode, self.bias_correction, self.maximize, self.te_math)
+        fields = self._asdict()
+        return Flags(**{name: fields[name] for name in Flags._fields})
 
 
 SCHEMA = (
@@ -69,7 +74,8 @@ SCHEMA = (
     "Tensor(j!)[] max_exp_avg_sq_scales, "
     "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, bool dense, "
-    "bool adam_w_mode, bool bias_correction, bool maximize, bool te_math) -> ()"
+    "bool adam_w_mode, bool bias_correction, bool maximize, bool te_math, str rule, "
+    "bool nesterov) -> ()"
 )
 
 
@@ -97,29 +103,31 @@ def advance(args: StepArgs) -> None:
         args.skipped.add_(skip)
 
 
-def run_tensor_code(args: StepArgs) -> None:
+def run_tensor_code(
+    args: StepArgs, cut: Callable[[Columns], Iterable[Columns]] = lambda columns: (columns,)
+) -> None:
     """Run the step as plain tensor code.
+
+    Args:
+        args: The step.
+        cut: Cuts the tensors of a lane into parts that are updated one after the other.
 
     Capture: no host sync.
     """
     advance(args)
-    index = 0
+    start = 0
     for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
-        coefficients = adam_coefficients(
-            args.hyper[row],
-            args.steps[first].view(-1)[0],
-            bias_correction=args.bias_correction,
-            te_math=args.te_math,
-        )
-        for _ in range(size):
-            adam_update_(
-                args.columns.member(index),
-                coefficients,
-                args.flags,
-                grad_scale=args.grad_scale,
-                found_inf=args.found_inf,
-            )
-            index += 1
+        coefficients = adam_coefficients(args.hyper[row], args.steps[first].view(-1)[0], args.flags)
+        for part in cut(args.columns.part(start, start + size)):
+            for index in range(len(part.params)):
+                adam_update_(
+                    part.member(index),
+                    coefficients,
+                    args.flags,
+                    grad_scale=args.grad_scale,
+                    found_inf=args.found_inf,
+                )
+        start += size
 
 
 __all__ = ["SCHEMA", "StepArgs", "advance", "as_kernel", "run_tensor_code"]

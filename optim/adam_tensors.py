@@ -16,7 +16,7 @@ class AdamTensors(NamedTuple):
     Attributes:
         param: [...] float, model weight, written.
         grad: [...] any float, read only.
-        exp_avg: [...] float, first moment, updated in place.
+        exp_avg: [...] float, first moment or momentum buffer, updated in place.
         exp_avg_sq: [...] float, second moment, updated in place.
         max_exp_avg_sq: [...] float, its largest so far, updated in place.
         main_param: [...] float32 or int16 remainders, updated in place.
@@ -27,8 +27,8 @@ class AdamTensors(NamedTuple):
 
     param: Tensor
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
     max_exp_avg_sq: Tensor | None = None
     main_param: Tensor | None = None
     exp_avg_scale: Tensor | None = None
@@ -79,8 +79,8 @@ class Dtypes(NamedTuple):
 
     param: torch.dtype
     grad: torch.dtype
-    exp_avg: torch.dtype
-    exp_avg_sq: torch.dtype
+    exp_avg: torch.dtype | None
+    exp_avg_sq: torch.dtype | None
     max_exp_avg_sq: torch.dtype | None
     main_param: torch.dtype | None
 

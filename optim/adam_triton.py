@@ -26,6 +26,7 @@ def coefficients_kernel(
     ADAM_W_MODE: tl.constexpr,
     BIAS_CORRECTION: tl.constexpr,
     TE_MATH: tl.constexpr,
+    RULE: tl.constexpr,
 ):
     """Compute one lane's scalars in float64, one program per lane.
 
@@ -49,6 +50,9 @@ def coefficients_kernel(
         # any power of it is as good as 0.
         correction1 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta1, 2.3e-308)))
         correction2 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta2, 2.3e-308)))
+    one_minus_beta2 = 1.0 - beta2
+    if RULE == "sgd":  # dampening spares the first gradient
+        one_minus_beta2 = tl.where(tl.load(step_ptr) > 1.0, one_minus_beta2, 1.0)
     decay = correction1 * 0.0 + 1.0
     if ADAM_W_MODE:
         decay = 1.0 - lr * weight_decay
@@ -57,7 +61,7 @@ def coefficients_kernel(
     tl.store(out + 1, weight_decay.to(tl.float32))
     tl.store(out + 2, (1.0 - beta1).to(tl.float32))
     tl.store(out + 3, beta2.to(tl.float32))
-    tl.store(out + 4, (1.0 - beta2).to(tl.float32))
+    tl.store(out + 4, one_minus_beta2.to(tl.float32))
     tl.store(out + 5, (lr / correction1).to(tl.float32))
     tl.store(out + 6, tl.sqrt(correction2).to(tl.float32))
     tl.store(out + 7, tl.load(hyper + 3).to(tl.float32))
@@ -121,6 +125,34 @@ def _update_weight(
 
 
 @triton.jit
+def _update_by_momentum(
+    weight,
+    grad,
+    first,
+    coefficients_ptr,
+    RULE: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    NESTEROV: tl.constexpr,
+):
+    """Return weight and momentum after a step of SGD or Lion; see adam_math."""
+    lr = tl.load(coefficients_ptr + 8)
+    one_minus_beta2 = tl.load(coefficients_ptr + 4)
+    if RULE == "lion":
+        mixed = first * tl.load(coefficients_ptr + 9) + grad * tl.load(coefficients_ptr + 2)
+        sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, 0.0))
+        weight = weight * tl.load(coefficients_ptr) - sign * lr
+        first = first * tl.load(coefficients_ptr + 3) + grad * one_minus_beta2
+    else:
+        momentum = tl.load(coefficients_ptr + 9)
+        grad = grad + weight * tl.load(coefficients_ptr + 1)
+        if HAS_FIRST:
+            first = first * momentum + grad * one_minus_beta2
+            grad = grad + first * momentum if NESTEROV else first
+        weight = weight - grad * lr
+    return weight, first
+
+
+@triton.jit
 def _update_block(
     pointers,
     offsets,
@@ -132,6 +164,7 @@ def _update_block(
     FIRST_TOP: tl.constexpr,
     SECOND_TOP: tl.constexpr,
     SECOND_SMALLEST: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
@@ -139,39 +172,49 @@ def _update_block(
     ADAM_W_MODE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     TE_MATH: tl.constexpr,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
 ):
     """Update some elements; ``mask`` is None where all of them are there."""
     param, grad_ptr, first_ptr, second_ptr, largest_ptr, main, first_s, second_s, largest_s = (
         pointers
     )
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
-    first = load_moment(first_ptr, first_s, offsets, mask, blocks, blocks_mask, FIRST_TOP)
-    second = load_moment(second_ptr, second_s, offsets, mask, blocks, blocks_mask, SECOND_TOP)
     weight = load_weight(param, main, offsets, mask, HAS_MAIN, HALVES)
+    first = grad
+    if HAS_FIRST:
+        first = load_moment(first_ptr, first_s, offsets, mask, blocks, blocks_mask, FIRST_TOP)
     if HAS_SCALE:
         grad = grad * tl.load(scale_ptr)
     if MAXIMIZE:
         grad = -grad
-    weight, first, second = _update_moments(
-        weight, grad, first, second, coefficients_ptr, ADAM_W_MODE, TE_MATH
-    )
-    divisor = second
-    if AMSGRAD:
-        largest = load_moment(
-            largest_ptr, largest_s, offsets, mask, blocks, blocks_mask, SECOND_TOP
+    if RULE == "adam":
+        second = load_moment(second_ptr, second_s, offsets, mask, blocks, blocks_mask, SECOND_TOP)
+        weight, first, second = _update_moments(
+            weight, grad, first, second, coefficients_ptr, ADAM_W_MODE, TE_MATH
         )
-        # NaN stays NaN, as in torch.maximum.
-        divisor = tl.where((largest >= second) | (largest != largest), largest, second)
+        divisor = second
+        if AMSGRAD:
+            largest = load_moment(
+                largest_ptr, largest_s, offsets, mask, blocks, blocks_mask, SECOND_TOP
+            )
+            # NaN stays NaN, as in torch.maximum.
+            divisor = tl.where((largest >= second) | (largest != largest), largest, second)
+            store_moment(
+                largest_ptr, largest_s, divisor, offsets, mask, blocks, blocks_mask,
+                SECOND_TOP, SECOND_SMALLEST,
+            )  # fmt: skip
+        weight = _update_weight(weight, first, divisor, coefficients_ptr, ADAM_W_MODE, TE_MATH)
         store_moment(
-            largest_ptr, largest_s, divisor, offsets, mask, blocks, blocks_mask,
+            second_ptr, second_s, second, offsets, mask, blocks, blocks_mask,
             SECOND_TOP, SECOND_SMALLEST,
         )  # fmt: skip
-    weight = _update_weight(weight, first, divisor, coefficients_ptr, ADAM_W_MODE, TE_MATH)
-    store_moment(first_ptr, first_s, first, offsets, mask, blocks, blocks_mask, FIRST_TOP, 0.0)
-    store_moment(
-        second_ptr, second_s, second, offsets, mask, blocks, blocks_mask,
-        SECOND_TOP, SECOND_SMALLEST,
-    )  # fmt: skip
+    else:
+        weight, first = _update_by_momentum(
+            weight, grad, first, coefficients_ptr, RULE, HAS_FIRST, NESTEROV
+        )
+    if HAS_FIRST:
+        store_moment(first_ptr, first_s, first, offsets, mask, blocks, blocks_mask, FIRST_TOP, 0.0)
     store_weight(param, main, weight, offsets, mask, HAS_MAIN, HALVES)
 
 
@@ -225,6 +268,7 @@ def update_kernel(
     SECOND_SMALLEST: tl.constexpr,
     SCALED: tl.constexpr,
     SCALE_BLOCK_NUMEL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
@@ -233,6 +277,8 @@ def update_kernel(
     ADAM_W_MODE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     TE_MATH: tl.constexpr,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_NUMEL: tl.constexpr,
 ):
@@ -253,7 +299,7 @@ def update_kernel(
         numel = tl.where(tl.load(skip_ptr) == 0.0, numel, 0)
     if SCALED:
         row_numel = tl.load(run + 11)
-        blocks_per_row = tl.cdiv(row_numel, SCALE_BLOCK_NUMEL)
+        blocks_per_row = (row_numel + SCALE_BLOCK_NUMEL - 1) // SCALE_BLOCK_NUMEL
         num_scales = numel // row_numel * blocks_per_row
         num_blocks: tl.constexpr = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
         blocks = block * num_blocks + tl.arange(0, num_blocks)
@@ -278,12 +324,12 @@ def update_kernel(
     if is_full:
         _update_block(
             pointers, offsets, None, blocks, None, coefficients, scale_ptr,
-            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_MAIN, HALVES, AMSGRAD, HAS_SCALE,
-            ADAM_W_MODE, MAXIMIZE, TE_MATH,
+            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
+            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
         )  # fmt: skip
     else:
         _update_block(
             pointers, offsets, mask, blocks, blocks_mask, coefficients, scale_ptr,
-            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_MAIN, HALVES, AMSGRAD, HAS_SCALE,
-            ADAM_W_MODE, MAXIMIZE, TE_MATH,
+            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
+            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from graphfsdp.changes import Change, ChangeKind, refuse
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.baked_values import BakedValues, changed_groups
-from graphfsdp.optim.fused_adam import FusedAdam
+from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.precision_guard import OptimizerFacts, check_precision, main_grad_dtype
 
 
@@ -18,14 +18,14 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     """Return the adapter that fits an optimizer.
 
     Args:
-        optimizer: FusedAdam; torch's AdamW, Adam or SGD; or any other, which is accepted with
-            all its numbers guarded.
+        optimizer: FusedAdam, FusedSGD or FusedLion; torch's AdamW, Adam or SGD; or any other,
+            which is accepted with all its numbers guarded.
 
     Raises:
         ConfigError: it is no optimizer, or one that runs the model by itself.
     """
-    if isinstance(optimizer, FusedAdam):
-        return FusedAdamAdapter(optimizer)
+    if isinstance(optimizer, DeviceOptimizer):
+        return NativeAdapter(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return TorchAdamAdapter(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -41,108 +41,19 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     )
 
 
-class FusedAdamAdapter:
-    """FusedAdam, all of whose numbers are live in a replay."""
+class _Adapter:
+    """What all adapters share.
 
-    def __init__(self, optimizer: FusedAdam) -> None:
-        self.optimizer: torch.optim.Optimizer = optimizer
-        self.use_decoupled_grad = optimizer.use_decoupled_grad
-        self._fused = optimizer
-        self._facts = OptimizerFacts(
-            name="FusedAdam",
-            use_decoupled_grad=optimizer.use_decoupled_grad,
-            main_weight_dtype=optimizer.main_weight_dtype,
-            mixed_gradients=True,
-            keeps_main_weights=True,
-        )
-        self._baked: list[tuple[int, int | None]] | None = None
+    Attributes:
+        optimizer: The user's optimizer.
+        use_decoupled_grad: It reads ``param.decoupled_grad`` instead of ``param.grad``.
+    """
 
-    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-        """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
-        return main_grad_dtype(param, policy, self._facts)
-
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
-    ) -> None:
-        """Refuse what FusedAdam cannot step on.
-
-        Raises:
-            PrecisionError: a gradient would reach the optimizer as a casted copy.
-        """
-        check_precision(named_params, policy, self._facts)
-
-    def step(self, grad_scale: Tensor | None) -> None:
-        """Take one step.
-
-        Capture: see ``FusedAdam.step``.
-        """
-        self._fused.step(grad_scale=grad_scale)
-
-    def bake(self) -> None:
-        """Remember the groups' sizes, and which lr is which tensor."""
-        self._baked = self._layout()
-
-    def changes(self) -> list[Change]:
-        """Return what makes the recording useless: other groups, or another tensor as lr."""
-        if self._baked is None or self._layout() == self._baked:
-            return []
-        now = self._layout()
-        changes = [
-            _changed_lr(index, old, new)
-            for index, ((_, old), (_, new)) in enumerate(zip(self._baked, now, strict=False))
-            if old != new
-        ]
-        sizes = [[size for size, _ in layout] for layout in (self._baked, now)]
-        if sizes[0] != sizes[1]:
-            changes.append(changed_groups("FusedAdam", *sizes))
-        return changes
-
-    def before_replay(self) -> None:
-        """Upload the numbers that changed.
-
-        Raises:
-            GuardError: a group was added, or an lr that is a tensor was replaced.
-            ConfigError: a changed value is out of its range.
-        """
-        refuse(self.changes())
-        self._fused.upload_hyperparameters()
-        # Schedulers warn when they have not seen a step, and a replay calls none.
-        self._fused._opt_called = True  # type: ignore[attr-defined]
-
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every persistent tensor of the optimizer with a name for messages."""
-        yield from _state_tensors(self.optimizer)
-        devices = {param.device for group in self._fused.param_groups for param in group["params"]}
-        for device in sorted(devices, key=str):
-            yield f"hyper-parameter table on {device}", self._fused.hyper_table(device)
-        yield from self._fused.control.tensors()
-
-    def _layout(self) -> list[tuple[int, int | None]]:
-        return [
-            (len(group["params"]), id(group["lr"]) if isinstance(group["lr"], Tensor) else None)
-            for group in self._fused.param_groups
-        ]
-
-
-class BakedAdapter:
-    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
-
-    use_decoupled_grad = False
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
         self.optimizer = optimizer
-        self._name = f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}"
-        self._facts = OptimizerFacts(
-            name=self._name,
-            use_decoupled_grad=False,
-            main_weight_dtype=lambda param: param.dtype,
-            mixed_gradients=False,
-            keeps_main_weights=False,
-        )
-        self._baked: BakedValues | None = None
+        self.use_decoupled_grad = facts.use_decoupled_grad
+        self._facts = facts
+        self._name = facts.name
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
@@ -157,10 +68,115 @@ class BakedAdapter:
         """Refuse what this optimizer cannot step on.
 
         Raises:
-            PrecisionError: a gradient would reach the optimizer in another dtype.
+            PrecisionError: a gradient would reach the optimizer as a casted copy.
             ConfigError: the optimizer's settings cannot be captured.
         """
         check_precision(named_params, policy, self._facts)
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        yield from _state_tensors(self.optimizer)
+
+
+class NativeAdapter(_Adapter):
+    """FusedAdam, FusedSGD or FusedLion, all of whose numbers are live in a replay."""
+
+    def __init__(self, optimizer: DeviceOptimizer) -> None:
+        super().__init__(
+            optimizer,
+            OptimizerFacts(
+                name=type(optimizer).__name__,
+                use_decoupled_grad=optimizer.use_decoupled_grad,
+                main_weight_dtype=optimizer.main_weight_dtype,
+                mixed_gradients=True,
+                keeps_main_weights=True,
+            ),
+        )
+        self._native = optimizer
+        self._baked: list[tuple[int, int | None]] | None = None
+
+    def step(self, grad_scale: Tensor | None) -> None:
+        """Take one step.
+
+        Capture: see ``DeviceOptimizer.step``.
+        """
+        self._native.step(grad_scale=grad_scale)
+
+    def bake(self) -> None:
+        """Remember the groups' sizes, and which lr is which tensor."""
+        self._baked = self._layout()
+
+    def changes(self) -> list[Change]:
+        """Return what makes the recording useless: other groups, or another tensor as lr."""
+        if self._baked is None or self._layout() == self._baked:
+            return []
+        now = self._layout()
+        changes = [
+            _changed_lr(self._name, index, old, new)
+            for index, ((_, old), (_, new)) in enumerate(zip(self._baked, now, strict=False))
+            if old != new
+        ]
+        sizes = [[size for size, _ in layout] for layout in (self._baked, now)]
+        if sizes[0] != sizes[1]:
+            changes.append(changed_groups(self._name, *sizes))
+        return changes
+
+    def before_replay(self) -> None:
+        """Upload the numbers that changed.
+
+        Raises:
+            GuardError: a group was added, or an lr that is a tensor was replaced.
+            ConfigError: a changed value is out of its range.
+        """
+        refuse(self.changes())
+        self._native.upload_hyperparameters()
+        # Schedulers warn when they have not seen a step, and a replay calls none.
+        self._native._opt_called = True  # type: ignore[attr-defined]
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        yield from super().state_tensors()
+        devices = {param.device for group in self._native.param_groups for param in group["params"]}
+        for device in sorted(devices, key=str):
+            yield f"hyper-parameter table on {device}", self._native.hyper_table(device)
+        yield from self._native.control.tensors()
+
+    def _layout(self) -> list[tuple[int, int | None]]:
+        return [
+            (len(group["params"]), id(group["lr"]) if isinstance(group["lr"], Tensor) else None)
+            for group in self._native.param_groups
+        ]
+
+
+class BakedAdapter(_Adapter):
+    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(
+            optimizer,
+            OptimizerFacts(
+                name=f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}",
+                use_decoupled_grad=False,
+                main_weight_dtype=lambda param: param.dtype,
+                mixed_gradients=False,
+                keeps_main_weights=False,
+            ),
+        )
+        self._baked: BakedValues | None = None
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what this optimizer cannot step on.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer in another dtype.
+            ConfigError: the optimizer's settings cannot be captured.
+        """
+        super().check(named_params, policy, scope)
         if scope is Scope.FULL_ITERATION:
             self._check_lr_devices()
 
@@ -199,10 +215,6 @@ class BakedAdapter:
         refuse(self.changes())
         # Schedulers warn when they have not seen a step, and a replay calls none.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every persistent tensor of the optimizer with a name for messages."""
-        yield from _state_tensors(self.optimizer)
 
     def _check_lr_devices(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
@@ -260,13 +272,13 @@ class TorchAdamAdapter(BakedAdapter):
         )
 
 
-def _changed_lr(index: int, old: int | None, new: int | None) -> Change:
+def _changed_lr(owner: str, index: int, old: int | None, new: int | None) -> Change:
     """Return the change of an lr that became, ceased to be, or is another tensor (by id)."""
     was, now = ("a number" if lr is None else "a tensor" for lr in (old, new))
     if was == now:
         now = "another tensor"
     remedy = "write into the tensor (fill_), or keep to numbers"
-    return Change(ChangeKind.BAKED_VALUE, f"lr of group {index} of FusedAdam", was, now, remedy)
+    return Change(ChangeKind.BAKED_VALUE, f"lr of group {index} of {owner}", was, now, remedy)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -282,4 +294,4 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tens
                     yield f"{key} of {name}", value
 
 
-__all__ = ["BakedAdapter", "FusedAdamAdapter", "TorchAdamAdapter", "adapt"]
+__all__ = ["BakedAdapter", "NativeAdapter", "TorchAdamAdapter", "adapt"]

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphfsdp.optim.adam_checks import check_group
 from graphfsdp.optim.adam_math import HYPER_COLUMNS
-
-Row = tuple[float | None, float, float, float, float]
+from graphfsdp.optim.rules import Row, Rule
 
 
 class HyperTable:
@@ -24,7 +22,13 @@ class HyperTable:
     that is a tensor is copied on the device, as part of the step, and so is always live.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule) -> None:
+        """Make no table yet.
+
+        Args:
+            rule: Reads and checks the groups.
+        """
+        self._rule = rule
         self._rows: list[Row] = []
         self._host = np.zeros((0, len(HYPER_COLUMNS)))
         self._tables: dict[torch.device, Tensor] = {}
@@ -88,11 +92,11 @@ class HyperTable:
         Capture: nothing is recorded; called before each replay. On CUDA the copy from pageable
             memory is staged by the driver, so that the host memory may be reused at once.
         """
-        rows = [_row(group) for group in groups]
+        rows = [self._rule.read(group) for group in groups]
         if rows == self._rows:
             return False
         for index, group in enumerate(groups):
-            check_group(group, index)
+            self._rule.check(group, index)
         if [row[0] is None for row in rows] != [row[0] is None for row in self._rows]:
             self._find_lr_slots(groups)
         for index, values in enumerate(rows):
@@ -121,18 +125,6 @@ class HyperTable:
             if isinstance(group["lr"], Tensor)
             for table in self._tables.values()
         ]
-
-
-def _row(group: Mapping[str, Any]) -> Row:
-    lr = group["lr"]
-    beta1, beta2 = group["betas"]
-    return (
-        None if isinstance(lr, Tensor) else lr,
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-    )
 
 
 __all__ = ["HyperTable"]

@@ -7,6 +7,7 @@ Shapes: S = rows of a parameter; N = elements of a row; C = blocks of a row, N /
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def scale_of(moment: str) -> str:
     return f"{moment}_scale"
 
 
-def has_scales(dtype: torch.dtype | None) -> bool:
+def has_scales(dtype: torch.dtype | None) -> TypeGuard[torch.dtype]:
     """Return whether moments of this dtype are stored with scales."""
     return dtype in TOPS
 

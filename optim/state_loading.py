@@ -12,7 +12,6 @@ from graphfsdp.optim.adam_members import parameter_name
 from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
 from graphfsdp.optim.scaled_moments import (
-    MOMENTS,
     dequantize,
     quantize_,
     scale_of,
@@ -22,7 +21,9 @@ from graphfsdp.optim.scaled_moments import (
 # Settings of other Adams that say how they run, not what they compute.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
 # Settings of groups elsewhere that are the whole optimizer's here; they are compared.
-_COMPARED = frozenset({"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay"})
+_COMPARED = frozenset(
+    {"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay", "nesterov"}
+)
 _NOT_LOADED = _RUN_SETTINGS | _COMPARED | {"params", "param_names", "step"}
 
 Loaded = dict[Tensor, dict[str, Tensor] | None]
@@ -85,13 +86,12 @@ def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> N
     for param, source in loaded.items():
         saved = source or {}
         kept = states.get(param) or {}
-        scale_keys = {scale_of(key) for key in MOMENTS}
         for key, tensor in kept.items():
-            if key in scale_keys:
+            if key.endswith("_scale"):
                 continue  # goes with its moment
             if key == "master_param":
                 _copy_main(param, tensor, saved.get(key))
-            elif key in MOMENTS and (scale_of(key) in kept or scale_of(key) in saved):
+            elif scale_of(key) in kept or scale_of(key) in saved:
                 _copy_scaled(key, kept, saved)
             elif key in saved:
                 tensor.copy_(saved[key])
@@ -113,7 +113,7 @@ def _copy_scaled(key: str, kept: Mapping[str, Tensor], saved: Mapping[str, Tenso
     if value_scale is not None:
         value = dequantize(value.contiguous(), local_part(value_scale).to(store.device))
     if scale is not None:
-        positive = key != "exp_avg"
+        positive = key.endswith("_sq")
         quantize_(store, local_part(scale), value.float().contiguous(), positive=positive)
     else:
         store.copy_(value)
@@ -162,12 +162,14 @@ def _check_settings(saved: Mapping[str, Any], row: int, settings: AdamSettings) 
         "amsgrad": settings.amsgrad,
         "maximize": settings.flags.maximize,
         "bias_correction": settings.flags.bias_correction,
+        "nesterov": settings.flags.nesterov,
     }
     for key, value in own.items():
         if bool(saved.get(key, value)) != value:
             raise ConfigError(
-                f"parameter group {row} was saved with {key}={bool(saved[key])}, this FusedAdam "
-                f"has {key}={value}; construct FusedAdam with {key}={bool(saved[key])}"
+                f"parameter group {row} was saved with {key}={bool(saved[key])}, this optimizer "
+                f"has {key}={value}; construct {_class_of(settings)} with "
+                f"{key}={bool(saved[key])}"
             )
     adam_w_mode = settings.flags.adam_w_mode
     decoupled = saved.get("decoupled_weight_decay", adam_w_mode)
@@ -180,6 +182,10 @@ def _check_settings(saved: Mapping[str, Any], row: int, settings: AdamSettings) 
         )
 
 
+def _class_of(settings: AdamSettings) -> str:
+    return {"adam": "FusedAdam", "sgd": "FusedSGD", "lion": "FusedLion"}[settings.flags.rule]
+
+
 def _match_entries(
     entries: Mapping[str, Any],
     saved_group: Mapping[str, Any],
@@ -189,11 +195,13 @@ def _match_entries(
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     step = entries.get("step", saved_group.get("step"))
+    if step is None and settings.flags.rule == "sgd":
+        step = 1.0  # torch's SGD counts none; only the first step differs from the others
     if step is None:
         raise ConfigError(f"the saved state of {name} has no 'step'")
     found["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
     largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
-    for key in ("exp_avg", "exp_avg_sq", *largest, "master_param"):
+    for key in (*settings.moments, *largest, "master_param"):
         value = entries.get(key)
         if value is None:
             if key == "master_param":
@@ -205,7 +213,7 @@ def _match_entries(
                 f"expected {tuple(param.shape)}"
             )
         found[key] = value
-        if key in MOMENTS:
+        if key != "master_param":
             found |= _match_scale(entries, key, param, name)
     return found
 

@@ -1,6 +1,7 @@
 """What steers a step on the device: gradient norm, clipping, the skip flag, the loss scale."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,23 @@ class StepControl:
         """
         if self.grad_scaler is not None and found_inf is not None:
             self.grad_scaler.update(found_inf.to(torch.float32))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: skipped steps, and the state of the loss scale."""
+        found: dict[str, Any] = {"skipped_steps": self.skipped_steps}
+        if self.grad_scaler is not None:
+            found["grad_scaler"] = self.grad_scaler.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy saved values into the tensors that exist, so that a captured step goes on.
+
+        A loss scale is taken over where both sides have one.
+        """
+        self.skipped_steps.copy_(state_dict["skipped_steps"])
+        saved = state_dict.get("grad_scaler")
+        if self.grad_scaler is not None and saved is not None:
+            self.grad_scaler.load_state_dict(saved)
 
 
 __all__ = ["StepControl"]

@@ -37,6 +37,10 @@ COMBINATIONS = [
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32, None, None)
 MIXED = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32, None, torch.float32)
 
+if adam_kernel.is_available():
+    # Before a test asks for the interpreter: Triton's own functions must not become interpreted.
+    import triton.language  # noqa: F401
+
 needs_triton = pytest.mark.skipif(
     not adam_kernel.is_available(), reason="needs triton, which is not installed"
 )
@@ -56,6 +60,18 @@ def fresh_kernels() -> types.ModuleType:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(kept)
+
+
+def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernels in Triton's interpreter until the test ends."""
+    import triton
+    import triton.language as tl
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Written in Triton itself, so it has to be interpreted, too.
+    monkeypatch.setattr(tl, "max", triton.jit(tl.max.fn))
+    kernels = fresh_kernels()
+    monkeypatch.setattr(adam_kernel, "_kernels", lambda: kernels)
 
 
 def map_tensors(tensors: AdamTensors, function: Callable[[Tensor], Tensor]) -> AdamTensors:
@@ -84,24 +100,21 @@ class Case(NamedTuple):
 
     def update(self, scale: Tensor | None, flags: Flags, skip: Tensor | None = None) -> None:
         for bundle, lane in zip(self.bundles, self.lane_of, strict=True):
-            coefficients = adam_coefficients(
-                self.hyper[lane],
-                self.steps[lane],
-                bias_correction=flags.bias_correction,
-                te_math=flags.te_math,
-            )
+            coefficients = adam_coefficients(self.hyper[lane], self.steps[lane], flags)
             adam_update_(bundle, coefficients, flags, grad_scale=scale, found_inf=skip)
 
 
 def make_moment(
     shape: Sequence[int],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str,
     *,
     positive: bool,
     wild: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Return a moment as it is stored, and its scales if the dtype has some."""
+    if dtype is None:
+        return None, None
     draw = torch.rand if positive else torch.randn
     moment = draw(shape, device=device)
     if not has_scales(dtype):
@@ -145,11 +158,9 @@ def make_case(
         second, second_scale = make_moment(
             shape, dtypes.exp_avg_sq, device, positive=True, wild=wild
         )
-        largest, largest_scale = None, None
-        if dtypes.max_exp_avg_sq is not None:
-            largest, largest_scale = make_moment(
-                shape, dtypes.max_exp_avg_sq, device, positive=True, wild=wild
-            )
+        largest, largest_scale = make_moment(
+            shape, dtypes.max_exp_avg_sq, device, positive=True, wild=wild
+        )
         scales = (first_scale, second_scale, largest_scale)
         bundles.append(AdamTensors(param, grad, first, second, largest, main, *scales))
     steps = [torch.tensor(float(count), device=device) for count in (1, 7, 1000)]

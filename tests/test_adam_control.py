@@ -168,3 +168,64 @@ def test_a_loss_scale_goes_through_its_state_dict_in_place() -> None:
 def test_wrong_numbers_of_a_loss_scale_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*, got {value}"):
         DeviceGradScaler(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_resumed_run_skips_and_scales_as_the_first_would(device: torch.device) -> None:
+    def make(params: list[nn.Parameter]) -> tuple[FusedAdam, DeviceGradScaler]:
+        scaler = DeviceGradScaler(1024.0, growth_interval=3, device=device)
+        return FusedAdam(params, lr=0.1, grad_scaler=scaler), scaler
+
+    params = make_params(device=device)
+    first, scaler = make(params)
+    for step in range(5):
+        set_grads(params)
+        if step == 1:
+            assert params[1].grad is not None
+            params[1].grad[0] = math.inf
+        first.step()
+    twins = copies_of(params)
+    second, other = make(twins)
+    set_grads(twins)
+    second.step()
+    with torch.no_grad():
+        for param, twin in zip(params, twins, strict=True):
+            twin.copy_(param)
+    addresses = [tensor.data_ptr() for _, tensor in second.control.tensors()]
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert addresses == [tensor.data_ptr() for _, tensor in second.control.tensors()]
+    assert second.control.skipped_steps.item() == 1
+    for _ in range(3):
+        assert torch.equal(other.scale, scaler.scale)
+        assert torch.equal(other.num_finite, scaler.num_finite)
+        set_grads(params, twins)
+        first.step()
+        second.step()
+    assert_equal(params, twins)
+
+
+def test_a_state_without_control_keeps_that_of_the_optimizer() -> None:
+    params = make_params()
+    optimizer = FusedAdam(params, skip_nonfinite=True)
+    optimizer.control.skipped_steps.fill_(3)
+    set_grads(params)
+    optimizer.step()
+    twins = copies_of(params)
+    theirs = torch.optim.AdamW(twins)
+    set_grads(twins)
+    theirs.step()
+    optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.control.skipped_steps.item() == 3
+
+
+@pytest.mark.parametrize("setting", ["max_grad_norm", "skip_nonfinite", "grad_scaler"])
+def test_a_common_norm_of_gradients_on_several_devices_is_refused_by_name(setting: str) -> None:
+    here, there = make_params([(2,)])[0], nn.Parameter(torch.empty(2, device="meta"))
+    value = DeviceGradScaler() if setting == "grad_scaler" else 1.0
+    words = r"'here' is on cpu and parameter 'there' on meta\. Remedy: an optimizer for each device"
+    with pytest.raises(ConfigError, match=words):
+        FusedAdam([("here", here), ("there", there)], **{setting: value})  # type: ignore[arg-type]
+    FusedAdam([here, there])
+    optimizer = FusedAdam([here], **{setting: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="parameter 0 of group 1 on meta"):
+        optimizer.add_param_group({"params": [there]})
+    assert len(optimizer.param_groups) == 1

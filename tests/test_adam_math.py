@@ -64,7 +64,7 @@ def _run(
         step += 1
         adam_update_(
             AdamTensors(param, grad, exp_avg, exp_avg_sq, main_param=main),
-            adam_coefficients(row, step, bias_correction=bias_correction),
+            adam_coefficients(row, step, Flags(bias_correction=bias_correction)),
             Flags(adam_w_mode, bias_correction),
             grad_scale=grad_scale,
         )
@@ -168,10 +168,10 @@ def test_grad_scale_multiplies_and_leaves_the_gradient_alone(
 def test_table_and_step_are_read_when_the_code_runs(device: torch.device) -> None:
     row = _row().to(device)
     step = torch.ones((), device=device)
-    before = adam_coefficients(row, step, bias_correction=True)
+    before = adam_coefficients(row, step, Flags())
     row[0] = 0.5
     step += 1
-    after = adam_coefficients(row, step, bias_correction=True)
+    after = adam_coefficients(row, step, Flags())
     assert before.step_size.item() == pytest.approx(1e-2 / (1 - 0.9))
     assert after.step_size.item() == pytest.approx(0.5 / (1 - 0.9**2))
 
@@ -196,9 +196,7 @@ def test_strided_tensors_with_gaps_are_updated_in_place(device: torch.device) ->
 def test_coefficients_have_the_accuracy_of_float64(
     lr: float, beta1: float, beta2: float, step: int
 ) -> None:
-    found = adam_coefficients(
-        _row(lr, (beta1, beta2)), torch.tensor(float(step)), bias_correction=True
-    )
+    found = adam_coefficients(_row(lr, (beta1, beta2)), torch.tensor(float(step)), Flags())
     correction1 = -math.expm1(step * math.log(beta1)) if beta1 else 1.0
     correction2 = -math.expm1(step * math.log(beta2)) if beta2 else 1.0
     # 1 - beta**step cancels: 1e-16 of one is this much of a small difference.

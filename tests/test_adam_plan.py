@@ -18,7 +18,7 @@ from adam_helpers import (
     make_params,
     set_grads,
 )
-from adam_kernel_cases import fresh_kernels
+from adam_kernel_cases import use_interpreter
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam, adam_batch, adam_op, adam_plan
 from graphfsdp.optim.adam_step import as_kernel
@@ -184,9 +184,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
 def kernel_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Send CPU tensors through the tables and kernels that CUDA tensors take."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernels = fresh_kernels()
-    monkeypatch.setattr("graphfsdp.optim.adam_kernel._kernels", lambda: kernels)
+    use_interpreter(monkeypatch)
     monkeypatch.setattr(adam_batch, "_on_cuda", lambda _: True)
     monkeypatch.setattr(adam_plan, "fused_adam_", as_kernel(adam_op.run_cuda))
     with np.errstate(invalid="ignore"):

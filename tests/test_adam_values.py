@@ -1,6 +1,5 @@
 """Any values: huge, tiny, infinite, NaN; the kernel, the CPU path and the tensor code agree."""
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adam_kernel_cases import FP32, MIXED, Case, fresh_kernels, make_case, needs_triton
-from graphfsdp.optim import adam_kernel
+from adam_kernel_cases import FP32, MIXED, Case, make_case, needs_triton, use_interpreter
 from graphfsdp.optim.adam_cpu import run_cpu
 from graphfsdp.optim.adam_settings import Flags
 from graphfsdp.optim.adam_step import StepArgs
@@ -27,10 +25,7 @@ ROWS = st.lists(VALUES, min_size=NUM_VALUES, max_size=NUM_VALUES)
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the kernels in Triton's interpreter."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernels = fresh_kernels()
-    monkeypatch.setattr(adam_kernel, "_kernels", lambda: kernels)
-    assert os.environ["TRITON_INTERPRET"] == "1"
+    use_interpreter(monkeypatch)
     with np.errstate(all="ignore"):
         yield
 

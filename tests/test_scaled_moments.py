@@ -16,9 +16,9 @@ from adam_kernel_cases import (
     MIXED,
     Case,
     dtype_names,
-    fresh_kernels,
     make_case,
     needs_triton,
+    use_interpreter,
 )
 from graphfsdp.optim import adam_kernel
 from graphfsdp.optim.adam_cpu import run_cpu
@@ -104,9 +104,7 @@ def test_a_block_with_a_nan_or_infinity_is_not_finite_and_its_neighbours_are(
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the kernels in Triton's interpreter."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernels = fresh_kernels()
-    monkeypatch.setattr(adam_kernel, "_kernels", lambda: kernels)
+    use_interpreter(monkeypatch)
     with np.errstate(all="ignore"):
         yield
 

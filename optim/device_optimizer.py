@@ -1,0 +1,303 @@
+"""The step that FusedAdam, FusedSGD and FusedLion share: everything that changes is on the device.
+
+Shapes: [...] a parameter's shape; [] is a 0-D tensor.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphfsdp.dtensors import local_part
+from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.optim.adam_batch import Member
+from graphfsdp.optim.adam_checks import check_lr_device
+from graphfsdp.optim.adam_members import check_params, find_stepped, reset_decoupled
+from graphfsdp.optim.adam_plan import Plan, gradients_of, local_state
+from graphfsdp.optim.adam_settings import AdamSettings
+from graphfsdp.optim.adam_state import create_states, split_classes, step_classes
+from graphfsdp.optim.grad_scaler import DeviceGradScaler
+from graphfsdp.optim.hyper_table import HyperTable
+from graphfsdp.optim.rules import RULES
+from graphfsdp.optim.state_loading import copy_states, load_groups, match_state_dict
+from graphfsdp.optim.step_control import StepControl
+
+
+class DeviceOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step counts, numbers and decisions are on the device.
+
+    ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
+    time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        settings: AdamSettings,
+        grad_scaler: DeviceGradScaler | None,
+    ) -> None:
+        """Set up what the rules share.
+
+        Args:
+            params: Parameters, (name, parameter) pairs, or groups of either.
+            defaults: Numbers of a group that has none of its own.
+            settings: What holds for all groups.
+            grad_scaler: Unscales the gradients.
+
+        Raises:
+            ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
+        """
+        self._settings = settings
+        self._control = StepControl(settings, grad_scaler)
+        self._reset()
+        self._classes: dict[Tensor, int] = {}
+        super().__init__(params, defaults)
+
+    def _reset(self) -> None:
+        self._hyper = HyperTable(RULES[self._settings.flags.rule])
+        self._plan: Plan | None = None
+        # A graph reads the tables of the plans that were captured with it.
+        self._captured_plans: set[Plan] = set()
+
+    @property
+    def settings(self) -> AdamSettings:
+        """What the constructor was told."""
+        return self._settings
+
+    @property
+    def use_decoupled_grad(self) -> bool:
+        """Whether ``param.decoupled_grad`` is read instead of ``param.grad``."""
+        return self._settings.use_decoupled_grad
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether low-precision parameters have float32 main weights."""
+        return self._settings.master_weights
+
+    @property
+    def control(self) -> StepControl:
+        """The device tensors that steer steps: skipped steps, the gradient norm, the scaler."""
+        return self._control
+
+    def main_weight_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the dtype of the weight that is updated for ``param``."""
+        return self._settings.main_weight_dtype(param)
+
+    def hyper_table(self, device: torch.device) -> Tensor:
+        """Return the [groups, 5] float64 table that steps on a device read."""
+        self._hyper.refresh(self.param_groups)
+        return self._hyper.on(device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; a captured step must be captured again afterwards.
+
+        Raises:
+            ConfigError: as for the constructor.
+        """
+        super().add_param_group(param_group)
+        row = len(self.param_groups) - 1
+        try:
+            RULES[self._settings.flags.rule].check(self.param_groups[row], row)
+            check_params(self.param_groups, row, self._settings)
+            check_lr_device(self.param_groups[row], row)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        self._plan = None
+        self._hyper.clear()
+
+    def upload_hyperparameters(self) -> None:
+        """Copy the numbers in ``param_groups`` to the device where they changed.
+
+        Raises:
+            ConfigError: a changed value is out of its range.
+
+        Capture: not a part of the iteration: nothing is recorded. Call it before each replay.
+        """
+        self._hyper.refresh(self.param_groups)
+
+    @overload
+    def step(
+        self,
+        closure: None = None,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None: ...
+
+    @overload
+    def step(
+        self,
+        closure: Callable[[], float],
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> float: ...
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: Tensor | None = None,  # [] float, multiplies every gradient
+        found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
+    ) -> float | None:
+        """Take one step with the gradients that are bound now.
+
+        Gradients are only read. Parameters without a gradient are skipped: their step count stays.
+
+        Args:
+            closure: Computes the loss anew and returns it.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            ConfigError: a gradient or a changed hyper-parameter cannot be used; it is named.
+            CaptureError: a CUDA graph is being captured and the step needs new state or new
+                tables, which only a step before the capture can make.
+
+        Capture: no host sync; one operation per device and dtype combination. The first step,
+            and one after a change of addresses, must be taken outside a CUDA capture.
+        """
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not _is_capturing():
+            self.upload_hyperparameters()
+        params = self._parameters()
+        grads = gradients_of(params, decoupled=self.use_decoupled_grad)
+        plan = self._plan
+        if plan is None or not plan.holds(grads, self.state.values()):
+            plan = self._make_plan(grads)
+        if _is_capturing():
+            self._captured_plans.add(plan)
+        self._hyper.copy_tensor_lrs(self.param_groups)
+        parts = plan.norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
+        grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
+        plan.run(grads, grad_scale, found_inf, self._control.skipped_steps, self._settings.flags)
+        self._control.finish(found_inf)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset ``grad`` and, where it is used, ``decoupled_grad`` of every parameter.
+
+        Args:
+            set_to_none: Unbind the gradients instead of filling them with zeros.
+        """
+        super().zero_grad(set_to_none)
+        if self.use_decoupled_grad:
+            reset_decoupled(self._parameters(), set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with ``control`` beside it: skipped steps and loss scale."""
+        return {**super().state_dict(), "control": self._control.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of torch's for the same rule, into the tensors that exist.
+
+        Addresses and dtypes stay, so a captured step goes on with the loaded values. State that
+        does not exist yet is made.
+
+        Raises:
+            ConfigError: the groups, a shape or a setting does not fit; it is named. Nothing has
+                been changed then.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        loaded = match_state_dict(state_dict, self.param_groups, self._settings)
+        with torch.no_grad(), _disable_current_modes():
+            self._create_missing([param for param, source in loaded.items() if source])
+            copy_states(loaded, self.state)
+            self._classes = step_classes(self.state)
+            if "control" in state_dict:
+                self._control.load_state_dict(state_dict["control"])
+        load_groups(state_dict, self.param_groups)
+        self._plan = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; its tensors are no slices, since a slice pickles the whole."""
+        state = {
+            param: {key: value.detach().clone() for key, value in entries.items()}
+            for param, entries in self.state.items()
+        }
+        return {
+            **super().__getstate__(),
+            "state": state,
+            "_settings": self._settings,
+            "_control": self._control,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy: the state goes back into slices of common buffers."""
+        self._settings = state["_settings"]
+        self._reset()
+        super().__setstate__(state)
+        copied = dict(self.state)
+        self.state.clear()
+        with torch.no_grad():
+            self._create_missing(list(copied))
+            for param, entries in copied.items():
+                for key, value in entries.items():
+                    self.state[param][key].copy_(value)
+            self._classes = step_classes(self.state)
+
+    def _parameters(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _make_plan(self, grads: list[Tensor | None]) -> Plan:
+        if _is_capturing():
+            raise CaptureError(
+                f"{type(self).__name__} has to make state or address tables, which is not possible "
+                "inside a CUDA graph capture. Take at least one step with the same gradient "
+                "tensors before the capture (warmup_steps >= 1), and keep their addresses"
+            )
+        params = self._parameters()
+        members = find_stepped(self.param_groups, grads, self.state, self._settings)
+        # Host work that a recording must not hold: it happens once.
+        with _disable_current_modes():
+            self._hyper.refresh(self.param_groups)
+            stepped = [member.param for member in members]
+            known = {param: n for param, n in self._classes.items() if self.state.get(param)}
+            self._create_missing(stepped)
+            self._classes = split_classes(known, stepped)
+            found = [
+                Member(
+                    index,
+                    local_part(param),
+                    grad,
+                    local_state(self.state[param]),
+                    row,
+                    self._classes[param],
+                )
+                for index, row, param, grad in members
+            ]
+            self._plan = Plan(params, grads, found, self.state.values(), self._hyper.on)
+            self._control.place(self._plan.device)
+        return self._plan
+
+    def _create_missing(self, params: Iterable[Tensor]) -> None:
+        wanted = {param for param in params if not self.state.get(param)}
+        rows = [
+            (row, param)
+            for row, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param in wanted
+        ]
+        self.state.update(create_states(rows, self._settings))
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+__all__ = ["DeviceOptimizer"]
