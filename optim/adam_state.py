@@ -107,14 +107,17 @@ def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> d
     return {param: numbers[key] for param, key in keys.items()}
 
 
-def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int]:
+def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int, int]:
     row, param = item
+    # A sharded parameter of no row lies where its successor does: behind it, it would part
+    # neighbours.
     return (
         str(param.device),
         str(param.dtype),
         row,
         param.untyped_storage().data_ptr(),
         int(param.storage_offset()),
+        param.numel(),
     )
 
 
