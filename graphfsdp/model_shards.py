@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.layout import alignment_numel
 from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.unit import Unit, UnitPhase
+from graphfsdp.unit_plan import neighbour_starts
 
 _Kind = tuple[torch.dtype, torch.device, bool]
 
@@ -118,14 +118,9 @@ def _difference(first: list[str], other: list[str]) -> str:
 
 
 def _cut(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield views of one new storage, as long as the given tensors, one after the other.
-
-    Each starts on a 16-byte border, which the layout of its buffer counts on.
-    """
-    step = alignment_numel(tensors[0].element_size())
-    starts = [0]
-    for tensor in tensors:
-        starts.append(-(-(starts[-1] + tensor.numel()) // step) * step)
+    """Yield views of one new storage, as long as the given tensors, one after the other."""
+    numels = [tensor.numel() for tensor in tensors]
+    starts = neighbour_starts(numels, tensors[0].element_size())
     flat = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
     for start, tensor in zip(starts, tensors, strict=False):
         yield flat.narrow(0, start, tensor.numel())

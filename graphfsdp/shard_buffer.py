@@ -4,7 +4,6 @@ Shapes: B = elements of the whole buffer; S = B / R = elements of one rank's sha
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,23 +12,7 @@ from torch import Tensor
 from graphfsdp.collectives import all_gather_, all_reduce_, reduce_scatter_
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.layout import BufferLayout, Slot
-
-
-@dataclass(frozen=True)
-class BufferDtypes:
-    """Element types of the copies of one buffer.
-
-    Attributes:
-        compute: Gathered weights, which forward and backward compute with.
-        main: Weights that the optimizer updates.
-        grad: Main grads.
-        comm: What gradients are reduced in.
-    """
-
-    compute: torch.dtype
-    main: torch.dtype
-    grad: torch.dtype
-    comm: torch.dtype
+from graphfsdp.unit_plan import BufferDtypes
 
 
 class ShardBuffer:
@@ -258,4 +241,4 @@ def _gaps(layout: BufferLayout) -> Iterator[tuple[int, int]]:
         yield end, layout.total_numel - end
 
 
-__all__ = ["BufferDtypes", "ShardBuffer"]
+__all__ = ["ShardBuffer"]

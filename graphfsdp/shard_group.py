@@ -1,7 +1,7 @@
 """The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.flat_buffer import contiguous_stride
 from graphfsdp.layout import Slot
-from graphfsdp.layout_plan import plan_unit
 from graphfsdp.row_shard import RowShard
-from graphfsdp.shard_buffer import BufferDtypes, ShardBuffer
+from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
 
 
 @dataclass(eq=False)
@@ -83,54 +83,41 @@ class ShardGroup:
         self.managed = []
         self.buffers = []
         found = _free_parameters(module)
-        kinds: dict[tuple[torch.dtype, torch.device, bool, bool], list[str]] = {}
-        for name, (param, _) in found.items():
-            # A scalar has no rows to share out: every rank holds it.
-            kind = (param.dtype, param.device, param.requires_grad, param.dim() > 0)
-            kinds.setdefault(kind, []).append(name)
-        for (dtype, device, trainable, has_rows), names in kinds.items():
-            strategy = options.strategy if has_rows else ShardingStrategy.NO_SHARD
-            self._take(found, names, dtype, device, trainable=trainable, strategy=strategy)
-
-    def _take(
-        self,
-        found: "dict[str, _Found]",
-        names: Sequence[str],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        trainable: bool,
-        strategy: ShardingStrategy,
-    ) -> None:
-        options = self.options
-        dtypes = _dtypes(dtype, options.policy)
-        replicated = strategy is ShardingStrategy.NO_SHARD
-        layout = plan_unit(
-            [tuple(found[name][0].shape) for name in names],
-            num_ranks=1 if replicated else options.group.size(),
-            itemsize=min(dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize),
+        kinds = {
+            name: ParameterKind(tuple(p.shape), p.dtype, p.requires_grad, str(p.device))
+            for name, (p, _) in found.items()
+        }
+        plans = plan_buffers(
+            kinds,
+            policy=options.policy,
+            strategy=options.strategy,
+            num_ranks=options.group.size(),
         )
-        for buffer_layout in layout.buffers:
-            buffer = ShardBuffer(
-                buffer_layout,
-                dtypes=dtypes,
-                device=device,
-                group=options.group,
-                strategy=strategy,
-                trainable=trainable,
-            )
-            self.buffers.append(buffer)
-            members = [names[slot.index] for slot in buffer_layout.slots]
-            with torch.no_grad():
-                buffer.load([found[name][0].detach() for name in members])
-            for name, slot in zip(members, buffer_layout.slots, strict=True):
-                whole, owners = found[name]
-                param = _make_dtensor(whole, buffer, slot, options)
-                setattr(whole, _TAKEN_AS, name)
-                for owner, attribute in owners:
-                    owner._parameters[attribute] = param
-                item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot)
-                self.managed.append(item)
+        for plan in plans:
+            self._take(found, plan)
+
+    def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
+        options = self.options
+        whole, _ = found[plan.names[0]]
+        buffer = ShardBuffer(
+            plan.layout,
+            dtypes=plan.dtypes,
+            device=whole.device,
+            group=options.group,
+            strategy=plan.strategy,
+            trainable=plan.trainable,
+        )
+        self.buffers.append(buffer)
+        with torch.no_grad():
+            buffer.load([found[name][0].detach() for name in plan.names])
+        for name, slot in zip(plan.names, plan.layout.slots, strict=True):
+            whole, owners = found[name]
+            param = _make_dtensor(whole, buffer, slot, options)
+            setattr(whole, _TAKEN_AS, name)
+            for owner, attribute in owners:
+                owner._parameters[attribute] = param
+            item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot)
+            self.managed.append(item)
 
     def bind_views(self) -> None:
         """Point every parameter at where the main weights lie now, and make its gradient view."""
@@ -216,19 +203,6 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
                 )
             found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
     return {name: (param, owners) for name, param, owners in found.values()}
-
-
-def _dtypes(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> BufferDtypes:
-    if not dtype.is_floating_point:
-        return BufferDtypes(dtype, dtype, dtype, dtype)
-    main = policy.main_params_dtype or dtype
-    grad = policy.main_grads_dtype or main
-    return BufferDtypes(
-        compute=policy.param_dtype or dtype,
-        main=main,
-        grad=grad,
-        comm=policy.grad_comm_dtype or grad,
-    )
 
 
 def _as_dtensor(local: Tensor, slot: Slot, buffer: ShardBuffer, options: UnitOptions) -> DTensor:

@@ -38,9 +38,15 @@ SHARD_LEG = frozenset(
     {
         *("_fully_shard", "buffer_pool", "materialize", "model_shards"),
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
+        *("diagnostics", "unit_plan"),
     }
 )
-ROOF = frozenset({"", "__main__", "bench", "checkpoint", "cli", "front", "training", "wrapped"})
+ROOF = frozenset(
+    {
+        *("", "__main__", "bench", "checkpoint", "cli", "front", "pictures", "planning"),
+        *("training", "wrapped"),
+    }
+)
 
 MAX_LINES = 350
 OPTIONAL_PACKAGES = (

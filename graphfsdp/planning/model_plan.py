@@ -1,0 +1,271 @@
+"""Memory and collectives of each rank for a model, a strategy and a number of ranks.
+
+What the layout decides comes from the functions that lay out the real run, so it is exact to the
+byte. Nothing here allocates: the model may lie on the meta device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.errors import ConfigError
+from graphfsdp.planning.neighbours import state_numel, storage_bytes
+from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
+
+ROOT = "(root)"
+_NORM_BYTES = 8  # the squared norm, as float64
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One module that ``fully_shard`` wraps.
+
+    Attributes:
+        name: Full name of the module, "" for the root.
+        buffers: Its flat buffers.
+    """
+
+    name: str
+    buffers: tuple[BufferPlan, ...]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole, gathered weights of the sharded buffers."""
+        return sum(buffer.full_bytes for buffer in self.buffers if buffer.sharded)
+
+    @property
+    def full_grad_bytes(self) -> int:
+        """Bytes of the whole gradients that wait to be reduced."""
+        return sum(buffer.full_grad_bytes for buffer in self.buffers)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What ranks do together in one iteration.
+
+    Attributes:
+        op: "all_gather", "reduce_scatter" or "all_reduce".
+        unit: Full name of the unit; "norm of the gradients" for that.
+        count: Calls in one iteration.
+        buffer_bytes: Bytes of the whole buffer of one call, padding included.
+        num_ranks: Ranks that take part.
+    """
+
+    op: str
+    unit: str
+    count: int
+    buffer_bytes: int
+    num_ranks: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each rank sends in one iteration, as a ring does it."""
+        rounds = 2 if self.op == "all_reduce" else 1
+        return self.count * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Where the parameters of a model will lie.
+
+    Attributes:
+        units: In the order of the modules, the root first; so they lie in memory.
+        strategy: What is sharded.
+        num_ranks: Ranks that share every unit.
+        num_microbatches: Forwards and backwards of an iteration.
+        reshard_after_forward: Whole weights are dropped between forward and backward.
+        clips: The norm of the gradients is computed.
+        module_buffer_bytes: Bytes of the model's own buffers (``register_buffer``).
+    """
+
+    units: tuple[UnitPlan, ...]
+    strategy: ShardingStrategy
+    num_ranks: int
+    num_microbatches: int
+    reshard_after_forward: bool
+    clips: bool
+    module_buffer_bytes: int
+
+    @property
+    def buffers(self) -> tuple[BufferPlan, ...]:
+        """Every flat buffer."""
+        return tuple(buffer for unit in self.units for buffer in unit.buffers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, on all ranks together."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @property
+    def num_padding(self) -> int:
+        """Elements that belong to no parameter, on all ranks together."""
+        return sum(buffer.layout.num_padding for buffer in self.buffers)
+
+    @property
+    def main_weight_bytes(self) -> int:
+        """Bytes of one rank's main weights: equal on every rank."""
+        return storage_bytes(self.buffers, of_grads=False)
+
+    @property
+    def main_grad_bytes(self) -> int:
+        """Bytes of one rank's main grads: equal on every rank."""
+        return storage_bytes(self.buffers, of_grads=True)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of whole weights that live at one time, in the dtype of the computation.
+
+        With ``optim_grads_params`` these are the root's, which is in its forward pass all the
+        time, and those of the largest unit inside it.
+        """
+        casts = sum(b.full_bytes for b in self.buffers if not b.sharded and _casts(b))
+        sizes = [unit.full_bytes for unit in self.units]
+        if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.reshard_after_forward:
+            return casts + sizes[0] + max(sizes[1:], default=0)
+        return casts + sum(sizes)
+
+    @property
+    def unreduced_grad_bytes(self) -> int:
+        """Bytes of whole gradients that wait to be reduced at one time."""
+        waiting = [
+            sum(b.full_grad_bytes for b in unit.buffers if b.sharded or not _in_place(b))
+            for unit in self.units
+        ]
+        keeps = self.strategy.stage < 2 and self.num_microbatches > 1
+        return sum(waiting) if keeps else max(waiting, default=0)
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return what ranks do together in one iteration.
+
+        A buffer of which the backward pass needs no weight (biases that the layout could not put
+        beside their matrices) is gathered once less than is counted here.
+        """
+        found = []
+        for unit in self.units:
+            name = unit.name or ROOT
+            for buffer in unit.buffers:
+                if not buffer.layout.total_numel:
+                    continue
+                if buffer.sharded:
+                    found.append(self._call("all_gather", name, self._gathers, buffer.full_bytes))
+                if buffer.trainable:
+                    op = "reduce_scatter" if buffer.sharded else "all_reduce"
+                    found.append(self._call(op, name, self._reduces, buffer.full_grad_bytes))
+        if self.clips and any(buffer.sharded and buffer.trainable for buffer in self.buffers):
+            found.append(self._call("all_reduce", "norm of the gradients", 1, _NORM_BYTES))
+        return tuple(found)
+
+    def state_bytes(self, rank: int = 0, *, num_moments: int = 2, moment_itemsize: int = 4) -> int:
+        """Return the bytes of FusedAdam's state on a rank, step counts included.
+
+        Exact for a FusedAdam whose groups are the matrices and the vectors, as the trainer makes
+        it; other groups move a few borders of 256 bytes.
+
+        Args:
+            rank: Whose state.
+            num_moments: Tensors of the size of the main weights.
+            moment_itemsize: Bytes of an element of them.
+        """
+        num_params = sum(len(buffer.names) for buffer in self.buffers if buffer.trainable)
+        numel = state_numel(self.buffers, rank)
+        return num_moments * moment_itemsize * numel + 4 * num_params
+
+    @property
+    def _gathers(self) -> int:
+        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
+            return 1
+        return self.num_microbatches * (2 if self.reshard_after_forward else 1)
+
+    @property
+    def _reduces(self) -> int:
+        return self.num_microbatches if self.strategy.stage >= 2 else 1
+
+    def _call(self, op: str, unit: str, count: int, num_bytes: int) -> Collective:
+        return Collective(op, unit, count, num_bytes, self.num_ranks)
+
+
+def plan_model(
+    model: nn.Module,
+    units: Sequence[str],
+    *,
+    num_ranks: int,
+    strategy: str | int | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    num_microbatches: int = 1,
+    reshard_after_forward: bool = True,
+    clips: bool = True,
+) -> ModelPlan:
+    """Lay a model out as ``fully_shard`` would, without ranks and without memory.
+
+    Args:
+        model: On any device; its parameters are looked at, not touched.
+        units: Full names of the modules that are wrapped one by one, in the order of wrapping;
+            the root comes last by itself.
+        num_ranks: Ranks that share every unit.
+        strategy: As for ``fully_shard``.
+        mp_policy: As for ``fully_shard``.
+        num_microbatches: Forwards and backwards of an iteration.
+        reshard_after_forward: As for ``fully_shard``.
+        clips: Whether the norm of the gradients is computed.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: there is no such module, or a number is out of range.
+    """
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ConfigError(
+            f"num_ranks and num_microbatches must be at least 1, got {num_ranks} and "
+            f"{num_microbatches}"
+        )
+    modules = dict(model.named_modules())
+    unknown = [name for name in units if name not in modules]
+    if unknown:
+        raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
+    parsed = ShardingStrategy.parse(strategy)
+    taken: set[int] = set()
+    plans = []
+    for name in (*(name for name in units if name), ""):
+        params = {
+            inner: param
+            for inner, param in modules[name].named_parameters()
+            if id(param) not in taken
+        }
+        taken |= {id(param) for param in params.values()}
+        kinds = {
+            inner: ParameterKind(tuple(param.shape), param.dtype, param.requires_grad)
+            for inner, param in params.items()
+        }
+        buffers = plan_buffers(
+            kinds,
+            policy=mp_policy or MixedPrecisionPolicy(),
+            strategy=parsed,
+            num_ranks=num_ranks,
+        )
+        plans.append(UnitPlan(name, tuple(buffers)))
+    order = {name: index for index, name in enumerate(modules)}
+    return ModelPlan(
+        units=tuple(sorted(plans, key=lambda plan: order[plan.name])),
+        strategy=parsed,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        reshard_after_forward=reshard_after_forward,
+        clips=clips,
+        module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+def _casts(buffer: BufferPlan) -> bool:
+    """Tell whether the weights that compute are a copy of the main weights."""
+    return buffer.dtypes.compute != buffer.dtypes.main
+
+
+def _in_place(buffer: BufferPlan) -> bool:
+    """Tell whether whole gradients land in the main grads themselves."""
+    return not buffer.sharded and buffer.dtypes.comm == buffer.dtypes.grad
+
+
+__all__ = ["ROOT", "Collective", "ModelPlan", "UnitPlan", "plan_model"]
