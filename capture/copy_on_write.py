@@ -9,7 +9,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.op_tensors import flat_tensors, is_wrapper_subclass, written_tensors
+from graphfsdp._capture.op_tensors import (
+    computes_nothing,
+    flat_tensors,
+    is_wrapper_subclass,
+    written_tensors,
+)
 from graphfsdp._capture.storages import storage_of
 from graphfsdp._capture.undo_arena import UndoArena
 from graphfsdp.errors import CaptureError
@@ -97,6 +102,8 @@ class _UndoMode(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if computes_nothing():
+            return func(*args, **kwargs)
         if any(is_wrapper_subclass(kind) for kind in types):
             return NotImplemented  # it desugars itself; its inner operators come back here
         if not isinstance(func, torch._ops.OpOverload):

@@ -23,6 +23,11 @@ def is_wrapper_subclass(kind: type) -> bool:
     return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
 
 
+def computes_nothing() -> bool:
+    """Tell whether operators only find out shapes now (DTensor does that before it shards)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def flat_tensors(values: Any) -> list[Tensor]:
     """Return the tensors among an operator's arguments or results, lists opened."""
     found: list[Tensor] = []
@@ -70,6 +75,7 @@ def read_tensors(
 __all__ = [
     "RUNNING_STATISTICS",
     "SILENT_WRITERS",
+    "computes_nothing",
     "flat_tensors",
     "is_wrapper_subclass",
     "read_tensors",

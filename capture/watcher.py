@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp._capture.function_rules import FunctionRules
 from graphfsdp._capture.host_watch import host_watch
-from graphfsdp._capture.op_tensors import flat_tensors, is_wrapper_subclass, written_tensors
+from graphfsdp._capture.op_tensors import (
+    computes_nothing,
+    flat_tensors,
+    is_wrapper_subclass,
+    written_tensors,
+)
 from graphfsdp._capture.recompute_rules import random_recompute
 from graphfsdp._capture.rules import (
     Refusal,
@@ -312,6 +317,8 @@ class _DispatchMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if computes_nothing():
+            return func(*args, **(kwargs or {}))
         if any(is_wrapper_subclass(kind) for kind in types):
             return NotImplemented  # it desugars itself; its inner operators come back here
         if not isinstance(func, torch._ops.OpOverload):

@@ -80,7 +80,8 @@ def capture(
     )
     optimizer = _inner_optimizer(optimizer)
     _refuse_other_types(model, loss_fn, mp_policy)
-    refuse_parallel_wrapper(model)
+    if options.scope is not Scope.NONE:
+        refuse_parallel_wrapper(model)
     _adopt_sharded_parameters(model, optimizer)
     named_params = _trainable(model, optimizer)
     graph_backend = make_backend(backend, _only_device(model, named_params))

@@ -42,7 +42,7 @@ def refuse_parallel_wrapper(model: nn.Module) -> None:
                 f"{where} is wrapped in {type(module).__name__}, whose collectives are issued by "
                 "C++ code that a recording does not see whole. Remedy: leave the wrapper off and "
                 "call graphfsdp.fully_shard(model, strategy='no_shard'), which averages the "
-                "gradients inside the graph"
+                "gradients inside the graph, or stay eager with scope='none'"
             )
 
 

@@ -313,6 +313,12 @@ def foreign(kind: str) -> str:
     params: Any = model.parameters()
     optim = torch.optim.AdamW(params, lr=torch.tensor(0.01), fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
+    if kind == "ddp":  # known before anything runs
+        with raises_on_rank(ConfigError) as messages:
+            graphfsdp.capture(model, optim)
+        with graphfsdp.capture(model, optim, scope="none") as step:
+            assert step(torch.ones(2, 4)).isfinite()
+        return messages[0]
     with graphfsdp.capture(model, optim) as step:
         for index in range(4):
             x = torch.randn(2, 4, generator=generator)
@@ -334,6 +340,9 @@ def test_a_foreign_collective_is_refused_by_name(ranks2: RankPool, kind: str) ->
         assert "Remedy" in message
         if kind == "fsdp2":
             assert "fsdp.all_gather_copy_in" in message
+        elif kind == "ddp":
+            assert "'block' is wrapped in DistributedDataParallel" in message
+            assert "strategy='no_shard'" in message
         else:
             assert "c10d" in message
             assert "is a collective" in message
