@@ -32,6 +32,7 @@ from graphfsdp.metric_ring import MetricRing as MetricRing
 if TYPE_CHECKING:
     from graphfsdp._fully_shard import FSDPModule as FSDPModule
     from graphfsdp._fully_shard import fully_shard as fully_shard
+    from graphfsdp.checkpoint import AsyncSaver as AsyncSaver
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
 
@@ -45,7 +46,7 @@ def __getattr__(name: str) -> Any:
         from graphfsdp import _fully_shard as module
 
         return getattr(module, name)
-    if name in ("load", "save"):
+    if name in ("AsyncSaver", "load", "save"):
         from graphfsdp import checkpoint
 
         return getattr(checkpoint, name)

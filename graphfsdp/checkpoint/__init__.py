@@ -1,5 +1,6 @@
 """Checkpoints: save on any ranks, load on any others, into a live graph (docs/checkpoints.md)."""
 
+from graphfsdp.checkpoint.async_saving import AsyncSaver as AsyncSaver
 from graphfsdp.checkpoint.fused import FusedWeight as FusedWeight
 from graphfsdp.checkpoint.fused import fused_qkv as fused_qkv
 from graphfsdp.checkpoint.fused import gated_delta_net as gated_delta_net

@@ -53,15 +53,19 @@ class NamedModel:
         Args:
             param: The parameter.
             value: It, or one of its states: a DTensor too, or a plain tensor, which is this
-                rank's rows if it has the shape of these.
+                rank's rows if it has as many as these. Rows may have another length, as the
+                scales of moments do.
         """
         first_row = self.first_rows.get(id(param))
         if is_dtensor(value) or not is_dtensor(param):
-            same = value.shape == param.shape
-            return part_of(value, first_row if same else None)
+            return part_of(value, first_row if value.shape[:1] == param.shape[:1] else None)
         mine = part_of(param, first_row)
         if value.shape == mine.local.shape and value.shape != param.shape:
             return mine.with_local(value.detach())
+        if first_row is not None and value.shape[:1] == mine.local.shape[:1]:
+            rest = tuple(value.shape[1:])
+            offsets = (first_row, *[0] * len(rest))
+            return Part(value.detach(), offsets, (param.shape[0], *rest))
         return part_of(value)
 
 

@@ -16,7 +16,7 @@ from graphfsdp.checkpoint.named import (
 )
 from graphfsdp.checkpoint.parts import whole
 from graphfsdp.checkpoint.values import Json, decode
-from graphfsdp.dtensors import wrap_like
+from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.state_loading import match_state_dict
@@ -215,33 +215,30 @@ class _StateReader:
     def _read_tensor(self, key: str, keys: Sequence[str], found: dict[str, Any]) -> None:
         assert self._members is not None
         saved = self._plan.manifest.tensors[keys[0]]
-        if len(keys) == 1 and saved.shape != tuple(self._param.shape):
-            existing = self._entries.get(key)
-            if isinstance(existing, Tensor) and tuple(existing.shape) == saved.shape:
-                found[key] = _read_whole(self._plan, keys[0])  # no shape of the parameter's
-                return
+        # Scales of moments have rows of their own length.
+        shape = (*self._param.shape[:1], *saved.shape[1:])
         if not all(
-            self._plan.fits(k, shape_of(m, self._param.shape), f"optimizer: {key} of {m.name!r}")
+            self._plan.fits(k, shape_of(m, shape), f"optimizer: {key} of {m.name!r}")
             for k, m in zip(keys, self._members, strict=True)
         ):
             return
-        target = self._target(key, saved.dtype)
+        target = self._target(key, saved.dtype, shape)
         part = self._plan.model.part(self._param, target)
         for saved_key, member in zip(keys, self._members, strict=True):
             for _, piece in cut("", [member], part):
                 self._plan.parts.append((saved_key, piece))
         found[key] = target
 
-    def _target(self, key: str, dtype: torch.dtype) -> Tensor:
+    def _target(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the existing state where it has the right dtype and shape, else a new tensor."""
         existing = self._entries.get(key)
-        if (
-            isinstance(existing, Tensor)
-            and existing.dtype == dtype
-            and existing.shape == self._param.shape
-        ):
+        if isinstance(existing, Tensor) and existing.dtype == dtype and existing.shape == shape:
             return existing
-        return wrap_like(like_parameter(self._param, dtype), self._param)
+        if shape == tuple(self._param.shape):
+            return wrap_like(like_parameter(self._param, dtype), self._param)
+        local = local_part(self._param)
+        rows = torch.empty((*local.shape[:1], *shape[1:]), dtype=dtype, device=local.device)
+        return wrap_rows_like(rows, self._param)
 
     def _read_main(self, found: dict[str, Any]) -> None:
         """Read the main weight, whatever form it was saved in; see Note [Main weights]."""

@@ -107,7 +107,7 @@ def _add_states(
         # A step count is a number beside the others, also that of a 0-D parameter.
         if isinstance(value, Tensor) and name in model.tensors and key != "step":
             part = model.part(param, value)
-            if part.whole_shape == tuple(param.shape):
+            if part.whole_shape[:1] == tuple(param.shape[:1]):
                 found.parts += cut(OPTIMIZER, model.members(name), part, f"/{key}")
                 for member in states:
                     states[member][key] = {"!": "tensor", "key": f"{OPTIMIZER}{member}/{key}"}

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +197,6 @@ def write_snapshot(snapshot: Snapshot, target: Target, members: Members) -> Path
     return target.root / target.name
 
 
-def on_cpu(snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot with copies on the CPU, which training does not change."""
-    copies = []
-    for key, part in snapshot.parts:
-        local = part.local
-        copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-        copies.append((key, part.with_local(copy.copy_(local, non_blocking=True))))
-    if any(part.local.is_cuda for _, part in snapshot.parts):
-        torch.cuda.current_stream().synchronize()
-    return replace(snapshot, parts=tuple(copies))
-
-
 def _digest(state: Json) -> str:
     text = json.dumps(state, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -220,7 +208,6 @@ __all__ = [
     "Target",
     "begin_save",
     "check_arguments",
-    "on_cpu",
     "save",
     "take_snapshot",
     "write_snapshot",
