@@ -13,7 +13,7 @@ from graphfsdp._capture.iteration import Iteration, LossFunction
 from graphfsdp._capture.recording import Recording
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.sharded import MainGrad, sharded_roots
+from graphfsdp.sharded import main_grads_of, sharded_roots
 
 
 class Engine:
@@ -46,7 +46,7 @@ class Engine:
             named_params,
             dtype_of=lambda param: optimizer.main_grad_dtype(param, policy),
             use_decoupled_grad=optimizer.use_decoupled_grad,
-            sharded=_sharded_gradients(model),
+            sharded=main_grads_of(model),
         )
         self._iteration = Iteration(
             model,
@@ -113,14 +113,6 @@ class Engine:
         """Let the sharded units forget an eager iteration that was interrupted."""
         for root in sharded_roots(self.model):
             root.abandon_iteration()
-
-
-def _sharded_gradients(model: nn.Module) -> dict[nn.Parameter, MainGrad]:
-    found: dict[nn.Parameter, MainGrad] = {}
-    for root in sharded_roots(model):
-        root.prepare_shards()  # before anything remembers an address
-        found.update(root.main_grads())
-    return found
 
 
 __all__ = ["Engine"]

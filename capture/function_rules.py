@@ -120,6 +120,23 @@ class FunctionRules:
         )
 
 
+def is_fixed_one_hot(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call is a one_hot with a given number of classes."""
+    if function is not torch.nn.functional.one_hot:
+        return False
+    return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1)) > 0
+
+
+def one_hot(tensor: Tensor, num_classes: int) -> Tensor:
+    """Do what one_hot does, without a look at the values.
+
+    On a CPU (only there) torch reads the classes on the host to check their range. With a given
+    number of classes the read decides nothing, so it is left out.
+    """
+    result = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return result.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
 def _host_write(how: str) -> Refusal:
     return Refusal(
         f"{how} runs a Python function on every element, which a replay would leave out",
@@ -136,4 +153,4 @@ def _tensors_in(value: object) -> list[Tensor]:
     return []
 
 
-__all__ = ["FunctionRules"]
+__all__ = ["FunctionRules", "is_fixed_one_hot", "one_hot"]

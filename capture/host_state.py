@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp.errors import CaptureError
+from graphfsdp.hazards import HazardKind
 from graphfsdp.sharded import sharded_roots
 
 
@@ -49,10 +50,19 @@ class HostState:
             CaptureError: a module holds another tensor than before, or the optimizer made new
                 state, or counted on the host, while it was recorded.
         """
+        for change in self.changes(was_read):
+            raise change
+
+    def changes(self, was_read: Callable[[Tensor], bool]) -> Iterator[CaptureError]:
+        """Yield a refusal of each thing that an iteration re-pointed or created.
+
+        Args:
+            was_read: Tells whether the recording touched a tensor's storage.
+        """
         for (module_name, name), (module, before) in self._attributes.items():
             if _lookup(module, name) is before:
                 if self._has_new_data((module_name, name)):
-                    raise CaptureError(
+                    yield CaptureError(
                         f"the iteration gave {_join(module_name, name)!r} new memory (.data = or "
                         "set_); a replay would go on reading the old one. Remedy: update it in "
                         "place (copy_, mul_, add_, lerp_)",
@@ -62,7 +72,7 @@ class HostState:
             # A plain attribute that is overwritten without being read (a kept activation) is
             # harmless: replays write into what the recorded iteration has put there.
             if _is_registered(module, name) or was_read(before):
-                raise CaptureError(
+                yield CaptureError(
                     f"the iteration replaced {_join(module_name, name)!r} by a new tensor; a "
                     "replay runs no Python and would go on reading the old one. Remedy: update "
                     "it in place (copy_, mul_, add_, lerp_)",
@@ -72,26 +82,30 @@ class HostState:
             before_state = self._state.get(param, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and before_state.get(key) is not value:
-                    raise CaptureError(
+                    yield CaptureError(
                         f"the optimizer made new state {key!r} for a parameter of shape "
                         f"{tuple(param.shape)} while the iteration was recorded; each replay "
                         "would start it anew. Remedy: more warm-up steps, so that every "
-                        "parameter has been stepped once before the capture"
+                        "parameter has been stepped once before the capture",
+                        kind=HazardKind.OPTIMIZER,
                     )
             where = f"its state of a parameter of shape {tuple(param.shape)}"
-            self._check_numbers(_numbers(before_state), _numbers(state), where)
-        self._check_numbers(self._numbers, _numbers(vars(self._optimizer)), "its attributes")
+            yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
+        yield from self._changed_numbers(
+            self._numbers, _numbers(vars(self._optimizer)), "its attributes"
+        )
 
-    def _check_numbers(
+    def _changed_numbers(
         self, before: Mapping[str, float], after: Mapping[str, float], where: str
-    ) -> None:
+    ) -> Iterator[CaptureError]:
         for key, value in after.items():
             if before.get(key) != value:
-                raise CaptureError(
+                yield CaptureError(
                     f"{type(self._optimizer).__name__} changed the number {key!r} among {where} "
                     f"from {before.get(key)} to {value}; a replay runs no Python and would go on "
                     "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
-                    "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor"
+                    "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor",
+                    kind=HazardKind.OPTIMIZER,
                 )
 
     def restore(self) -> None:

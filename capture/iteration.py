@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.source import definition_of
 from graphfsdp._capture.static_inputs import StaticInputs
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.errors import InvalidLossError
+from graphfsdp.hazards import SourceLine
 from graphfsdp.norms import global_norm
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.sharded import sharded_roots
@@ -92,11 +94,40 @@ class Iteration:
         with torch.enable_grad():
             with nvtx_range("forward"):
                 output = self._loss_fn(self._model, *args, **kwargs)
-                loss = _loss_of(output)
+                loss = self._loss_of(output)
                 scaled = loss / num_microbatches if num_microbatches > 1 else loss
             with nvtx_range("backward"):
                 torch.autograd.backward(scaled)
         return pytree.tree_map(own, output)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        loss = output[0] if isinstance(output, tuple) and output else output
+        problem = None
+        if not isinstance(loss, Tensor):
+            problem = f"a {type(loss).__name__}"
+        elif loss.numel() != 1:
+            problem = f"a tensor of shape {tuple(loss.shape)}"
+        elif not loss.requires_grad:
+            problem = "a tensor that no trainable parameter contributed to (requires_grad=False)"
+        if problem is not None:
+            raise InvalidLossError(
+                f"the loss is {problem}; expected a scalar tensor that requires a gradient. "
+                "Remedy: return the loss, or (loss, aux), from loss_fn(model, *batch); without "
+                "loss_fn the model must return the loss, or an output with .loss",
+                source=self._loss_source(),
+            )
+        for leaf in pytree.tree_leaves(output):
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise InvalidLossError(
+                    f"loss_fn returned a {type(leaf).__name__} beside the loss; expected tensors "
+                    "only, since a replay recomputes nothing else. Remedy: return it as a tensor",
+                    source=self._loss_source(),
+                )
+        scalar: Tensor = loss
+        return scalar
+
+    def _loss_source(self) -> SourceLine | None:
+        return definition_of(self._model if self._loss_fn is default_loss else self._loss_fn)
 
     def _global_norm(self) -> Tensor | None:
         if self._max_grad_norm is None:
@@ -136,31 +167,6 @@ def _device(model: nn.Module) -> torch.device:
 
 def _device_type(model: nn.Module) -> str:
     return _device(model).type
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss = output[0] if isinstance(output, tuple) and output else output
-    problem = None
-    if not isinstance(loss, Tensor):
-        problem = f"a {type(loss).__name__}"
-    elif loss.numel() != 1:
-        problem = f"a tensor of shape {tuple(loss.shape)}"
-    elif not loss.requires_grad:
-        problem = "a tensor that no trainable parameter contributed to (requires_grad=False)"
-    if problem is not None:
-        raise InvalidLossError(
-            f"the loss is {problem}; expected a scalar tensor that requires a gradient. Remedy: "
-            "return the loss, or (loss, aux), from loss_fn(model, *batch); without loss_fn the "
-            "model must return the loss, or an output with .loss"
-        )
-    for leaf in pytree.tree_leaves(output):
-        if leaf is not None and not isinstance(leaf, Tensor):
-            raise InvalidLossError(
-                f"loss_fn returned a {type(leaf).__name__} beside the loss; expected tensors "
-                "only, since a replay recomputes nothing else. Remedy: return it as a tensor"
-            )
-    scalar: Tensor = loss
-    return scalar
 
 
 def own(leaf: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphfsdp._capture.copy_on_write import is_undo_mode
-from graphfsdp._capture.watcher import is_watching_mode
+from graphfsdp._capture.watch_modes import is_watching_mode
 from graphfsdp.errors import NotCopyableError, PhaseError
 
 

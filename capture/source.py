@@ -37,13 +37,44 @@ def is_users_file(file: str) -> bool:
 
 def user_source_line() -> SourceLine | None:
     """Return the innermost line of the running program that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    return _innermost(None)
+
+
+def user_line_in_backward() -> SourceLine | None:
+    """Return the innermost such line within autograd's engine: of a hook or a custom backward."""
+    return _innermost("_engine_run_backward")
+
+
+def _innermost(end: str | None) -> SourceLine | None:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != end:
         if is_users_file(frame.f_code.co_filename):
             code = frame.f_code
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def user_line_of(error: BaseException) -> SourceLine | None:
+    """Return the innermost line of the user's program that an exception has passed through."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_users_file(code.co_filename):
+            found = SourceLine(code.co_filename, trace.tb_lineno, code.co_qualname)
+        trace = trace.tb_next
+    return found
+
+
+def definition_of(function: object) -> SourceLine | None:
+    """Return where a function, or the forward of a module, is defined; None if not in Python."""
+    if isinstance(function, nn.Module):
+        function = type(function).forward
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None or not is_users_file(code.co_filename):
+        return None
+    return SourceLine(code.co_filename, code.co_firstlineno, code.co_qualname)
 
 
 def called_by_user() -> bool:
@@ -92,4 +123,11 @@ class ModuleTracker:
             self._stack.clear()
 
 
-__all__ = ["ModuleTracker", "called_by_user", "is_users_file", "user_source_line"]
+__all__ = [
+    "ModuleTracker",
+    "called_by_user",
+    "definition_of",
+    "is_users_file",
+    "user_line_of",
+    "user_source_line",
+]

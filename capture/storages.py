@@ -97,15 +97,22 @@ class StorageTable:
 def refuse_dropped_tensors(storages: Iterable[StorageInfo]) -> None:
     """Refuse an iteration that used a tensor from before it and then let it go.
 
-    Whoever does that has put a new tensor in its place for the next iteration to read (a running
-    average kept by assignment, say); a replay would read the old one, or freed memory, for ever.
-
     Raises:
         CaptureError: there is such a tensor.
     """
+    for error in dropped_tensors(storages):
+        raise error
+
+
+def dropped_tensors(storages: Iterable[StorageInfo]) -> Iterator[CaptureError]:
+    """Yield a refusal of each tensor from before the iteration that it used and then let go.
+
+    Whoever does that has put a new tensor in its place for the next iteration to read (a running
+    average kept by assignment, say); a replay would read the old one, or freed memory, for ever.
+    """
     for info in storages:
         if info.external and not info.alive:
-            raise CaptureError(
+            yield CaptureError(
                 "the iteration read a tensor that existed before it and then dropped it: either "
                 "a new tensor was assigned in its place (a replay would go on reading the old "
                 "one), or it was made outside torch's operators (torch.from_numpy). Remedy: "
@@ -115,4 +122,11 @@ def refuse_dropped_tensors(storages: Iterable[StorageInfo]) -> None:
             )
 
 
-__all__ = ["StorageInfo", "StorageTable", "has_storage", "refuse_dropped_tensors", "storage_of"]
+__all__ = [
+    "StorageInfo",
+    "StorageTable",
+    "dropped_tensors",
+    "has_storage",
+    "refuse_dropped_tensors",
+    "storage_of",
+]

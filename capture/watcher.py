@@ -7,29 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.function_rules import FunctionRules
+from graphfsdp._capture.function_rules import FunctionRules, is_fixed_one_hot, one_hot
 from graphfsdp._capture.host_watch import host_watch
-from graphfsdp._capture.op_tensors import (
-    computes_nothing,
-    flat_tensors,
-    is_wrapper_subclass,
-    written_tensors,
-)
+from graphfsdp._capture.op_tensors import flat_tensors, written_tensors
 from graphfsdp._capture.recompute_rules import random_recompute
 from graphfsdp._capture.rules import (
     Refusal,
-    higher_order,
     is_fixed_result,
     no_storage,
     refuse_op,
 )
 from graphfsdp._capture.sites import SiteTable
-from graphfsdp._capture.source import ModuleTracker, user_source_line
+from graphfsdp._capture.source import ModuleTracker, user_line_in_backward, user_source_line
 from graphfsdp._capture.storages import StorageInfo, StorageTable, has_storage
 from graphfsdp._capture.stream_watch import StreamWatch
+from graphfsdp._capture.watch_modes import DispatchMode, FunctionMode
 from graphfsdp.errors import CaptureError
 from graphfsdp.hazards import HazardLog, SourceLine
 
@@ -91,12 +84,12 @@ class Watcher:
         Raises:
             CaptureError: a rule was broken, even where the model swallowed the exception.
         """
-        functions = _FunctionMode(self)
+        functions = FunctionMode(self)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.tracking())
                 stack.enter_context(functions)
-                stack.enter_context(_DispatchMode(self))
+                stack.enter_context(DispatchMode(self))
                 stack.enter_context(host_watch(self, functions))
                 yield
         except Exception as error:
@@ -119,7 +112,12 @@ class Watcher:
         return run()
 
     def varies(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor's contents differ from replay to replay."""
+        """Tell whether a read of a tensor on the host is one of a value that changes.
+
+        On CUDA also a constant: the read is a wait, which a capture does not permit.
+        """
+        if tensor.is_cuda:
+            return True
         info = self.storages.find(tensor, "varies") if has_storage(tensor) else None
         return True if info is None else info.varies
 
@@ -130,11 +128,13 @@ class Watcher:
     @property
     def place(self) -> tuple[str | None, SourceLine | None]:
         """The running module's full name and the user's line, as an error tells them."""
-        source = user_source_line()
-        if source is None and torch._C._current_autograd_node() is not None:
-            site = self.sites.sites()[self.sites.here()]  # CUDA: autograd has its own thread
-            return site.module, site.source
-        return self._tracker.path, source
+        if torch._C._current_autograd_node() is None:
+            return self._tracker.path, user_source_line()
+        source = user_line_in_backward()
+        if source is not None:
+            return self._tracker.path, source
+        site = self.sites.sites()[self.sites.here()]  # the forward operator's
+        return site.module, site.source
 
     def refuse(self, op: str, refusal: Refusal) -> None:
         """Raise the refusal with the module path and the user's line, at once or at the end.
@@ -157,11 +157,17 @@ class Watcher:
             cuda_error=refusal.cuda_error,
         )
         if self._hazards is not None:
-            self._hazards.add(error.hazard)
+            in_backward = torch._C._current_autograd_node() is not None
+            self._hazards.add(error.hazard, is_echo=in_backward)
             return
         self.failure = self.failure or error
         if not self._defers_refusals:
             raise error
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is judged just now."""
+        return self._num_quiet > 0
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -177,6 +183,8 @@ class Watcher:
     ) -> Any:
         """Judge a torch function called from Python, and run it."""
         seal = self._function_rules.seal
+        if is_fixed_one_hot(function, args, kwargs):
+            return one_hot(*args, **kwargs)
         if self._num_quiet:
             return seal(function(*args, **kwargs))
         refused = self._function_rules.refuse(function, args, kwargs, self.varies)
@@ -184,8 +192,6 @@ class Watcher:
             self.refuse(*refused)
             with self.quiet():  # what it is made of is the same finding
                 return seal(function(*args, **kwargs))
-        if function is torch.nn.functional.one_hot and self._is_fixed_one_hot(args, kwargs):
-            return self._one_hot(*args, **kwargs)
         num_ops = self.num_ops
         result = function(*args, **kwargs)
         if self.num_ops == num_ops:
@@ -193,16 +199,6 @@ class Watcher:
             if refused is not None:
                 self.refuse(*refused)
         return seal(result)
-
-    def _is_fixed_one_hot(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
-        return int(num_classes) > 0
-
-    def _one_hot(self, tensor: Tensor, num_classes: int) -> Tensor:
-        # On a CPU (only there) torch reads the classes on the host to check their range. With a
-        # given number of classes the read decides nothing, so it is left out.
-        result = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
-        return result.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
         """Refuse what the host does without an operator."""
@@ -252,7 +248,7 @@ class Watcher:
                     return op(*args, **kwargs)
         external = not self.is_literal(op)
         infos = [self._info(tensor, str(op), external=external) for tensor in inputs]
-        self._judge(str(op), refuse_op(op, args, kwargs, self.varies) or random_recompute(op))
+        self._judge(str(op), self.judge_op(op, args, kwargs, inputs))
         if self._streams is not None:
             self._streams.on_op(str(op), *self.place)
         written = written_tensors(op, args, kwargs)
@@ -263,20 +259,31 @@ class Watcher:
             found = error.located(*self.place)
             self.failure = self.failure or found
             raise found from None
-        self._note_results(op, args, infos, [*flat_tensors([result]), *written])
+        self.note_results(op, args, infos, [*flat_tensors([result]), *written])
         return result
+
+    def judge_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> Refusal | None:
+        """Return why a graph cannot hold an operator call, None if it can."""
+        return refuse_op(op, args, kwargs, self.varies) or random_recompute(op)
 
     def _judge(self, op: str, refusal: Refusal | None) -> None:
         if refusal is not None and not self._num_quiet:
             self.refuse(op, refusal)
 
-    def _note_results(
+    def note_results(
         self,
         op: torch._ops.OpOverload,
         args: Sequence[Any],
         infos: Sequence[StorageInfo],
         results: Sequence[Tensor],
     ) -> None:
+        """Keep the book of the storages that an operator has made or written."""
         varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
         for index, tensor in enumerate(results):
             if not has_storage(tensor):
@@ -302,49 +309,4 @@ class Watcher:
         return op._schema.name in _LITERAL_OPS
 
 
-class _DispatchMode(TorchDispatchMode):
-    # So that torch.cond and its like arrive here, to be refused by name.
-    supports_higher_order_operators = True
-
-    def __init__(self, watcher: Watcher) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watcher = watcher
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if computes_nothing():
-            return func(*args, **(kwargs or {}))
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented  # it desugars itself; its inner operators come back here
-        if not isinstance(func, torch._ops.OpOverload):
-            self._watcher.refuse(str(func), higher_order(str(func)))
-            return func(*args, **(kwargs or {}))
-        return self._watcher.dispatch(func, args, kwargs or {})
-
-
-class _FunctionMode(TorchFunctionMode):
-    def __init__(self, watcher: Watcher) -> None:
-        super().__init__()
-        self._watcher = watcher
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return self._watcher.on_function(func, args, kwargs or {})
-
-
-def is_watching_mode(mode: object) -> bool:
-    """Tell whether a dispatch mode is the one of a recording."""
-    return isinstance(mode, _DispatchMode)
-
-
-__all__ = ["Run", "Watcher", "is_watching_mode"]
+__all__ = ["Run", "Watcher"]

@@ -27,7 +27,11 @@ from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.errors import VerificationError as VerificationError
 from graphfsdp.front import capture as capture
+from graphfsdp.hazards import Hazard as Hazard
+from graphfsdp.hazards import HazardKind as HazardKind
 from graphfsdp.metric_ring import MetricRing as MetricRing
+from graphfsdp.preflight import check as check
+from graphfsdp.preflight_report import CheckReport as CheckReport
 
 if TYPE_CHECKING:
     from graphfsdp._fully_shard import FSDPModule as FSDPModule

@@ -43,7 +43,16 @@ class NotCopyableError(GraphFSDPError, TypeError):
 
 
 class InvalidLossError(GraphFSDPError, ValueError):
-    """``loss_fn`` returned something that cannot be trained on."""
+    """``loss_fn`` returned something that cannot be trained on.
+
+    Attributes:
+        source: Where ``loss_fn`` (or the model, without one) is defined, None if unknown.
+    """
+
+    def __init__(self, message: str, *, source: SourceLine | None = None) -> None:
+        super().__init__(message if source is None else f"{message}\n  source: {source}")
+        self.message = message
+        self.source = source
 
 
 class CheckpointError(GraphFSDPError):

@@ -99,9 +99,19 @@ class HazardLog:
     def __init__(self) -> None:
         self._counts: dict[Hazard, int] = {}
 
-    def add(self, hazard: Hazard) -> None:
-        """Note a hazard."""
+    def add(self, hazard: Hazard, *, is_echo: bool = False) -> None:
+        """Note a hazard.
+
+        Args:
+            hazard: The hazard.
+            is_echo: It was met in a backward pass; if its line has told the same kind in the
+                forward pass, it is that one's.
+        """
         single = dataclasses.replace(hazard, count=1)
+        if is_echo and hazard.source is not None:
+            for known in self._counts:
+                if (known.kind, known.source) == (hazard.kind, hazard.source):
+                    single = known
         self._counts[single] = self._counts.get(single, 0) + hazard.count
 
     def __iter__(self) -> Any:

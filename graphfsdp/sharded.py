@@ -59,4 +59,13 @@ def sharded_roots(model: nn.Module) -> list[ShardedModule]:
     return [root for child in model.children() for root in sharded_roots(child)]
 
 
-__all__ = ["MainGrad", "ShardedModule", "sharded_roots"]
+def main_grads_of(model: nn.Module) -> dict[nn.Parameter, MainGrad]:
+    """Return where the gradients of a model's sharded parameters lie, at their final addresses."""
+    found: dict[nn.Parameter, MainGrad] = {}
+    for root in sharded_roots(model):
+        root.prepare_shards()  # before anything remembers an address
+        found.update(root.main_grads())
+    return found
+
+
+__all__ = ["MainGrad", "ShardedModule", "main_grads_of", "sharded_roots"]

@@ -52,7 +52,7 @@ def create_states(
         for param in members:
             for name_and_dtype in settings.state_dtypes(locals_[param]).items():
                 wanted.setdefault(name_and_dtype, []).append(param)
-        for (name, dtype), owners in sorted(wanted.items(), key=str):
+        for (name, dtype), owners in sorted(wanted.items(), key=lambda item: str(item[0])):
             for param, tensor in zip(owners, _like(owners, dtype), strict=True):
                 states[param][name] = tensor
                 if name == "master_param" and dtype != torch.int16:

@@ -43,8 +43,9 @@ SHARD_LEG = frozenset(
 )
 ROOF = frozenset(
     {
-        *("", "__main__", "bench", "checkpoint", "cli", "front", "pictures", "planning"),
-        *("training", "wrapped"),
+        *("", "__main__", "bench", "capture_hook", "checkpoint", "cli", "front", "pictures"),
+        *("planning", "preconditions", "preflight", "preflight_cli", "preflight_report"),
+        *("preflight_script", "training", "wrapped"),
     }
 )
 

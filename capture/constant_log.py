@@ -1,0 +1,148 @@
+"""The Python values that went into an iteration's operators, and where two runs differ."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.rules import Refusal
+from graphfsdp.hazards import HazardKind
+
+_LITERAL_BYTES = 1 << 20  # contents beyond this are not compared
+_NUMBERS = (bool, int, float, complex, str)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantEntry:
+    """One operator call.
+
+    Attributes:
+        op: The operator's name.
+        values: Its arguments that are no tensors, in order.
+        site: Number of the place in the user's program.
+    """
+
+    op: str
+    values: tuple[Any, ...]
+    site: int
+
+
+@dataclass(frozen=True)
+class ConstantDifference:
+    """Two runs of one iteration that were not given the same values.
+
+    Attributes:
+        op: The operator's name.
+        site: Number of its place in the second run; None at the end of that run.
+        refusal: What that means.
+    """
+
+    op: str
+    site: int | None
+    refusal: Refusal
+
+
+class ConstantLog:
+    """The operator calls of one run."""
+
+    def __init__(self) -> None:
+        self.entries: list[ConstantEntry] = []
+
+    def add(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        site: int,
+        *,
+        is_literal: bool,
+    ) -> None:
+        """Note a call."""
+        values = _values([*args, *kwargs.values()])
+        if is_literal:
+            values.append(_contents(args[0]))
+        self.entries.append(ConstantEntry(str(op), tuple(values), site))
+
+    def differences(self, other: "ConstantLog") -> Iterator[ConstantDifference]:
+        """Yield where another run from the same state was given other values, each place once."""
+        told: set[tuple[str, int]] = set()
+        for mine, its in zip(self.entries, other.entries, strict=False):
+            if mine.op != its.op:
+                yield ConstantDifference(its.op, its.site, _other_path(mine.op, its.op))
+                return
+            if mine.values != its.values and (its.op, its.site) not in told:
+                told.add((its.op, its.site))
+                pairs = zip(mine.values, its.values, strict=False)
+                was, now = next(((a, b) for a, b in pairs if a != b), (len(mine.values), 0))
+                yield ConstantDifference(its.op, its.site, _changed(its.op, was, now))
+        counts = len(self.entries), len(other.entries)
+        if counts[0] != counts[1]:
+            longer, index = max((self, other), key=lambda log: len(log.entries)), min(counts)
+            extra = longer.entries[index]
+            names = (extra.op, "nothing") if longer is self else ("nothing", extra.op)
+            site = extra.site if longer is other else None
+            yield ConstantDifference(extra.op, site, _other_path(*names))
+
+
+def _values(items: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, list | tuple):
+            found.append(len(item))
+            found.extend(_values(item))
+        elif isinstance(item, float | complex):
+            found.append(repr(item))  # NaN is equal to itself
+        elif isinstance(item, _NUMBERS) or item is None:
+            found.append(item)
+        elif isinstance(item, torch.dtype | torch.device | torch.layout):
+            found.append(str(item))
+    return found
+
+
+def _contents(tensor: Tensor) -> Any:
+    if tensor.numel() * tensor.element_size() > _LITERAL_BYTES or tensor.device.type != "cpu":
+        return None
+    return str(tensor.tolist()) if tensor.numel() <= 8 else hash(str(tensor.tolist()))
+
+
+def _changed(op: str, was: Any, now: Any) -> Refusal:
+    return Refusal(
+        f"{op} was given {was} in one run of the iteration and {now} in the next one, from the "
+        "same state and batch: a Python value (a counter, a clock, a random number) that a replay "
+        "would go on with unchanged",
+        "keep it in a tensor that is changed in place (fill_, add_), pass it as a tensor of the "
+        "batch, or draw it with torch.rand",
+        HazardKind.BAKED_NUMBER,
+    )
+
+
+def unseen_read(refusal: Refusal) -> Refusal:
+    """Return the refusal of a value that followed the tensors though nothing was seen to read them.
+
+    Args:
+        refusal: What the comparison of the runs says.
+    """
+    was = refusal.what.partition(",")[0]
+    return Refusal(
+        f"{was}, after the state had moved on: the value was read out of a tensor's memory by a "
+        "way that shows no call (a NumPy array that shares it, a C library), and a replay would "
+        "go on with this one",
+        "compute it with tensor operations",
+        HazardKind.HOST_READ,
+    )
+
+
+def _other_path(was: str, now: str) -> Refusal:
+    return Refusal(
+        f"the iteration ran {was} in one run and {now} at the same point of the next one, from "
+        "the same state and batch: a decision that Python takes anew each time (a counter, a "
+        "clock, a random number); a replay repeats one path for ever",
+        "decide on the device (torch.where), or outside the iteration with one captured step for "
+        "each path",
+        HazardKind.CONTROL_FLOW,
+    )
+
+
+__all__ = ["ConstantDifference", "ConstantEntry", "ConstantLog", "unseen_read"]

@@ -1,0 +1,242 @@
+"""graphfsdp.check: finds every hazard of an iteration, and changes nothing."""
+
+import copy
+import json
+import random
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import HazardKind
+from graphfsdp.optim import FusedAdam
+from helpers import (
+    assert_same_state,
+    line_of,
+    make_optimizer,
+    quick_garbage_collection,
+    snapshot,
+)
+from probe import Inner, Probe, Program, batches
+from zoo import ZOO
+
+
+def check_program(program: Program, device: torch.device, **options: Any) -> graphfsdp.CheckReport:
+    """Check a probe that runs a program."""
+    torch.manual_seed(11)
+    model = Probe(program)
+    model.body.inner.attribute = torch.ones(4)
+    model.to(device)
+    model.body.inner.attribute = model.body.inner.attribute.to(device)
+    return graphfsdp.check(model, FusedAdam(model.parameters()), batches(device, 1)[0], **options)
+
+
+CHECKED = (
+    *("mlp", "conv_net", "gpt", "mixture_of_experts", "lstm", "unused_parameter", "parametrized"),
+    *("moving_average", "in_place", "gradient_penalty", "extras", "autocast", "checkpoint", "vmap"),
+)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a check must leave alone, apart from the contents of tensors."""
+    return {
+        "tensors": [id(t) for t in (*model.parameters(), *model.buffers())],
+        "addresses": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
+        "gradients": [None if p.grad is None else id(p.grad) for p in model.parameters()],
+        "attributes": [sorted(vars(p)) for p in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_hooks) for module in model.modules()],
+        "numbers": [
+            {k: v for k, v in vars(module).items() if isinstance(v, int | float)}
+            for module in model.modules()
+        ],
+        "state": {id(p): {k: id(v) for k, v in s.items()} for p, s in optimizer.state.items()},
+        "groups": copy.deepcopy(
+            [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        ),
+        "params": [[id(p) for p in group["params"]] for group in optimizer.param_groups],
+        "python": random.getstate(),
+        "numpy": repr(numpy.random.get_state()),
+    }
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_good_iterations_have_no_hazard_and_nothing_changes(
+    name: str, device: torch.device
+) -> None:
+    quick_garbage_collection()
+    case = ZOO[name]
+    torch.manual_seed(0)
+    model = case.make().to(device)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optim = make_optimizer("fused_adam", trained, device)
+    batch = case.batch(torch.Generator().manual_seed(0)).to(device)
+    contents, rest = snapshot(model, optim), everything(model, optim)
+    report = graphfsdp.check(model, optim, *batch.args, loss_fn=case.loss_fn, **batch.kwargs)
+    assert_same_state(contents, snapshot(model, optim))
+    assert rest == everything(model, optim)
+    expected = {"unused_parameter": [HazardKind.GRADIENT]}.get(name, [])
+    assert [hazard.kind for hazard in report.hazards] == expected, str(report)
+    assert report.num_ops > 10
+
+
+@pytest.mark.parametrize("optimizer", ["fused_adam", "adamw", "sgd"])
+@pytest.mark.parametrize("when", ["new", "stepped", "captured"])
+def test_a_check_in_the_middle_of_training_changes_nothing(
+    optimizer: str, when: str, device: torch.device
+) -> None:
+    """Two runs with dropout, one of them checked on the way, stay equal bit for bit."""
+    quick_garbage_collection()
+    case = ZOO["gpt"]
+    runs = []
+    for checked in (False, True):
+        torch.manual_seed(0)
+        model = case.make().to(device)
+        optim = make_optimizer(optimizer, model.parameters(), device)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        with graphfsdp.capture(model, optim, warmup_steps=1, max_grad_norm=1.0) as step:
+            for index in range(6):
+                batch = case.batch(generator).to(device)
+                if checked and index == {"new": 0, "stepped": 1, "captured": 3}[when]:
+                    contents, rest = snapshot(model, optim), everything(model, optim)
+                    report = graphfsdp.check(model, optim, *batch.args, max_grad_norm=1.0)
+                    assert report.ok, str(report)
+                    assert_same_state(contents, snapshot(model, optim))
+                    assert rest == everything(model, optim)
+                losses.append((step(*batch.args), snapshot(model, optim)))
+        runs.append(losses)
+    for (left, left_state), (right, right_state) in zip(*runs, strict=True):
+        assert torch.equal(left, right)
+        assert_same_state(left_state, right_state)
+
+
+def misbehaving(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    calls: int = vars(self).get("calls", 0) + 1
+    vars(self)["calls"] = calls
+    self.gate = self.gate * 0.9  # state
+    h = h * h.sum().item()  # read
+    for _ in range(3):
+        h = h + float(x[0, 0])  # thrice
+    torch.manual_seed(0)  # generator
+    return h * calls + h[x > 0].sum()  # both
+
+
+def test_every_hazard_is_found_in_one_run_and_nothing_changes() -> None:
+    torch.manual_seed(11)
+    model = Probe(misbehaving)
+    optim = FusedAdam(model.parameters())
+    contents, rest = snapshot(model, optim), everything(model, optim)
+    report = graphfsdp.check(model, optim, batches(torch.device("cpu"), 1)[0])
+    assert_same_state(contents, snapshot(model, optim))
+    assert rest == everything(model, optim)
+    assert not hasattr(model.body.inner, "calls")
+    assert not report.ok
+    found = [
+        (h.kind, h.source and h.source.line - line_of(misbehaving, "# state"), h.count)
+        for h in report.hazards
+        if h.kind is not HazardKind.STATE
+    ]
+    assert found == [
+        (HazardKind.HOST_READ, 1, 1),
+        (HazardKind.HOST_READ, 3, 3),
+        (HazardKind.GENERATOR, 4, 1),
+        (HazardKind.DYNAMIC_SHAPE, 5, 2),
+        (HazardKind.BAKED_NUMBER, 5, 2),  # forward and backward multiply
+    ], str(report)
+    state = next(h for h in report.hazards if h.kind is HazardKind.STATE)
+    assert "replaced 'body.inner.gate'" in state.why
+    assert {h.module_path for h in report.hazards} == {"body.inner"}
+    with pytest.raises(graphfsdp.CaptureError) as caught:
+        report.raise_if_any()
+    assert caught.value.kind is HazardKind.HOST_READ
+    assert str(report) in str(caught.value)
+    text = str(report)
+    assert "cannot be captured: 6 hazards" in text
+    assert "h = h * h.sum().item()  # read" in text
+    assert "3 times" in text
+    assert text.isascii()
+    plain = json.loads(report.to_json_text())
+    assert plain["hazards"][0]["line"] == line_of(misbehaving, "# read")
+    assert plain["hazards"][0]["cuda_error"] == 900
+
+
+SIZES = iter(range(1, 9))
+CLOCK: dict[str, Program] = {
+    "python": lambda self, h, x: h * random.random(),
+    "numpy": lambda self, h, x: h * float(numpy.random.rand()),
+    "clock": lambda self, h, x: h + time.perf_counter(),
+    "default_rng": lambda self, h, x: h * float(numpy.random.default_rng().random()),
+    "literal": lambda self, h, x: h * torch.tensor([time.perf_counter()]),
+    "slice": lambda self, h, x: h[: next(SIZES)],
+}
+
+
+@pytest.mark.parametrize("name", CLOCK)
+def test_python_values_that_change_are_found(name: str) -> None:
+    report = check_program(CLOCK[name], torch.device("cpu"), target="cpu")
+    assert {h.kind for h in report.hazards} == {HazardKind.BAKED_NUMBER}, str(report)
+    source = report.hazards[0].source
+    assert source is not None
+    assert source.text == f'"{name}": ' + source.text.partition(": ")[2]
+
+
+def test_a_path_that_python_chooses_is_found() -> None:
+    calls = iter(range(9))
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        return h.sin() if next(calls) % 2 else h.cos()  # chosen
+
+    report = check_program(program, torch.device("cpu"))
+    (hazard,) = report.hazards
+    assert hazard.kind is HazardKind.CONTROL_FLOW
+    assert "aten.cos" in hazard.why
+    assert "aten.sin" in hazard.why
+    assert hazard.source is not None
+    assert hazard.source.line == line_of(program, "# chosen")
+
+
+def test_memory_that_is_read_or_written_without_an_operator_is_found() -> None:
+    weight = torch.ones(4)
+    shared = weight.numpy()
+
+    def write(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        shared[:] += 1
+        return h * weight  # met
+
+    (hazard,) = check_program(write, torch.device("cpu")).hazards
+    assert hazard.kind is HazardKind.HIDDEN_WRITE
+    assert hazard.source is not None
+    assert hazard.source.line == line_of(write, "# met")
+
+    def read(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        return h * float(arrays[0][0])  # met
+
+    torch.manual_seed(0)
+    model = Probe(read)
+    arrays = [model.body.inner.extra.detach().numpy()]
+    report = graphfsdp.check(
+        model, FusedAdam(model.parameters(), lr=0.1), batches(torch.device("cpu"), 1)[0]
+    )
+    (hazard,) = report.hazards
+    assert hazard.kind is HazardKind.HOST_READ
+    assert hazard.source is not None
+    assert hazard.source.line == line_of(read, "# met")
+
+
+def test_an_exception_of_the_program_is_a_finding_with_its_line() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        h = h * h.sum().item()
+        return h @ torch.ones(3, 3)  # fails
+
+    report = check_program(program, torch.device("cpu"), target="cpu")
+    kinds = [hazard.kind for hazard in report.hazards]
+    assert kinds == [HazardKind.HOST_READ, HazardKind.EXCEPTION]
+    failure = report.hazards[1]
+    assert failure.op == "RuntimeError"
+    assert failure.source is not None
+    assert failure.source.line == line_of(program, "# fails")
