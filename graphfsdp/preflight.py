@@ -167,12 +167,11 @@ class _Preflight:
             setup.adapted,
             gradients,
             loss_fn=self._loss_fn,
-            num_microbatches=self._options.microbatches,
             max_grad_norm=self._options.max_grad_norm,
         )
 
         def iterate() -> None:
-            iteration.forward_backward(inputs)
+            iteration.forward_backward(inputs, self._options.microbatches)
             if setup.steps:
                 iteration.optimizer_step()
 
