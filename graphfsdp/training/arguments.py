@@ -69,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_precision,
         _add_capture,
         _add_ranks,
+        _add_checkpoints,
         _add_run,
     ):
         add_flags(parser)
@@ -218,6 +219,24 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--distributed-timeout-minutes", int, "how long a rank waits for another before the run "
         "ends with an error",
+    )  # fmt: skip
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "checkpoints")
+    group.value(
+        "--save", str, "directory for checkpoints, on a file system that all ranks share; one is "
+        "saved after the last iteration, and complete or not visible whatever happens meanwhile",
+    )  # fmt: skip
+    group.value("--save-interval", int, "iterations between two checkpoints; 0 leaves the last one")
+    group.value("--keep-last", int, "checkpoints to keep; all if not given")
+    group.plain_switch(
+        "--async-save", "write checkpoints in the background, from a copy in the CPU's memory"
+    )
+    group.value(
+        "--load", str, "go on with the latest checkpoint of this directory, or with one in it; "
+        "exactly, if flags and number of ranks are the same; if it is that of --save and empty, "
+        "start from nothing",
     )  # fmt: skip
 
 

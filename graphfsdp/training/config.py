@@ -94,6 +94,12 @@ class TrainConfig:
     # Several processes.
     data_parallel_sharding_strategy: str = "no_shard"
     distributed_timeout_minutes: int = 10
+    # Checkpoints.
+    save: str | None = None
+    load: str | None = None
+    save_interval: int = 0
+    async_save: bool = False
+    keep_last: int | None = None
     # What is seen of it.
     log_interval: int = 10
     eval_interval: int = 80
@@ -108,6 +114,7 @@ class TrainConfig:
         self._check_schedule()
         self._check_precision()
         self._check_sharding()
+        self._check_checkpoints()
 
     def _check_model(self) -> None:
         try:
@@ -152,6 +159,14 @@ class TrainConfig:
             ShardingStrategy.parse(self.data_parallel_sharding_strategy)
         except ConfigError as error:
             raise ConfigError(f"--data-parallel-sharding-strategy: {error}") from None
+
+    def _check_checkpoints(self) -> None:
+        self._at_least("save_interval", 0)
+        if self.keep_last is not None:
+            self._at_least("keep_last", 1)
+        for name in ("save_interval", "async_save", "keep_last"):
+            if getattr(self, name) and self.save is None:
+                raise ConfigError(f"{_flag(name)} needs --save DIR, which says where to")
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, getattr(self, name) >= minimum, f"at least {minimum}")

@@ -54,9 +54,9 @@ class TrainingConsole:
         if run.config.out is None:
             self.line("nothing of this run is kept; --out DIR keeps metrics and parameters")
 
-    def advance(self) -> None:
-        """Count one iteration."""
-        self.progress.advance(self._task)
+    def advance(self, num_iterations: int = 1) -> None:
+        """Count iterations."""
+        self.progress.advance(self._task, num_iterations)
 
     def log(self, metrics: Metrics) -> None:
         """Print the line of a logged step."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import graphfsdp
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
+from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
 from graphfsdp.training.evaluation import generate_sample, validation_loss
@@ -56,15 +57,26 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
         if config.out is not None:
             path = config.out  # looked at before the minutes that a large model takes
-            ranks.decide(lambda: refuse_used_directory(path) if ranks.is_first else None)
+            resumes = config.load is not None
+            ranks.decide(
+                lambda: refuse_used_directory(path, resumes=resumes) if ranks.is_first else None
+            )
+        ranks.decide(lambda: refuse_unusable_folder(config, ranks))
         run = build_run(config, ranks, device)
         stack.callback(run.step.close)
-        directory = ranks.decide(lambda: _open_directory(run))
+        checkpoints = _open_checkpoints(run, stack)
+        start, lines = checkpoints.resume() if checkpoints is not None else (Position(), [])
+        directory = ranks.decide(lambda: _open_directory(run, start))
         if directory is not None:
             stack.enter_context(directory)
         out.banner(run)
+        for line in lines:
+            out.line(line)
         with out.progress:
-            metrics = _iterate(run, out, directory)
+            out.advance(start.iteration)
+            metrics = _iterate(run, out, directory, checkpoints, start)
+        if checkpoints is not None:
+            checkpoints.close()
         if config.out is not None:
             state = whole_state(run.model, dtype=config.param_dtype, keep=ranks.is_first)
             if directory is not None:
@@ -87,18 +99,36 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     return TrainResult(metrics.val_loss, run.corpus.unigram_entropy, metrics)
 
 
-def _open_directory(run: TrainingRun) -> RunDirectory | None:
+def _open_checkpoints(run: TrainingRun, stack: ExitStack) -> RunCheckpoints | None:
+    if run.config.save is None and run.config.load is None:
+        return None
+    checkpoints = RunCheckpoints(run)
+    stack.callback(checkpoints.close)
+    return checkpoints
+
+
+def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
     if run.config.out is None or not run.ranks.is_first:
         return None
-    entropy = run.corpus.unigram_entropy
-    return RunDirectory(run.config.out, _facts(run), unigram_entropy=entropy)
+    return RunDirectory(
+        run.config.out,
+        _facts(run),
+        unigram_entropy=run.corpus.unigram_entropy,
+        resumed_at=None if run.config.load is None else start.iteration,
+    )
 
 
-def _iterate(run: TrainingRun, out: TrainingConsole, directory: RunDirectory | None) -> Metrics:
-    """Run every iteration and return the last one's metrics."""
+def _iterate(
+    run: TrainingRun,
+    out: TrainingConsole,
+    directory: RunDirectory | None,
+    checkpoints: RunCheckpoints | None,
+    start: Position,
+) -> Metrics:
+    """Run every iteration from a position on and return the last one's metrics."""
     config, step = run.config, run.step
     window = _Window(run)
-    for iteration in range(config.train_iters):
+    for iteration in range(start.iteration, config.train_iters):
         tokens, targets = run.sampler.training_batch(iteration)
         lr = run.optimizer.param_groups[0]["lr"]
         phase_before = step.phase
@@ -108,10 +138,12 @@ def _iterate(run: TrainingRun, out: TrainingConsole, directory: RunDirectory | N
         captured = phase_before is not step.phase
         out.advance()
         done = iteration + 1
+        position = Position(done, start.tokens + (done - start.iteration) * run.batch.num_tokens)
         evaluates = done == config.train_iters or _is_due(done, config.eval_interval)
-        if evaluates or done == 1 or _is_due(done, config.log_interval):
+        first = done in (1, start.iteration + 1)
+        if evaluates or first or _is_due(done, config.log_interval):
             phase = graphfsdp.Phase.CAPTURE if captured else phase_before
-            metrics = window.measure(done, loss, lr, phase)
+            metrics = window.measure(position, loss, lr, phase)
             if evaluates:
                 metrics = dataclasses.replace(metrics, val_loss=_validate(run))
             out.log(metrics)
@@ -120,6 +152,10 @@ def _iterate(run: TrainingRun, out: TrainingConsole, directory: RunDirectory | N
             window = _Window(run)
         elif captured:
             window = _Window(run)  # so that the speed of replay does not include the capture
+        if checkpoints is not None:
+            began = time.perf_counter()
+            checkpoints.save_if_due(position)
+            window.leave_out(began)
     return metrics
 
 
@@ -151,18 +187,24 @@ class _Window:
         if self._run.device.type == "cuda":
             torch.cuda.synchronize(self._run.device)
 
-    def measure(self, done: int, loss: Tensor, lr: float, phase: graphfsdp.Phase) -> Metrics:
+    def leave_out(self, began: float) -> None:
+        """Leave out what has been done since a moment."""
+        self._start += time.perf_counter() - began
+
+    def measure(
+        self, position: Position, loss: Tensor, lr: float, phase: graphfsdp.Phase
+    ) -> Metrics:
         """Read what the devices of all ranks hold of the last iteration."""
         self._wait()
         run, seconds = self._run, (time.perf_counter() - self._start) / self.num_steps
         tokens_per_s = run.batch.num_tokens / seconds
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(
-            step=done,
+            step=position.iteration,
             loss=float(run.ranks.mean(loss)),
             lr=lr,
             grad_norm=float(run.step.grad_norm),
-            tokens=done * run.batch.num_tokens,
+            tokens=position.tokens,
             tokens_per_s=tokens_per_s,
             step_ms=1000 * seconds,
             memory_bytes=peak_memory_bytes(run.device),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +18,19 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def refuse_used_directory(out: str) -> None:
+def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
     """Check that nothing would be overwritten.
+
+    Args:
+        out: Where a run is to be kept.
+        resumes: It goes on with a run, maybe with the one that is kept there.
 
     Raises:
         ConfigError: ``out`` is a file, or a directory that holds something.
     """
     path = Path(out)
+    if resumes and (path / "config.json").is_file():
+        return
     try:
         held: Path | None = path if path.exists() else None
         if path.is_dir():
@@ -45,27 +52,38 @@ def _cannot_use(out: str, error: OSError) -> ConfigError:
 class RunDirectory:
     """Writes a run as it goes, so that whatever ends it leaves what was known until then."""
 
-    def __init__(self, out: str, facts: Mapping[str, object], *, unigram_entropy: float) -> None:
+    def __init__(
+        self,
+        out: str,
+        facts: Mapping[str, object],
+        *,
+        unigram_entropy: float,
+        resumed_at: int | None = None,
+    ) -> None:
         """Make the directory and write ``config.json``.
 
         Args:
             out: A directory that does not exist or is empty.
             facts: Everything that decides the run, as JSON values.
             unigram_entropy: Drawn as a line in the picture.
+            resumed_at: Iteration after which the run goes on; what an earlier process has kept
+                of it there stays up to that iteration, and what it kept of later ones goes.
 
         Raises:
             ConfigError: the directory holds something, or cannot be made.
         """
-        refuse_used_directory(out)
+        refuse_used_directory(out, resumes=resumed_at is not None)
         self.path = Path(out)
         self._unigram_entropy = unigram_entropy
         self._history: list[Metrics] = []
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with (self.path / "config.json").open("x") as file:
-                json.dump(facts, file, indent=2)
-                file.write("\n")
-            self._metrics_file = (self.path / "metrics.jsonl").open("x")
+            if resumed_at is not None:
+                self._history = _kept_until(self.path / "metrics.jsonl", resumed_at)
+            lines = "".join(f"{metrics.to_json()}\n" for metrics in self._history)
+            _replace(self.path / "config.json", json.dumps(facts, indent=2) + "\n")
+            _replace(self.path / "metrics.jsonl", lines)
+            self._metrics_file = (self.path / "metrics.jsonl").open("a")
         except OSError as error:
             raise _cannot_use(out, error) from None
         self._tensorboard = _open_tensorboard(self.path)
@@ -106,6 +124,28 @@ class RunDirectory:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is either the old one or the new one, whenever the process ends."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _kept_until(path: Path, iteration: int) -> list[Metrics]:
+    """Return the metrics of a file up to an iteration; a last line may have been cut off."""
+    found: list[Metrics] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                metrics = Metrics(**json.loads(line))
+            except (ValueError, TypeError):
+                break
+            if metrics.step > iteration:
+                break
+            found.append(metrics)
+    return found
 
 
 def _open_tensorboard(path: Path) -> "SummaryWriter | None":

@@ -1,0 +1,180 @@
+"""Saving a training run as it goes, and going on with one exactly where it was saved."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.build import TrainingRun
+from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.ranks import Ranks
+from graphfsdp.training.schedule import learning_rate
+
+# Flags that change what is seen or kept of a run, or how it is computed, but not its numbers.
+_FREE = frozenset(
+    {
+        *("preset", "out", "no_progress", "log_interval", "eval_interval", "eval_iters"),
+        *("sample_tokens", "save", "load", "save_interval", "async_save", "keep_last"),
+        *("cuda_graph_scope", "cuda_graph_warmup_steps", "device", "micro_batch_size"),
+        *("data_parallel_sharding_strategy", "distributed_timeout_minutes"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is.
+
+    Attributes:
+        iteration: Iterations done.
+        tokens: Tokens trained on, all ranks together.
+    """
+
+    iteration: int = 0
+    tokens: int = 0
+
+
+class RunState:
+    """What a checkpoint keeps of a run beside model, optimizer, schedule and generators.
+
+    The position in the data is the iteration: batches depend on it and on the seed alone.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._facts: dict[str, Any] = {
+            **{name: value for name, value in asdict(run.config).items() if name not in _FREE},
+            "global_batch_size": run.batch.num_sequences,
+            "corpus": [len(run.corpus.train), run.corpus.unigram_entropy],
+        }
+        self.position = Position()
+        self.differences: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return position and settings."""
+        return {"position": asdict(self.position), "facts": self._facts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the position, and note which settings are others now."""
+        self.position = Position(**state["position"])
+        saved = state["facts"]
+        for name in sorted(saved.keys() & self._facts.keys()):
+            if saved[name] != self._facts[name]:
+                what = "the data" if name == "corpus" else f"--{name.replace('_', '-')}"
+                self.differences.append(f"{what} was {saved[name]}, is {self._facts[name]}")
+
+
+class RunCheckpoints:
+    """The checkpoints of a training run, as its flags ask for them. A context manager."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        """Prepare to load and save; every rank."""
+        # Here, since torch.distributed.checkpoint is much to import for a run without it.
+        from graphfsdp.checkpoint import AsyncSaver
+
+        self._run = run
+        self._state = RunState(run)
+        self._weight_decays = [group["weight_decay"] for group in run.optimizer.param_groups]
+        asynchronous = run.config.save is not None and run.config.async_save
+        self._saver = AsyncSaver() if asynchronous else None
+
+    def resume(self) -> tuple[Position, list[str]]:
+        """Load what ``--load`` names, if anything.
+
+        Returns:
+            Where the run is, and lines for the console.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged or of another model.
+            ConfigError: it has been trained for as long as was asked for.
+        """
+        from graphfsdp.checkpoint import load
+        from graphfsdp.checkpoint.folder import entries
+
+        config, run = self._run.config, self._run
+        if config.load is None:
+            return Position(), []
+        if config.load == config.save and not entries(Path(config.load)):
+            return Position(), [f"{config.load} has no checkpoint yet: the run starts from nothing"]
+        loaded = load(config.load, run.model, run.optimizer, objects=self._objects())
+        position = self._state.position
+        if position.iteration >= config.train_iters:
+            raise ConfigError(
+                f"{loaded.path} has {position.iteration} iterations already; give more "
+                f"--train-iters than {config.train_iters} to go on"
+            )
+        self._apply_flags(position.iteration)
+        lines = [f"resumed from {loaded.path} after {position.iteration} iterations"]
+        if self._state.differences:
+            lines.append(
+                "other settings than saved, so no exact continuation: "
+                + "; ".join(self._state.differences)
+            )
+        return position, lines
+
+    def _apply_flags(self, iteration: int) -> None:
+        """Set the hyper-parameters that this run's flags ask for; the same where these are."""
+        config, scheduler = self._run.config, self._run.scheduler
+        scheduler.base_lrs = [config.lr for _ in scheduler.base_lrs]
+        groups = self._run.optimizer.param_groups
+        for group, decay in zip(groups, self._weight_decays, strict=True):
+            group["initial_lr"] = config.lr
+            group["lr"] = config.lr * (learning_rate(config, iteration) / config.lr)
+            group["betas"] = (config.adam_beta1, config.adam_beta2)
+            group["eps"] = config.adam_eps
+            group["weight_decay"] = decay
+
+    def save_if_due(self, position: Position) -> None:
+        """Save after an iteration that ``--save-interval`` names, and after the last.
+
+        Raises:
+            CheckpointError: this save, or the one before in the background, has failed.
+        """
+        from graphfsdp.checkpoint import save
+
+        run, config, done = self._run, self._run.config, position.iteration
+        due = config.save_interval > 0 and done % config.save_interval == 0
+        if config.save is None or not (due or done == config.train_iters):
+            return
+        self._state.position = position
+        write = save if self._saver is None else self._saver.save
+        write(
+            config.save,
+            run.model,
+            run.optimizer,
+            objects=self._objects(),
+            step=done,
+            keep_last=config.keep_last,
+        )
+
+    def close(self) -> None:
+        """Wait for what is being saved.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.close()
+
+    def _objects(self) -> dict[str, Any]:
+        return {"scheduler": self._run.scheduler, "run": self._state}
+
+
+def refuse_unusable_folder(config: TrainConfig, ranks: Ranks) -> None:
+    """Make the folder for checkpoints now, rather than after the first interval.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if config.save is None or not ranks.is_first:
+        return
+    try:
+        Path(config.save).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--save {config.save} cannot be made ({error.strerror or error}); give a directory "
+            "that can"
+        ) from None
+
+
+__all__ = ["Position", "RunCheckpoints", "RunState", "refuse_unusable_folder"]
