@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from graphfsdp.training.config import LrDecayStyle, TrainConfig
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.config import LrDecayStyle, LrWsdDecayStyle, TrainConfig
 from graphfsdp.training.schedule import learning_rate, make_scheduler
 
 CONFIG = TrainConfig(lr=1.0, min_lr=0.2, lr_warmup_iters=10, train_iters=110)
@@ -28,6 +29,29 @@ def test_decay_goes_from_the_full_rate_to_the_smallest(
     assert learning_rate(config, 60) == pytest.approx(middle)
     assert learning_rate(config, 110) == pytest.approx(end)
     assert learning_rate(config, 1000) == pytest.approx(end)
+
+
+@pytest.mark.parametrize(
+    ("style", "half"),
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
+)
+def test_wsd_stays_at_the_full_rate_and_decays_at_the_end(
+    style: LrWsdDecayStyle, half: float
+) -> None:
+    config = dataclasses.replace(
+        CONFIG, lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=20
+    )
+    assert learning_rate(config, 4) == 0.5
+    assert {learning_rate(config, iteration) for iteration in (10, 50, 90)} == {1.0}
+    assert learning_rate(config, 91) < 1.0
+    assert learning_rate(config, 100) == pytest.approx(0.2 + 0.8 * half)
+    assert learning_rate(config, 110) == learning_rate(config, 500) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("num_iters", [None, 0, 101])
+def test_wsd_needs_a_decay_that_fits_into_the_run(num_iters: int | None) -> None:
+    with pytest.raises(ConfigError, match=f"expected 1 to 100.* got {num_iters}"):
+        dataclasses.replace(CONFIG, lr_decay_style="WSD", lr_wsd_decay_iters=num_iters)
 
 
 def test_cosine_is_a_half_wave() -> None:

@@ -164,10 +164,15 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "optimizer and schedule")
     group.value("--lr", float, "learning rate after warm-up")
     group.choice(
-        "--lr-decay-style", ("constant", "linear", "cosine"), "how the learning rate goes from "
-        "--lr to --min-lr; the graph reads it from the device, so nothing is captured again",
+        "--lr-decay-style", ("constant", "linear", "cosine", "WSD"), "how the learning rate goes "
+        "from --lr to --min-lr; the graph reads it from the device, so nothing is captured again",
     )  # fmt: skip
     group.value("--lr-warmup-iters", int, "iterations over which the rate first rises")
+    group.choice(
+        "--lr-wsd-decay-style", ("exponential", "linear", "cosine", "minus_sqrt"),
+        "how the rate of --lr-decay-style WSD falls at the end",
+    )  # fmt: skip
+    group.value("--lr-wsd-decay-iters", int, "iterations over which that rate falls")
     group.value("--min-lr", float, "learning rate at the end")
     group.value("--weight-decay", float, "decoupled decay of matrices; vectors have none")
     group.value("--adam-beta1", float, "decay of the gradient's running mean")

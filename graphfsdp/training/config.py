@@ -12,7 +12,8 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
 DtypeName = Literal["fp32", "bf16"]
-LrDecayStyle = Literal["constant", "linear", "cosine"]
+LrDecayStyle = Literal["constant", "linear", "cosine", "WSD"]
+LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
 
@@ -76,6 +77,8 @@ class TrainConfig:
     lr: float = 3e-3
     lr_decay_style: LrDecayStyle = "cosine"
     lr_warmup_iters: int = 20
+    lr_wsd_decay_style: LrWsdDecayStyle = "exponential"
+    lr_wsd_decay_iters: int | None = None
     min_lr: float = 0.0
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
@@ -145,6 +148,14 @@ class TrainConfig:
                 f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
                 f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
             )
+        if self.lr_decay_style == "WSD":
+            longest = self.train_iters - self.lr_warmup_iters
+            num_iters = self.lr_wsd_decay_iters
+            if num_iters is None or not 1 <= num_iters <= longest:
+                raise ConfigError(
+                    "--lr-decay-style WSD decays in the last --lr-wsd-decay-iters iterations; "
+                    f"expected 1 to {longest}, what the warm-up leaves, got {num_iters}"
+                )
 
     def _check_precision(self) -> None:
         if self.main_params_dtype == "bf16" and not self.bf16:
@@ -270,6 +281,7 @@ __all__ = [
     "DtypeName",
     "IterationBatch",
     "LrDecayStyle",
+    "LrWsdDecayStyle",
     "ScopeName",
     "TrainConfig",
 ]
