@@ -1,6 +1,6 @@
 """What the guards before each replay cost, part by part, beside the replay itself.
 
-``python -m benchmarks.guard_cost`` prints a table and writes benchmarks/results/guard_cost_cpu.json.
+``python -m benchmarks.guard_cost`` prints a table and writes results/guard_cost_cpu.json.
 """
 
 import json
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from benchmarks.environment import describe
-from graphfsdp._capture.guards import Guards
 from graphfsdp.optim import FusedAdam
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "guard_cost_cpu.json"
@@ -45,6 +44,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Attend and mix: [B, T, WIDTH] to [B, T, WIDTH]."""
         query, key, value = self.attention["qkv"](self.norm(x)).chunk(3, dim=-1)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value)
         x = x + self.attention["drop"](self.out(mixed))
@@ -76,7 +76,10 @@ def measure(optimizer: str) -> dict[str, float]:
     )
     for _ in range(6):
         step(x)
-    guards: Guards = step._runner._guards
+    recording = step._runner._recordings.latest
+    assert recording is not None
+    guards = recording.guards
+    assert guards is not None
     found: dict[str, float] = {}
     for index, guard in enumerate(guards._guards):
         assert guard.holds()

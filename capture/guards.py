@@ -61,7 +61,6 @@ class Guards:
         self._optimizer = optimizer
         self._device = device
         self._assignments = Assignments()
-        self._hooks: HookGuard | None = None
         self._guards: tuple[Guard, ...] = ()
 
     @contextmanager
@@ -77,7 +76,6 @@ class Guards:
             was_read: Tells whether the recording has touched a tensor's storage.
         """
         attributes = AttributeGuard(self._model, self._assignments.keys, was_read)
-        self._hooks = HookGuard(self._model, self._named_params, self._optimizer)
         names = {id(param): name for name, param in self._named_params.items()}
         self._guards = (
             StructureGuard(self._model),
@@ -87,7 +85,7 @@ class Guards:
                 addresses_only=True,
             ),
             attributes,
-            self._hooks,
+            HookGuard(self._model, self._named_params, self._optimizer),
             SettingsGuard(self._device.type),
             *([] if self._optimizer is None else [OptimizerGuard(self._optimizer, names)]),
         )
@@ -104,9 +102,6 @@ class Guards:
     def close(self) -> None:
         """Let go of everything."""
         self._guards = ()
-        if self._hooks is not None:
-            self._hooks.close()
-            self._hooks = None
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())

@@ -60,7 +60,6 @@ class HookGuard:
             named_params: Trainable parameters by full name.
             optimizer: None if it stays outside of the graph.
         """
-        self._params = list(named_params.values())
         self._tables = [
             *_module_tables(model),
             *_param_tables(named_params),
@@ -85,12 +84,6 @@ class HookGuard:
             self._arm()
         return found
 
-    def close(self) -> None:
-        """Take the empty dicts off the parameters that this guard has put there."""
-        for param in self._params:
-            if param._backward_hooks is not None and not param._backward_hooks:
-                param._backward_hooks = None
-
     def _arm(self) -> None:
         self._before = [dict(table.hooks) for table in self._tables]
         self._empty = [table.hooks for table in self._tables if not table.hooks]
@@ -109,7 +102,8 @@ def _module_tables(model: nn.Module) -> Iterator[Table]:
 
 def _param_tables(named_params: Mapping[str, nn.Parameter]) -> Iterator[Table]:
     # A tensor without hooks has None in the place of the dict. With an empty dict there, which
-    # torch fills once somebody registers a hook, a look at all dicts is a look at all tensors.
+    # torch fills once somebody registers a hook, a look at all dicts is a look at all tensors. It
+    # stays for ever, since another step over the same parameters may look at it as well.
     for name, param in named_params.items():
         for kind, register, attribute in (
             ("gradient hook", param.register_hook, "_backward_hooks"),

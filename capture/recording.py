@@ -102,12 +102,8 @@ class Recordings:
 
     def close(self) -> None:
         """Close all and let go of them."""
-        # Guards share what they put on parameters; whoever comes last takes it off.
-        guards = [entry.guards for entry in self if entry.guards is not None]
         while self._entries:
             self._entries.popitem()[1].close()
-        for guard in guards:
-            guard.close()
 
 
 __all__ = ["Recording", "Recordings"]

@@ -306,12 +306,16 @@ def test_a_refusal_can_be_followed_by_a_new_capture() -> None:
     assert step.report().num_calls["replay"] == 2
 
 
-def test_closing_takes_the_guards_own_traces_off_the_model() -> None:
+def test_a_closed_step_leaves_the_guards_of_another_in_order() -> None:
     guarded = start()
-    guarded.step.close()
-    for param in guarded.model.parameters():
-        assert param._backward_hooks is None
-        assert not param._post_accumulate_grad_hooks
+    with graphfsdp.capture(guarded.model, guarded.optim) as other:
+        for _ in range(5):
+            other(guarded.batch())
+    guarded.step(guarded.batch())
+    handle = guarded.model.scale.register_hook(lambda grad: grad)
+    refused(guarded, "gradient hook .* of parameter 'scale'")
+    handle.remove()
+    guarded.step(guarded.batch())
 
 
 def test_a_change_is_structured() -> None:
