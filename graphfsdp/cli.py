@@ -36,7 +36,16 @@ def _train(arguments: Sequence[str]) -> None:
     train(parse_train_arguments(arguments), Console())
 
 
-COMMANDS = (Command("train", "train a GPT with the whole iteration in one graph", _train),)
+def _plan(arguments: Sequence[str]) -> None:
+    from graphfsdp.planning.command import run_plan
+
+    run_plan(arguments, Console())
+
+
+COMMANDS = (
+    Command("train", "train a GPT with the whole iteration in one graph", _train),
+    Command("plan", "tell what each rank of a training run will need, without the ranks", _plan),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """What `graphfsdp plan` says, against real worlds of gloo ranks."""
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp._fully_shard import unit_of
+from graphfsdp.cli import main
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.planning.model_plan import ModelPlan, plan_model
+from graphfsdp.planning.activations import Activations, measure_activations
+from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
+from graphfsdp.planning.time_estimate import Speeds, estimate_time
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.sharding import shard_model
 from ranks import RankPool
@@ -128,3 +132,133 @@ def test_a_plan_needs_modules_and_ranks_that_exist() -> None:
     with pytest.raises(ConfigError, match="at least 1, got 0 and 1"):
         plan_model(model, ["0"], num_ranks=0)
     assert not dist.is_initialized()
+
+
+def test_a_unit_that_is_planned_alone_is_the_whole_model() -> None:
+    plan = plan_model(make_model("meta"), [], num_ranks=1, strategy="no_shard")
+    numel = sum(param.numel() for param in make_model("meta").parameters())
+    assert plan.num_parameters == numel
+    assert [unit.name for unit in plan.units] == [""]
+    assert plan.gathered_bytes == 0
+    assert plan.unreduced_grad_bytes == 0
+    assert {call.wire_bytes for call in plan.collectives()} == {0}
+
+
+def test_whole_weights_are_those_of_the_root_and_of_the_largest_unit() -> None:
+    plan = plan_of("optim_grads_params", "bf16", 1, 2)
+    root, *blocks = (unit.full_bytes for unit in plan.units)
+    assert plan.gathered_bytes == root + max(blocks)
+    assert plan_of("optim_grads", "bf16", 1, 2).gathered_bytes == root + sum(blocks)
+    copies = 2 * plan_of("no_shard", "bf16", 1, 2).num_parameters
+    assert 0 <= plan_of("no_shard", "bf16", 1, 2).gathered_bytes - copies < 200
+    waiting = [unit.full_grad_bytes for unit in plan.units]
+    assert plan.unreduced_grad_bytes == max(waiting)
+    assert plan_of("optim", "bf16", 2, 2).unreduced_grad_bytes == sum(waiting)
+
+
+def test_rings_send_what_the_others_lack() -> None:
+    assert Collective("all_gather", "u", 3, 1000, 4).wire_bytes == 3 * 750
+    assert Collective("reduce_scatter", "u", 1, 1000, 4).wire_bytes == 750
+    assert Collective("all_reduce", "u", 1, 1000, 4).wire_bytes == 1500
+
+
+def test_time_is_arithmetic_and_communication_at_the_stated_speeds() -> None:
+    calls = [Collective("all_gather", "u", 2, 4_000_000, 4), Collective("all_reduce", "u", 1, 8, 4)]
+    speeds = Speeds(tflops=100.0, utilization=0.5, bandwidth_gbs=3.0, latency_us=10.0)
+    time = estimate_time(50e9, calls, speeds)
+    assert time.compute_ms == pytest.approx(1.0)
+    # 2 x 3 steps and 2 x 3 MB at 3 GB/s; 6 steps and 12 bytes.
+    assert time.communication_ms == pytest.approx(0.06 + 2.0 + 0.06, rel=1e-5)
+    assert time.overlapped_ms == time.communication_ms
+    assert time.serial_ms == pytest.approx(3.12, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change", [{"tflops": 0.0}, {"utilization": 1.5}, {"bandwidth_gbs": -1.0}, {"latency_us": -1.0}]
+)
+def test_speeds_that_cannot_be_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(change))} must be"):
+        Speeds(**change)
+
+
+def test_activations_are_what_lives_for_the_backward_pass() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        x = torch.empty(16, 4)
+    found = measure_activations(model, lambda: model(x).sum())
+    hidden, out, loss = 16 * 8 * 4, 16 * 4, 4
+    assert found.saved_bytes == hidden + loss  # what tanh returned, and the loss itself
+    # The gradients of the last layer's weights while that of the hidden layer is there too.
+    assert hidden + loss + out < found.peak_bytes <= 3 * hidden + loss + 2 * out + 8 * 4 + 4
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_attention_keeps_no_scores_and_each_layer_takes_the_same() -> None:
+    def run(layers: int, positions: int) -> Activations:
+        shape = GPTConfig(
+            vocab_size=8,
+            seq_length=positions,
+            num_layers=layers,
+            hidden_size=8,
+            num_attention_heads=2,
+        )
+        with torch.device("meta"):
+            model = GPT(shape)
+            tokens = torch.empty((1, positions), dtype=torch.int64)
+        return measure_activations(model, lambda: model(tokens, tokens))
+
+    two, three, six = run(2, 64), run(3, 64), run(6, 64)
+    assert three.extended(two, 3) == six
+    assert run(2, 128).saved_bytes < 2.1 * two.saved_bytes  # scores would grow fourfold
+
+
+def plan_json(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["plan", "--json", *line.split()]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--preset llama3-8b --world-size 4096 --strategy optim_grads_params"
+    data = plan_json(line, capsys)
+    assert data["num_parameters"] == 8_030_261_248
+    assert data["num_units"] == 33
+    memory = {entry["kind"]: entry for entry in data["memory"]}
+    whole = data["num_parameters"] + data["num_padding"]
+    assert memory["main weights"]["num_bytes"] == 4 * whole // 4096
+    assert memory["main grads"]["num_bytes"] == 4 * whole // 4096
+    assert not memory["activations"]["exact"]
+    assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
+    counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
+    assert counts["all_gather"] == 2 * counts["reduce_scatter"]
+    shorter = plan_json(f"{line} --seq-length 4096", capsys)
+    assert shorter["saved_activation_bytes"] < 0.51 * data["saved_activation_bytes"]
+    assert shorter["flops"] < data["flops"] / 2
+
+
+def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "tiny", "--world-size", "2", "--strategy", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny: memory of each of 2 ranks" in out
+    for word in ("main weights", "optimizer state", "activations", "reduce_scatter", "~ marks"):
+        assert word in out
+    activations = next(line for line in out.splitlines() if "activations" in line)
+    assert "~" in activations
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--world-size 2 --rank 2", "--rank must be in 0..1, got 2"),
+        ("--world-size 3 --global-batch-size 8", "not divisible"),
+        ("--preset gigantic", "there is no such preset"),
+        ("--utilization 2", "utilization must be in"),
+        ("--world-size two", "invalid int value"),
+        ("--fast", "unrecognized arguments: --fast"),
+    ],
+)
+def test_command_refuses_what_cannot_be(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *line.split()]) == 2
+    assert message in capsys.readouterr().err

@@ -98,7 +98,14 @@ def test_loss_of_bf16_weights_is_float32(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_params"), [("gpt2-124m", 124_475_904), ("llama-1b", 1_261_529_088)]
+    ("name", "num_params"),
+    [
+        ("gpt2-124m", 124_475_904),
+        ("llama-1b", 1_261_529_088),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+    ],
 )
 def test_presets_have_the_sizes_that_their_names_say(name: str, num_params: int) -> None:
     preset = find_preset(name)
@@ -106,6 +113,22 @@ def test_presets_have_the_sizes_that_their_names_say(name: str, num_params: int)
     with torch.device("meta"):
         model = GPT(preset.gpt(preset.vocab_size))
     assert sum(param.numel() for param in model.parameters()) == num_params
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_shared_keys_are_keys_that_several_heads_have_in_common(
+    groups: int, device: torch.device
+) -> None:
+    shared = GPT(dataclasses.replace(LLAMA, num_query_groups=groups)).to(device)
+    plain = GPT(LLAMA).to(device)
+    state = shared.state_dict()
+    for name in [name for name in state if name.endswith("attention.qkv.weight")]:
+        query, *others = state[name].split([32, 8 * groups, 8 * groups])
+        repeated = [part.view(groups, 8, 32).repeat_interleave(4 // groups, 0) for part in others]
+        state[name] = torch.cat([query, *(part.view(32, 32) for part in repeated)])
+    plain.load_state_dict(state)
+    tokens = random_tokens(device)
+    torch.testing.assert_close(shared(tokens), plain(tokens))
 
 
 def test_dropout_acts_in_training_alone(device: torch.device) -> None:
@@ -140,6 +163,8 @@ def test_generate_continues_the_prompt_and_disturbs_nothing(device: torch.device
     [
         ({"hidden_size": 30}, "hidden_size 30 is not divisible by num_attention_heads 4"),
         ({"hidden_size": 20, "position_embedding_type": "rope"}, "a head has 5"),
+        ({"num_query_groups": 3}, "num_query_groups 3 does not divide num_attention_heads 4"),
+        ({"num_query_groups": 0}, "num_query_groups 0 does not divide"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size must be at least 1"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout must be in \[0, 1\)"),

@@ -118,6 +118,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.value("--hidden-size", int, "width of the residual stream")
     group.value("--num-attention-heads", int, "heads; must divide the hidden size")
     group.value(
+        "--num-query-groups", int, "heads of keys and values, each shared by several heads of "
+        "queries; one for each head if not given",
+    )  # fmt: skip
+    group.value(
         "--ffn-hidden-size", int, "feed-forward width; 4 x hidden size if not given, or 8/3 x "
         "with --swiglu, which keeps the number of parameters",
     )  # fmt: skip
@@ -134,6 +138,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.switch("--disable-bias-linear", "no bias in linear layers")
     group.value("--hidden-dropout", float, "dropout after the embedding and after each branch")
     group.value("--attention-dropout", float, "dropout of the attention weights")
+    group.value("--rotary-base", float, "longest wavelength of rotary positions, over 2 pi")
     group.value("--vocab-size", int, "size of the embedding; as the data needs if not given")
 
 

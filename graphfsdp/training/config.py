@@ -57,6 +57,7 @@ class TrainConfig:
     num_layers: int = 4
     hidden_size: int = 192
     num_attention_heads: int = 6
+    num_query_groups: int | None = None
     ffn_hidden_size: int | None = None
     position_embedding_type: PositionEmbeddingType = "rope"
     normalization: Normalization = "RMSNorm"
@@ -65,6 +66,7 @@ class TrainConfig:
     disable_bias_linear: bool = True
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    rotary_base: float = 10_000.0
     vocab_size: int | None = None
     # Data and length of the run.
     seq_length: int = 256

@@ -25,6 +25,8 @@ class GPTConfig:
     Attributes:
         vocab_size: Number of different tokens.
         seq_length: Longest sequence the model accepts.
+        num_query_groups: Heads of keys and values, each shared by as many heads of queries; None
+            is one for each head of queries.
         ffn_hidden_size: Width of the feed-forward layer; None is 4 C, or 8/3 C rounded up to a
             multiple of 64 with ``swiglu``, which has three matrices instead of two.
         untie_embeddings_and_output_weights: Use a matrix of its own for the output layer
@@ -41,6 +43,7 @@ class GPTConfig:
     num_layers: int
     hidden_size: int
     num_attention_heads: int
+    num_query_groups: int | None = None
     ffn_hidden_size: int | None = None
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
     normalization: Normalization = "LayerNorm"
@@ -64,6 +67,12 @@ class GPTConfig:
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
                 f"{self.num_attention_heads}; every head needs the same width, so change one"
             )
+        groups = self.num_groups
+        if groups < 1 or self.num_attention_heads % groups:
+            raise ConfigError(
+                f"num_query_groups {groups} does not divide num_attention_heads "
+                f"{self.num_attention_heads}; each group serves equally many heads, so change one"
+            )
         if self.position_embedding_type not in ("learned_absolute", "rope"):
             raise ConfigError(
                 f"position_embedding_type must be 'learned_absolute' or 'rope', "
@@ -86,6 +95,12 @@ class GPTConfig:
     def head_size(self) -> int:
         """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_groups(self) -> int:
+        """Heads of keys and values, with the default filled in."""
+        groups = self.num_query_groups
+        return self.num_attention_heads if groups is None else groups
 
     @property
     def ffn_size(self) -> int:
@@ -131,14 +146,19 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one matrix for queries, keys and values."""
+    """Causal self-attention with one matrix for queries, keys and values.
+
+    Source: Ainslie et al. 2023 (arXiv:2305.13245) for groups of queries that share keys.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         bias = not config.disable_bias_linear
         self.num_heads = config.num_attention_heads
         self.dropout = config.attention_dropout
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=bias)
+        self.num_groups = config.num_groups
+        width = config.head_size * (self.num_heads + 2 * self.num_groups)
+        self.qkv = nn.Linear(config.hidden_size, width, bias=bias)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
         rope = config.position_embedding_type == "rope"
         self.rotary = RotaryEmbedding(config) if rope else None
@@ -152,12 +172,16 @@ class Attention(nn.Module):
         Capture: no host sync; dropout draws from the device's default generator.
         """
         batch, seq_length, width = x.shape
-        qkv = self.qkv(x).view(batch, seq_length, 3, self.num_heads, width // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, D]
+        heads = (self.num_heads, self.num_groups, self.num_groups)
+        qkv = self.qkv(x).view(batch, seq_length, sum(heads), width // self.num_heads)
+        query, key, value = qkv.transpose(1, 2).split(heads, dim=1)  # each [B, heads, T, D]
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        shared = self.num_groups < self.num_heads
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=shared
+        )
         merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq_length, width))
         return merged
 

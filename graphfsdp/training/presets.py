@@ -66,6 +66,33 @@ def _llama(
     )
 
 
+def _llama3(
+    name: str, num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int
+) -> TrainConfig:
+    """Return a run in the shape of Llama 3: keys shared by groups of queries.
+
+    Source: Grattafiori et al. 2024, table 3 (arXiv:2407.21783).
+    """
+    return TrainConfig(
+        preset=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_query_groups=8,
+        ffn_hidden_size=ffn_hidden_size,
+        untie_embeddings_and_output_weights=True,
+        rotary_base=500_000.0,
+        vocab_size=128_256,
+        seq_length=8192,
+        micro_batch_size=1,
+        train_iters=1000,
+        lr=3e-4,
+        lr_warmup_iters=100,
+        min_lr=3e-5,
+        bf16=True,
+    )
+
+
 PRESETS = (
     Preset(TrainConfig(), "about two minutes on two CPU cores"),
     Preset(
@@ -90,6 +117,9 @@ PRESETS = (
     Preset(_gpt2("gpt2-774m", 36, 1280, 20), "GPT-2 large"),
     Preset(_llama("llama-160m", 12, 768, 12, 2048), "Llama style, small"),
     Preset(_llama("llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
+    Preset(_llama3("llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
+    Preset(_llama3("llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
+    Preset(_llama3("llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"),
 )
 
 

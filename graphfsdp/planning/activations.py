@@ -1,0 +1,138 @@
+"""How much memory and arithmetic one micro-batch takes: by running it without numbers."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one micro-batch needs beside weights and their gradients.
+
+    Attributes:
+        saved_bytes: What the forward pass leaves for the backward pass.
+        peak_bytes: The most that lives at one time, over forward and backward.
+    """
+
+    saved_bytes: int
+    peak_bytes: int
+
+    def extended(self, other: "Activations", times: int) -> "Activations":
+        """Return this plus ``times`` what it has more than ``other``: further equal layers."""
+        return Activations(
+            self.saved_bytes + times * (self.saved_bytes - other.saved_bytes),
+            self.peak_bytes + times * (self.peak_bytes - other.peak_bytes),
+        )
+
+
+def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
+    """Run a forward and a backward pass on the meta device, and add up what lives.
+
+    Args:
+        model: On the meta device. Gradients of its parameters are dropped as soon as they are
+            there, as a unit does that reduces them.
+        run: The forward pass; returns the loss.
+    """
+    lives = _Lives(model)
+    handles = [
+        param.register_post_accumulate_grad_hook(_drop_gradient)
+        for param in model.parameters()
+        if param.requires_grad
+    ]
+    try:
+        with _meta_attention(), lives:
+            loss = run()
+            saved_bytes = lives.now()
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Activations(saved_bytes, lives.peak_bytes)
+
+
+def _drop_gradient(param: Tensor) -> None:
+    param.grad = None
+
+
+class _Lives(TorchDispatchMode):
+    """Adds up the bytes of the storages that operators have made and that are still alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        known = (*model.parameters(), *model.buffers())
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._total = 0
+        self.peak_bytes = 0
+
+    def now(self) -> int:
+        """Return the bytes that live."""
+        gone = [key for key, (ref, _) in self._live.items() if ref.expired()]
+        for key in gone:
+            self._total -= self._live.pop(key)[1]
+        return self._total
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known and storage._cdata not in self._live:
+                    num_bytes = storage.nbytes()
+                    self._live[storage._cdata] = (StorageWeakRef(storage), num_bytes)
+                    self._total += num_bytes
+        if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
+            self.peak_bytes = max(self.peak_bytes, self.now())
+        return result
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Attention as a fused kernel sees it: scores are never in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _MetaAttention(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _meta_attention() -> Iterator[None]:
+    # On the meta device torch takes the kernel that keeps all scores, which no GPU would.
+    with _MetaAttention():
+        yield
+
+
+__all__ = ["Activations", "measure_activations"]

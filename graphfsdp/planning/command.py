@@ -1,0 +1,154 @@
+"""``graphfsdp plan``: what a training run will need, as a table or as JSON."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from graphfsdp.config import ShardingStrategy
+from graphfsdp.errors import ConfigError
+from graphfsdp.planning.model_plan import Collective
+from graphfsdp.planning.time_estimate import Speeds
+from graphfsdp.planning.training_plan import TrainingPlan, plan_training
+from graphfsdp.training.arguments import parse_train_arguments
+
+_STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
+
+
+def run_plan(arguments: Sequence[str], console: Console) -> None:
+    """Carry out ``graphfsdp plan``.
+
+    Raises:
+        ConfigError: a flag, or a combination of flags, that cannot work.
+        SystemExit: ``--help`` was asked for and printed.
+    """
+    parser = _make_parser()
+    given, others = parser.parse_known_args(arguments)
+    if given.strategy is not None:
+        others += ["--data-parallel-sharding-strategy", given.strategy]
+    config = parse_train_arguments(others)
+    speeds = Speeds(given.tflops, given.utilization, given.bandwidth_gbs, given.latency_us)
+    if not 0 <= given.rank < given.world_size:
+        raise ConfigError(f"--rank must be in 0..{given.world_size - 1}, got {given.rank}")
+    plan = plan_training(config, num_ranks=given.world_size, rank=given.rank, speeds=speeds)
+    if given.json:
+        console.print_json(json.dumps(plan.to_dict()))
+        return
+    for table in (_memory_table(plan), _collective_table(plan)):
+        console.print(table)
+    for line in _summary(plan):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _make_parser() -> _Parser:
+    speeds = Speeds()
+    parser = _Parser(
+        prog="graphfsdp plan",
+        description="Tell what each rank of a training run will need, on any machine: memory by "
+        "kind, padding, collectives, and an estimate of the time.",
+        epilog="Every flag of 'graphfsdp train' describes the run: --preset, --bf16, "
+        "--micro-batch-size, --global-batch-size, --seq-length, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=8, metavar="N", help="number of ranks (default: 8)"
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=(*_STRATEGIES, *"0123"),
+        help="short for --data-parallel-sharding-strategy",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="whose optimizer state to count "
+        "(default: 0); all else is equal on every rank",
+    )  # fmt: skip
+    for flag, default, explanation in (
+        ("--tflops", speeds.tflops, "matrix arithmetic of one GPU, TFLOP/s"),
+        ("--utilization", speeds.utilization, "share of it that is reached"),
+        ("--bandwidth-gbs", speeds.bandwidth_gbs, "1e9 bytes that each rank sends per second"),
+        ("--latency-us", speeds.latency_us, "microseconds of one step of a ring"),
+    ):
+        parser.add_argument(
+            flag, type=float, default=default, metavar="X", help=f"{explanation} ({default:g})"
+        )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _memory_table(plan: TrainingPlan) -> Table:
+    model = plan.model
+    table = Table(
+        title=f"{plan.config.preset}: memory of each of {model.num_ranks} ranks, "
+        f"{model.strategy.value}",
+        title_justify="left",
+    )
+    for name in ("kind", "bytes", ""):
+        table.add_column(name, justify="right" if name == "bytes" else "left")
+    table.add_column("how it comes about", style="dim")
+    for line in plan.memory():
+        about = "~ " if not line.exact else ""
+        exact = f"{line.num_bytes:,}" if line.exact else ""
+        table.add_row(line.kind, exact, about + _readable(line.num_bytes), line.note)
+    table.add_section()
+    table.add_row("together", "", f"~ {_readable(plan.total_bytes)}", "", style="bold")
+    return table
+
+
+def _collective_table(plan: TrainingPlan) -> Table:
+    table = Table(title="collectives of one iteration", title_justify="left")
+    for name in ("operation", "units", "calls", "bytes of a call", "a rank sends"):
+        table.add_column(name, justify="left" if name in ("operation", "units") else "right")
+    for calls in _equal_ones(plan.model.collectives()):
+        first = calls[0]
+        units = first.unit if len(calls) == 1 else f"{first.unit} ... {calls[-1].unit}"
+        table.add_row(
+            first.op,
+            units,
+            f"{sum(call.count for call in calls)}",
+            f"{first.buffer_bytes:,}",
+            _readable(sum(call.wire_bytes for call in calls)),
+        )
+    return table
+
+
+def _equal_ones(calls: Sequence[Collective]) -> list[list[Collective]]:
+    groups: dict[tuple[str, int, int], list[Collective]] = {}
+    for call in calls:
+        groups.setdefault((call.op, call.buffer_bytes, call.count), []).append(call)
+    return list(groups.values())
+
+
+def _summary(plan: TrainingPlan) -> list[str]:
+    model, time, speeds = plan.model, plan.time, plan.speeds
+    padding = 100 * model.num_padding / max(model.num_parameters, 1)
+    return [
+        f"{model.num_parameters:,} parameters in {len(model.units)} units, "
+        f"{model.num_padding:,} elements of padding on all ranks ({padding:.3f} %)",
+        f"{plan.batch.num_tokens:,} tokens in an iteration, {model.num_microbatches} "
+        "micro-batches on each rank",
+        f"time, estimated: {time.compute_ms:,.1f} ms of arithmetic ({speeds.tflops:g} TFLOP/s at "
+        f"{speeds.utilization:.0%}), {time.communication_ms:,.1f} ms of communication "
+        f"({speeds.bandwidth_gbs:g} GB/s, {speeds.latency_us:g} us a step); "
+        f"{time.overlapped_ms:,.1f} ms if all of it overlaps, {time.serial_ms:,.1f} ms if nothing "
+        "does",
+        "~ marks estimates; everything else is what the layout decides, to the byte",
+    ]
+
+
+def _readable(num_bytes: int) -> str:
+    size, unit = float(num_bytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
+
+
+__all__ = ["run_plan"]

@@ -1,0 +1,191 @@
+"""The plan of a training run of the command line: memory, collectives, time."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphfsdp.planning.activations import Activations, measure_activations
+from graphfsdp.planning.model_plan import ModelPlan, plan_model
+from graphfsdp.planning.time_estimate import Speeds, TimeEstimate, estimate_time
+from graphfsdp.training.config import IterationBatch, TrainConfig
+from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.utilization import flops_per_token
+
+_BYTES_VOCABULARY = 256  # of a run whose data are read as bytes
+_TOKEN_BYTES = 8
+_PROBED_LAYERS = (2, 3)  # every further layer takes as much as the third
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One kind of memory of one rank.
+
+    Attributes:
+        kind: What it is.
+        num_bytes: How much.
+        exact: The layout decides it to the byte; else it is an estimate.
+        note: How it comes about.
+    """
+
+    kind: str
+    num_bytes: int
+    exact: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What a training run will need.
+
+    Attributes:
+        config: The run.
+        model: Where its parameters lie.
+        batch: How an iteration's batch is cut.
+        rank: Whose optimizer state is counted; all else is equal on every rank.
+        state_bytes: Of the optimizer on that rank.
+        activations: Of one micro-batch, estimated.
+        flops: Of one rank in one iteration.
+        speeds: What the time is estimated from.
+        time: The estimate.
+    """
+
+    config: TrainConfig
+    model: ModelPlan
+    batch: IterationBatch
+    rank: int
+    state_bytes: int
+    activations: Activations
+    flops: int
+    speeds: Speeds
+    time: TimeEstimate
+
+    def memory(self) -> tuple[MemoryLine, ...]:
+        """Return the memory of the rank by kind."""
+        model, batch = self.model, self.batch
+        inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
+        return (
+            MemoryLine("main weights", model.main_weight_bytes, True, "what the optimizer updates"),
+            MemoryLine("main grads", model.main_grad_bytes, True, "persistent gradient buffers"),
+            MemoryLine("optimizer state", self.state_bytes, True, "two moments, step counts"),
+            MemoryLine("model's own buffers", model.module_buffer_bytes, True, "such as tables"),
+            MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration"),
+            MemoryLine("whole weights", model.gathered_bytes, True, _gathered_note(model)),
+            MemoryLine(
+                "gradients to reduce", model.unreduced_grad_bytes, True, "of the largest unit"
+            ),
+            MemoryLine(
+                "activations", self.activations.peak_bytes, False, "peak of one micro-batch"
+            ),
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it together: an estimate, since the activations are one."""
+        return sum(line.num_bytes for line in self.memory())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        model = self.model
+        return {
+            "preset": self.config.preset,
+            "num_ranks": model.num_ranks,
+            "strategy": model.strategy.value,
+            "num_units": len(model.units),
+            "num_parameters": model.num_parameters,
+            "num_padding": model.num_padding,
+            "num_microbatches": model.num_microbatches,
+            "tokens_per_iteration": self.batch.num_tokens,
+            "rank": self.rank,
+            "memory": [dataclasses.asdict(line) for line in self.memory()],
+            "total_bytes": self.total_bytes,
+            "saved_activation_bytes": self.activations.saved_bytes,
+            "collectives": [
+                dataclasses.asdict(call) | {"wire_bytes": call.wire_bytes}
+                for call in model.collectives()
+            ],
+            "speeds": dataclasses.asdict(self.speeds),
+            "flops": self.flops,
+            "time": {
+                "compute_ms": self.time.compute_ms,
+                "communication_ms": self.time.communication_ms,
+                "overlapped_ms": self.time.overlapped_ms,
+                "serial_ms": self.time.serial_ms,
+            },
+        }
+
+
+def plan_training(
+    config: TrainConfig, *, num_ranks: int, rank: int = 0, speeds: Speeds | None = None
+) -> TrainingPlan:
+    """Plan a training run without a GPU, without ranks and without its memory.
+
+    Args:
+        config: The run, as ``graphfsdp train`` takes it.
+        num_ranks: Processes that torchrun would start, all machines together.
+        rank: Whose optimizer state to count.
+        speeds: What to estimate the time from.
+
+    Raises:
+        ConfigError: the batch cannot be cut over the ranks, or a number is out of range.
+    """
+    batch = config.batch(num_ranks)
+    shape = config.gpt(config.vocab_size or _BYTES_VOCABULARY)
+    model = _on_meta(shape, config.main_dtype)
+    plan = plan_model(
+        model,
+        [f"blocks.{index}" for index in range(shape.num_layers)],
+        num_ranks=num_ranks,
+        strategy=config.sharding,
+        mp_policy=config.mp_policy,
+        num_microbatches=batch.num_microbatches,
+    )
+    flops = flops_per_token(model) * batch.num_tokens // num_ranks
+    used = speeds or Speeds()
+    return TrainingPlan(
+        config=config,
+        model=plan,
+        batch=batch,
+        rank=rank,
+        state_bytes=plan.state_bytes(rank),
+        activations=_activations(config, shape),
+        flops=flops,
+        speeds=used,
+        time=estimate_time(flops, plan.collectives(), used),
+    )
+
+
+def _on_meta(shape: GPTConfig, dtype: torch.dtype) -> GPT:
+    with torch.device("meta"):
+        model = GPT(shape)
+    # Parameters alone: buffers such as RoPE's tables stay in float32.
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
+    return model
+
+
+def _activations(config: TrainConfig, shape: GPTConfig) -> Activations:
+    few, more = (
+        _activations_of(config, dataclasses.replace(shape, num_layers=layers))
+        for layers in _PROBED_LAYERS
+    )
+    return more.extended(few, shape.num_layers - _PROBED_LAYERS[1])
+
+
+def _activations_of(config: TrainConfig, shape: GPTConfig) -> Activations:
+    model = _on_meta(shape, config.param_dtype)
+    batch = (config.micro_batch_size, config.seq_length)
+    tokens = torch.empty(batch, dtype=torch.int64, device="meta")
+    return measure_activations(model, lambda: model(tokens, tokens))
+
+
+def _gathered_note(model: ModelPlan) -> str:
+    if model.strategy.stage == 0:
+        return "copies in the dtype of the computation" if model.gathered_bytes else "none apart"
+    if model.strategy.stage < 3:
+        return "of all units, from the first forward to the step"
+    return "of the root and of the largest unit inside it"
+
+
+__all__ = ["MemoryLine", "TrainingPlan", "plan_training"]
