@@ -1,6 +1,6 @@
 """Everything that an iteration needs, and one iteration of it over given inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from graphfsdp._capture.guards import Guards
 from graphfsdp._capture.iteration import Iteration, LossFunction
 from graphfsdp._capture.recording import Recording
 from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp.changes import Change
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.sharded import main_grads_of, sharded_roots
 
@@ -34,31 +35,62 @@ class Engine:
         optimizer: CapturableOptimizer,
         backend: GraphBackend,
         *,
-        named_params: Mapping[str, nn.Parameter],
+        find_params: Callable[[], Mapping[str, nn.Parameter]],
         loss_fn: LossFunction,
         policy: MixedPrecisionPolicy,
         options: CaptureOptions,
     ) -> None:
+        """Take over the gradients.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer.
+            backend: Records, and knows the device.
+            find_params: Returns the trainable parameters by full name, as they are now.
+            loss_fn: Computes the loss.
+            policy: Precision of the gradients.
+            options: What the user has chosen.
+        """
         self.model = model
         self.optimizer = optimizer
         self.backend = backend
-        self.gradients = PersistentGradients(
-            named_params,
-            dtype_of=lambda param: optimizer.main_grad_dtype(param, policy),
-            use_decoupled_grad=optimizer.use_decoupled_grad,
-            sharded=main_grads_of(model),
-        )
-        self._iteration = Iteration(
-            model,
-            optimizer,
-            self.gradients,
-            loss_fn=loss_fn,
-            max_grad_norm=options.max_grad_norm,
-        )
-        self._named_params = dict(named_params)
-        self._trained = list(named_params.values())
+        self._find_params = find_params
+        self._policy = policy
+        self._loss_fn = loss_fn
+        self._max_grad_norm = options.max_grad_norm
+        self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
         self.grad_norm: Tensor | None = None
+
+    def _take_gradients(self) -> None:
+        self._named_params = dict(self._find_params())
+        self._trained = list(self._named_params.values())
+        self.gradients = PersistentGradients(
+            self._named_params,
+            dtype_of=lambda param: self.optimizer.main_grad_dtype(param, self._policy),
+            use_decoupled_grad=self.optimizer.use_decoupled_grad,
+            sharded=main_grads_of(self.model),
+        )
+        self._iteration = Iteration(
+            self.model,
+            self.optimizer,
+            self.gradients,
+            loss_fn=self._loss_fn,
+            max_grad_norm=self._max_grad_norm,
+        )
+
+    def refresh(self) -> None:
+        """Begin anew with the parameters and the numbers that there are now."""
+        self.gradients.begin()  # what is no longer trained must have no gradient
+        self.gradients.close()
+        self._take_gradients()
+        self.optimizer.bake()
+
+    def follow(self) -> None:
+        """Begin anew if there are other trainable parameters than there were."""
+        now = self._find_params().values()
+        if list(map(id, now)) != list(map(id, self._trained)):
+            self.refresh()
 
     def iterate(self, recording: Recording) -> list[Tensor]:
         """Run what a graph holds; return its results as a flat list, the gradient norm last.
@@ -72,6 +104,14 @@ class Engine:
             results += [] if grad_norm is None else [grad_norm]
         return results
 
+    def evaluate(self, recording: Recording) -> list[Tensor]:
+        """Run the forward pass alone; return its results as a flat list.
+
+        Capture: everything in here.
+        """
+        output = self._iteration.forward(recording.inputs, recording.num_microbatches)
+        return recording.results.flatten(output)
+
     def step_outside(self) -> None:
         """Step the optimizer where it is not in the graph."""
         if not self.full:
@@ -82,15 +122,19 @@ class Engine:
         """Return what undoes an iteration that runs from now on and fails."""
         return Attempt(self.model, self.optimizer, self.gradients, self.backend)
 
-    def guards(self) -> Guards:
-        """Return what is to be armed when an iteration has been recorded."""
+    def guards(self, *, trains: bool = True) -> Guards:
+        """Return what is to be armed when an iteration, or its forward alone, was recorded."""
         return Guards(
             self.model,
             self._named_params,
             self.gradients,
-            optimizer=self.optimizer.optimizer if self.full else None,
+            optimizer=self.optimizer.optimizer if self.full and trains else None,
             device=self.backend.device,
         )
+
+    def baked_changes(self) -> Sequence[Change]:
+        """Return the optimizer's numbers that are not as recordings have baked them in."""
+        return self.optimizer.changes() if self.full else ()
 
     def before_replay(self) -> None:
         """Bring what a replay reads up to date, and put the gradients where the user looks.

@@ -76,6 +76,28 @@ class Iteration:
         self._gradients.finish()
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
+    def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+        """Run the forward pass of every microbatch, without gradients.
+
+        Returns:
+            What the loss function returned, merged as in training.
+
+        Raises:
+            InvalidLossError: the loss function returned something else than tensors.
+
+        Capture: no host sync.
+        """
+        outputs = []
+        with torch.no_grad(), nvtx_range("forward"):
+            if torch.is_autocast_enabled(_device_type(self._model)):
+                torch.clear_autocast_cache()
+            for index in range(num_microbatches):
+                args, kwargs = microbatch(inputs, index, num_microbatches)
+                output = self._loss_fn(self._model, *args, **kwargs)
+                self._check_tensors(output)
+                outputs.append(pytree.tree_map(own, output))
+        return outputs[0] if len(outputs) == 1 else merge(outputs)
+
     def optimizer_step(self) -> Tensor | None:
         """Compute the norm if asked for, and step.
 
@@ -116,6 +138,11 @@ class Iteration:
                 "loss_fn the model must return the loss, or an output with .loss",
                 source=self._loss_source(),
             )
+        self._check_tensors(output)
+        scalar: Tensor = loss
+        return scalar
+
+    def _check_tensors(self, output: Any) -> None:
         for leaf in pytree.tree_leaves(output):
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise InvalidLossError(
@@ -123,8 +150,6 @@ class Iteration:
                     "only, since a replay recomputes nothing else. Remedy: return it as a tensor",
                     source=self._loss_source(),
                 )
-        scalar: Tensor = loss
-        return scalar
 
     def _loss_source(self) -> SourceLine | None:
         return definition_of(self._model if self._loss_fn is default_loss else self._loss_fn)

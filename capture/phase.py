@@ -27,13 +27,16 @@ class Phase(enum.Enum):
 
 
 # WARMUP follows CAPTURE when a capture failed: everything was rolled back, another may be tried.
-# CAPTURE follows REPLAY when another kind of batch gets its graph.
+# CAPTURE follows REPLAY when another kind of batch gets its graph, WARMUP and EAGER when something
+# has changed that all graphs have baked in.
 _LEGAL = (
     (Phase.WARMUP, Phase.CAPTURE),
     (Phase.CAPTURE, Phase.REPLAY),
     (Phase.REPLAY, Phase.CAPTURE),
     (Phase.CAPTURE, Phase.WARMUP),
     (Phase.REPLAY, Phase.BROKEN),
+    (Phase.REPLAY, Phase.WARMUP),
+    (Phase.REPLAY, Phase.EAGER),
 )
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from graphfsdp._capture.agreement import Agreement
 from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.backend import Effect, Graph, GraphFacts
 from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.interrupts import DeferredInterrupts
 from graphfsdp._capture.memory_names import memory_names
 from graphfsdp._capture.phase import Phase
@@ -21,13 +22,19 @@ from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.static_inputs import StaticInputs
-from graphfsdp.changes import refuse
+from graphfsdp.changes import Change, ChangeKind, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import BatchMismatchError, PhaseError, split_remedy
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.sharded import sharded_roots
 
 _LOG = logging.getLogger("graphfsdp")
+
+# After such a change there are other gradients to keep.
+_REBUILT = (
+    *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
+    *(ChangeKind.ADDRESS, ChangeKind.LAYOUT),
+)
 
 
 class StepRunner:
@@ -61,6 +68,7 @@ class StepRunner:
         self._agreement = Agreement(groups)
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs)
+        self._evaluator = Evaluator(engine, self._agreement, options.max_graphs)
         self._facts: GraphFacts | None = None
         self._num_calls: Counter[str] = Counter()
         self._num_captures = 0
@@ -78,11 +86,23 @@ class StepRunner:
         if recording is None:
             recording = self._recording_for(args, kwargs)
         if recording.graph is not None:
-            with DeferredInterrupts():
-                return self._finish(recording, self._replay(recording))
+            changes = self._changes(recording)
+            if not changes:
+                with DeferredInterrupts():
+                    return self._finish(recording, self._replay(recording))
+            recording = self._after_changes(recording, changes)
+        elif self._recordings.num_graphs and self._engine.baked_changes():
+            self._after_changes(recording, self._engine.baked_changes())  # graphs of other kinds
+        if self.phase is Phase.EAGER:
+            self._engine.follow()
         if self.phase is Phase.EAGER or recording not in self._recordings:
             return self._finish(recording, self._run_eagerly(recording))
         return self._finish(recording, self._attempt(recording))
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Evaluate one batch; see ``CapturedStep.evaluate``."""
+        eager = self.phase is Phase.EAGER
+        return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
 
     def report(self, *, measure: bool) -> CaptureReport:
         """Return the facts of this step; see ``CapturedStep.report``."""
@@ -129,6 +149,7 @@ class StepRunner:
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
         self.phase = Phase.CLOSED
+        self._evaluator.close()
         self._recordings.close()
         self._engine.gradients.close()
 
@@ -166,6 +187,33 @@ class StepRunner:
                 f"{self.num_microbatches}. Remedy: set it back, or on_change='recapture'"
             )
         return known.inputs.difference(args, kwargs)
+
+    def _changes(self, recording: Recording) -> list[Change]:
+        """Return what is not as it was when the graph was made."""
+        assert recording.guards is not None
+        return [*recording.guards.changes(), *self._engine.baked_changes()]
+
+    def _after_changes(self, recording: Recording, changes: Sequence[Change]) -> Recording:
+        """Do what ``on_change`` says; return what to run eagerly, or to begin with anew.
+
+        Raises:
+            GuardError: ``on_change`` is "raise"; everything that has changed is named.
+        """
+        if self._options.on_change is OnChange.RAISE:
+            refuse(changes)
+        rebuilds = any(change.kind in _REBUILT for change in changes)
+        what = "; ".join(str(change) for change in changes)
+        if self._options.on_change is OnChange.EAGER and not rebuilds:
+            _LOG.info("running eagerly: %s", what)
+            return Recording(recording.inputs, recording.num_microbatches)
+        _LOG.warning("all graphs are given up: %s", what)
+        for entry in self._recordings:
+            entry.close()
+            entry.num_eager = 0
+        self._engine.refresh()
+        eager = self._options.on_change is OnChange.EAGER  # there is no graph to go back to
+        self.phase = self.phase.to(Phase.EAGER if eager else Phase.WARMUP)
+        return recording
 
     def _run_eagerly(self, recording: Recording) -> list[Tensor]:
         try:
@@ -246,8 +294,6 @@ class StepRunner:
     def _replay(self, recording: Recording) -> list[Tensor]:
         graph = recording.graph
         assert graph is not None
-        assert recording.guards is not None
-        refuse(recording.guards.changes())
         self._engine.before_replay()
         try:
             with nvtx_range("replay"):

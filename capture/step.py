@@ -57,6 +57,34 @@ class CapturedStep:
         finally:
             self._gate.leave()
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass alone, in evaluation mode, without gradients.
+
+        May be called between training steps in any order, with batches of any shapes: each kind
+        gets a graph of its own, in the same memory pool, when it comes for the second time
+        (``max_graphs`` of them at a time). Afterwards every module is in the mode that it was in,
+        and generators and gradients are untouched: training goes on bit for bit as without it.
+        Where something has changed since the graph was made, another is made.
+
+        Args:
+            *args: The batch, as ``loss_fn`` takes it after the model.
+            **kwargs: Likewise.
+
+        Returns:
+            What ``loss_fn`` returned, in tensors that are the caller's to keep; of several
+            microbatches the mean loss, as in training.
+
+        Raises:
+            CaptureError: the forward pass cannot be captured, or another rank failed.
+            PhaseError: as for a training step.
+        """
+        self._gate.enter("called")
+        try:
+            self._refuse_misuse()
+            return self._runner.evaluate(args, kwargs)
+        finally:
+            self._gate.leave()
+
     @property
     def phase(self) -> Phase:
         """What the next call does."""

@@ -93,13 +93,18 @@ def capture(
     graph_backend = make_backend(backend, only_device(model, named_params))
     adapted = adapt(optimizer)
     policy = precision_of(model, adapted, mp_policy)
-    adapted.check(named_params, policy, options.scope)
+
+    def find_params() -> dict[str, nn.Parameter]:
+        found = trainable_parameters(model, optimizer)
+        adapted.check(found, policy, options.scope)
+        return found
+
     refuse_clipping_of_scaled_gradients(optimizer, options)
     engine = Engine(
         model,
         adapted,
         graph_backend,
-        named_params=named_params,
+        find_params=find_params,
         loss_fn=loss_fn or default_loss,
         policy=policy,
         options=options,

@@ -189,3 +189,23 @@ def test_other_policies_are_refused(name: str, device: torch.device) -> None:
     options: dict[str, Any] = {name: 0}
     with pytest.raises(graphfsdp.ConfigError, match=name):
         graphfsdp.capture(model, FusedAdam(model.parameters()), **options)
+
+
+def test_graphs_share_one_pool(device: torch.device) -> None:
+    """Together they need what the largest needs, evaluation included."""
+
+    def pool_bytes(lengths: tuple[int, ...], *, evaluates: bool = False) -> int:
+        torch.manual_seed(0)
+        model = Model().to(device)
+        with graphfsdp.capture(model, FusedAdam(model.parameters()), on_change="recapture") as step:
+            for length in lengths:
+                x = torch.randn(64, length, 5).to(device)
+                step(x)
+                if evaluates:
+                    step.evaluate(x)
+            return step.report().pool_bytes
+
+    largest = pool_bytes((128,) * 5)
+    assert largest > 100_000
+    together = pool_bytes((96,) * 5 + (128,) * 3 + (64,) * 3 + (96,), evaluates=True)
+    assert together <= 1.05 * largest

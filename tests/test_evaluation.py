@@ -1,0 +1,209 @@
+"""Evaluation between training steps: right numbers, and training as if it had not been."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import Phase
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, count_forwards, quick_garbage_collection, snapshot
+from ranks import RankPool
+from sharding_helpers import batches as token_batches
+from sharding_helpers import make_net, my_part
+
+NUM_STEPS = 18
+# How many evaluations follow each training step, in turn: none, several, several kinds.
+PATTERN = ((), ("a",), ("a", "a", "b"), ("b",), (), ("c", "a"), ("a", "b"))
+
+
+class Model(nn.Module):
+    """Where training and evaluation differ in everything that can differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.frozen = nn.BatchNorm1d(8).eval()  # a mode of its own
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.frozen(self.drop(self.norm(self.first(x)).relu()))
+        out: Tensor = self.last(hidden)
+        return out.square().mean(), out
+
+
+def batches(device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    sizes = {"a": 6, "b": 4, "c": 1}
+    return {key: torch.randn(n, 5, generator=generator).to(device) for key, n in sizes.items()}
+
+
+def expected_evaluation(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What users write by hand; leaves modes as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        loss, out = model(x)
+    for module, training in modes:
+        module.training = training
+    return [loss, out]
+
+
+def train(
+    device: torch.device, *, evaluates: bool, scope: str = "full_iteration", **options: Any
+) -> list[dict[str, Tensor]]:
+    """Return everything after each step; check every evaluation on the way."""
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    others = batches(device)
+    states = []
+    with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
+        for index in range(NUM_STEPS):
+            loss, _ = step(torch.randn(6, 5).to(device))
+            states.append({"loss": loss, **snapshot(model, optimizer)})
+            for key in PATTERN[index % len(PATTERN)] if evaluates else ():
+                got = step.evaluate(others[key])
+                want = expected_evaluation(model, others[key])
+                assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+                assert not got[0].requires_grad
+                assert not model.frozen.training
+                assert model.drop.training
+                assert_same_state(states[-1], {"loss": loss, **snapshot(model, optimizer)})
+        if evaluates and scope != "none":
+            assert step._runner._evaluator.num_graphs == 3
+    return states
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", "forward_backward", "none"])
+def test_training_is_bit_for_bit_that_without_evaluation(scope: str, device: torch.device) -> None:
+    expected = train(device, evaluates=False, scope="none", max_grad_norm=1.0)
+    got = train(device, evaluates=True, scope=scope, max_grad_norm=1.0)
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        assert_same_state(one, other, f"call {index}")
+
+
+def loss_with_draws(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x + torch.rand_like(x))[0]
+    return loss
+
+
+def test_evaluation_that_draws_leaves_the_generator_alone(device: torch.device) -> None:
+    def run(evaluates: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model().to(device)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        losses = []
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_with_draws) as step:
+            for _ in range(16):
+                losses.append(step(torch.randn(6, 5).to(device)))
+                if evaluates:
+                    step.evaluate(torch.ones(6, 5, device=device))
+        return losses
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_evaluation_before_the_first_step_and_by_replay(device: torch.device) -> None:
+    model = Model().to(device)
+    num_forwards = count_forwards(model)
+    x = torch.randn(6, 5, device=device)
+    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+        results = [step.evaluate(x)[1] for _ in range(12)]
+        assert num_forwards() == 2  # eagerly once, recorded once
+        assert step.phase is Phase.WARMUP
+        assert all(param.grad is None for param in model.parameters())
+    assert all(torch.equal(results[0], result) for result in results)
+    assert len({result.data_ptr() for result in results}) == len(results)
+
+
+def test_microbatches_of_an_evaluation_give_the_mean_loss(device: torch.device) -> None:
+    model = Model().to(device)
+    x = torch.randn(6, 5, device=device)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), microbatches=3) as step:
+        for _ in range(3):
+            loss, out = step.evaluate(x)
+            want, rows = expected_evaluation(model, x)
+            torch.testing.assert_close(loss, want)
+            torch.testing.assert_close(out.flatten(0, 1), rows)
+
+
+def move_buffers(model: Model) -> None:
+    model.norm.running_mean = torch.full_like(model.norm.running_mean, 0.5)  # type: ignore[arg-type]
+
+
+def replace_a_module(model: Model) -> None:
+    model.drop = nn.Dropout(0.5)
+    model.last = nn.Linear(8, 1).to(model.first.weight.device)
+
+
+@pytest.mark.parametrize("change", [move_buffers, replace_a_module])
+def test_evaluation_follows_a_model_that_has_changed(
+    change: Callable[[Model], None], device: torch.device
+) -> None:
+    model = Model().to(device)
+    x = torch.randn(6, 5, device=device)
+    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+        for index in range(9):
+            if index == 4:
+                change(model)
+            if index == 6:
+                model.eval()  # as before an evaluation by hand
+            got = step.evaluate(x)
+            want = expected_evaluation(model, x)
+            assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), index
+
+
+def test_an_evaluation_that_cannot_be_captured_is_refused_and_leaves_no_trace(
+    device: torch.device,
+) -> None:
+    model = Model().to(device)
+    optimizer = FusedAdam(model.parameters())
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)[0]
+        return loss if model.training else loss * loss.item()
+
+    x = torch.randn(6, 5, device=device)
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
+        for _ in range(5):
+            step(x)
+        step.evaluate(x)
+        before = snapshot(model, optimizer)
+        with pytest.raises(graphfsdp.CaptureError, match="_local_scalar_dense"):
+            step.evaluate(x)
+        assert_same_state(before, snapshot(model, optimizer))
+        assert model.drop.training
+        step(x)
+    with pytest.raises(graphfsdp.PhaseError, match="closed"):
+        step.evaluate(x)
+
+
+def evaluated_on_ranks(strategy: str) -> None:
+    def run(evaluates: bool, scope: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = make_net(strategy, dropout=0.2)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        results = []
+        with graphfsdp.capture(model, optimizer, scope=scope) as step:
+            for batch in token_batches(12):
+                results.append(step(*my_part(batch)))
+                values = [step.evaluate(*my_part(batch)) for _ in range(2 if evaluates else 0)]
+                assert all(torch.equal(values[0], value) for value in values)
+        return results
+
+    expected = run(False, "none")
+    for scope in ("none", "full_iteration"):
+        got = run(True, scope)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), scope
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_evaluation_of_a_sharded_model(strategy: str, ranks2: RankPool) -> None:
+    ranks2.run(evaluated_on_ranks, strategy)

@@ -1,0 +1,193 @@
+"""What a graph has baked in changes: captured anew, or run eagerly, bit for bit the eager run."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import Phase
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, make_optimizer, quick_garbage_collection, snapshot
+
+NUM_STEPS = 20
+CHANGED_AT = 8
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 1)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        out: Tensor = self.last(hidden) * self.scale
+        return out.square().mean()
+
+
+Change = Callable[[Model, torch.optim.Optimizer], None]
+
+
+def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    model.eval()
+
+
+def a_number(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    model.scale = 0.5
+
+
+def a_baked_number(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def a_hook(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    model.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def a_frozen_parameter(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    model.first.requires_grad_(False)
+
+
+def another_module(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    model.last = nn.Linear(8, 1).to(model.first.weight.device)
+    optimizer.add_param_group({"params": list(model.last.parameters())})
+
+
+def moved_memory(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    model.first.weight.data = model.first.weight.detach().clone()
+
+
+def loaded_state(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def a_switch(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+
+
+CASES: tuple[tuple[Change, str], ...] = (
+    (evaluation_mode, "fused_adam"),
+    (a_number, "fused_adam"),
+    (a_baked_number, "adamw"),
+    (a_hook, "fused_adam"),
+    (a_frozen_parameter, "fused_adam"),
+    (another_module, "fused_adam"),
+    (another_module, "sgd"),
+    (moved_memory, "fused_adam"),
+    (loaded_state, "adamw"),
+    (a_switch, "fused_adam"),
+)
+
+
+def train(
+    change: Change, name: str, device: torch.device, **options: Any
+) -> tuple[list[dict[str, Tensor]], graphfsdp.CapturedStep]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer = make_optimizer(name, model.parameters(), device)
+    states = []
+    switch = torch.are_deterministic_algorithms_enabled()
+    step = graphfsdp.capture(model, optimizer, **options)
+    try:
+        for index in range(NUM_STEPS):
+            if index == CHANGED_AT:
+                change(model, optimizer)
+            loss = step(torch.randn(6, 5).to(device))
+            states.append({"loss": loss, **snapshot(model, optimizer)})
+    finally:
+        torch.use_deterministic_algorithms(switch)
+    return states, step
+
+
+@pytest.mark.parametrize(("change", "name"), CASES)
+def test_a_change_is_captured_anew(
+    change: Change, name: str, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = train(change, name, device, scope="none", on_change="recapture")
+    with caplog.at_level(logging.WARNING, logger="graphfsdp"):
+        got, step = train(change, name, device, on_change="recapture")
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        assert_same_state(one, other, f"call {index}")
+    calls = {"warmup": 4, "capture": 2, "replay": NUM_STEPS - 6}
+    assert step.report().num_calls == calls
+    assert caplog.text.count("all graphs are given up") == 1
+    assert " was " in caplog.text  # what it was that has changed
+    step.close()
+
+
+@pytest.mark.parametrize(("change", "name"), CASES)
+def test_a_change_runs_eagerly(change: Change, name: str, device: torch.device) -> None:
+    expected, _ = train(change, name, device, scope="none", on_change="eager")
+    got, step = train(change, name, device, on_change="eager")
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        assert_same_state(one, other, f"call {index}")
+    assert step.report().num_captures == 1
+    assert step.report().num_calls["eager"] == NUM_STEPS - CHANGED_AT
+    step.close()
+
+
+def test_a_change_that_is_undone_leaves_the_graph(device: torch.device) -> None:
+    def run(scope: str) -> tuple[list[Tensor], graphfsdp.CaptureReport]:
+        torch.manual_seed(0)
+        model = Model().to(device)
+        losses = []
+        optimizer = FusedAdam(model.parameters())
+        with graphfsdp.capture(model, optimizer, scope=scope, on_change="eager") as step:
+            for index in range(NUM_STEPS):
+                model.train(index not in (6, 7, 12))
+                losses.append(step(torch.randn(6, 5).to(device)))
+            return losses, step.report()
+
+    expected, _ = run("none")
+    got, report = run("full_iteration")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert report.num_calls == {"warmup": 3, "capture": 1, "replay": NUM_STEPS - 7, "eager": 3}
+
+
+def test_a_number_that_changes_every_time_never_gets_a_stale_graph(device: torch.device) -> None:
+    """torch's AdamW with a number as lr, and a schedule: each change gives the graph up."""
+
+    def run(scope: str) -> list[dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = Model().to(device)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-2, fused=True, capturable=device.type == "cuda"
+        )
+        states = []
+        with graphfsdp.capture(model, optimizer, scope=scope, on_change="recapture") as step:
+            for index in range(14):
+                optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index // 3)
+                loss = step(torch.randn(6, 5).to(device))
+                states.append({"loss": loss, **snapshot(model, optimizer)})
+        return states
+
+    for one, other in zip(run("none"), run("full_iteration"), strict=True):
+        assert_same_state(one, other)
+
+
+def test_a_change_between_two_captures_spoils_the_first_graph(device: torch.device) -> None:
+    """Baked numbers are those of all graphs: a second kind of batch does not hide a change."""
+
+    def run(scope: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)
+        losses = []
+        with graphfsdp.capture(model, optimizer, scope=scope, on_change="recapture") as step:
+            for index in range(16):
+                if index == 6:  # the call that would capture the second kind
+                    optimizer.param_groups[0]["lr"] = 0.1
+                rows = 4 if 5 <= index < 9 else 6
+                losses.append(step(torch.randn(rows, 5).to(device)))
+            assert step.phase is (Phase.EAGER if scope == "none" else Phase.REPLAY)
+        return losses
+
+    assert all(torch.equal(a, b) for a, b in zip(run("none"), run("full_iteration"), strict=True))
