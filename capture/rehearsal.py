@@ -22,6 +22,7 @@ from graphfsdp.hazards import Hazard, HazardKind, HazardLog
 
 # A number that was read from a tensor differs from run to run by itself.
 _READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
+_NUM_TRIES = 2
 
 
 class Rehearsal:
@@ -81,18 +82,22 @@ class Rehearsal:
 
         try:
             with _compiled_regions_run_eagerly():
-                failed = self._attempt(runs, iterate, judged=False) is not None
-                rewind()
+                failed = True
+                for _ in range(_NUM_TRIES):  # a warning may be an error, but only once
+                    if failed:
+                        failed = self._attempt(runs, iterate, judged=False) is not None
+                        rewind()
                 state = HostState(self._model, self._optimizer, self._gradients)
                 error = self._attempt(runs, iterate, judged=True)
+                judged = runs[-1]
                 if error is not None:
                     self._hazards.add(_hazard_of(error))
-                    return runs[-1].num_ops
-                self._note_state(state, runs[-1])
+                    return judged.num_ops
+                self._note_state(state, judged)
                 if not failed:
                     rewind()
                     self._compare(runs, iterate)
-                return runs[1].num_ops
+                return judged.num_ops
         finally:
             for watcher in reversed(runs):
                 watcher.undo.roll_back()

@@ -25,7 +25,7 @@ class Command:
 
     name: str
     summary: str
-    run: Callable[[Sequence[str]], None]
+    run: Callable[[Sequence[str]], int | None]  # returns an exit code other than 0
 
 
 def _train(arguments: Sequence[str]) -> None:
@@ -42,9 +42,16 @@ def _plan(arguments: Sequence[str]) -> None:
     run_plan(arguments, Console())
 
 
+def _check(arguments: Sequence[str]) -> int:
+    from graphfsdp.preflight_cli import run_check
+
+    return run_check(arguments)
+
+
 COMMANDS = (
     Command("train", "train a GPT with the whole iteration in one graph", _train),
     Command("plan", "tell what each rank of a training run will need, without the ranks", _plan),
+    Command("check", "tell what a graph could not hold of a training program", _check),
 )
 
 
@@ -59,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes those of this process.
 
     Returns:
-        Exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
+        Exit code: 0 done, 1 failed or hazards found, 2 bad input, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -97,8 +104,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(f"no command given; expected {known}: graphfsdp --help explains")
     for command in COMMANDS:
         if command.name == arguments[0]:
-            command.run(arguments[1:])
-            return 0
+            return command.run(arguments[1:]) or 0
     raise ConfigError(f"unknown command {arguments[0]!r}; expected {known}")
 
 

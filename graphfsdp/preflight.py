@@ -1,6 +1,6 @@
 """`graphfsdp.check`: runs one iteration under the rules of a capture and changes nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,56 @@ def check(
     Raises:
         ConfigError: an argument is of another type, or no such target or kind exists.
     """
+    return check_call(
+        model,
+        optimizer,
+        batch,
+        kwargs,
+        loss_fn=loss_fn,
+        scope=scope,
+        microbatches=microbatches,
+        max_grad_norm=max_grad_norm,
+        mp_policy=mp_policy,
+        target=target,
+        ignore=ignore,
+    )
+
+
+def check_call(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    scope: str | Scope = "full_iteration",
+    microbatches: int = 1,
+    max_grad_norm: float | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    target: str = "cuda",
+    ignore: Iterable[HazardKind | str] = (),
+) -> CheckReport:
+    """Do what ``check`` does, for a batch whose keywords may be any.
+
+    Args:
+        model: As for ``check``.
+        optimizer: As for ``check``.
+        args: Positional arguments of one call of the captured step.
+        kwargs: Its keyword arguments.
+        loss_fn: As for ``check``, like the rest.
+        scope: Likewise.
+        microbatches: Likewise.
+        max_grad_norm: Likewise.
+        mp_policy: Likewise.
+        target: Likewise.
+        ignore: Likewise.
+
+    Returns:
+        The hazards.
+
+    Raises:
+        ConfigError: as for ``check``.
+    """
     options = CaptureOptions(
         scope=Scope.parse(scope), microbatches=microbatches, max_grad_norm=max_grad_norm
     )
@@ -89,7 +139,7 @@ def check(
     if wrapper_error is not None:
         flight.note(wrapper_error, HazardKind.OPTIMIZER)
     with untouched(model, inner):
-        flight.run(batch, kwargs)
+        flight.run(args, dict(kwargs))
     found = tuple(flight.hazards)
     kept = tuple(hazard for hazard in found if hazard.kind not in ignored)
     return CheckReport(kept, flight.device, target, flight.num_ops, len(found) - len(kept))
@@ -277,4 +327,4 @@ def _kind(name: HazardKind | str) -> HazardKind:
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
 
 
-__all__ = ["check"]
+__all__ = ["check", "check_call"]

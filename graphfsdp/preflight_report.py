@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -125,12 +126,17 @@ def _what(hazard: Hazard) -> str:
 def _where(hazard: Hazard) -> str:
     lines = []
     if hazard.source is not None:
-        lines += [f"{hazard.source.file}:{hazard.source.line}", f"  {hazard.source.text}"]
+        lines += [f"{_short(hazard.source.file)}:{hazard.source.line}", f"  {hazard.source.text}"]
     if hazard.module_path is not None:
         lines.append(f"module {hazard.module_path or '(root)'}")
     if hazard.op is not None:
         lines.append(hazard.op)
     return "\n".join(lines)
+
+
+def _short(file: str) -> str:
+    """Return a path as it is seen from here, if it lies below."""
+    return file.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def _why(hazard: Hazard) -> str:

@@ -45,7 +45,7 @@ ROOF = frozenset(
     {
         *("", "__main__", "bench", "capture_hook", "checkpoint", "cli", "front", "pictures"),
         *("planning", "preconditions", "preflight", "preflight_cli", "preflight_report"),
-        *("preflight_script", "training", "wrapped"),
+        *("cpu_instead", "preflight_script", "training", "wrapped"),
     }
 )
 
