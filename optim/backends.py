@@ -9,17 +9,19 @@ from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.changes import Change, ChangeKind, refuse
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.baked_values import BakedValues, changed_groups
+from graphfsdp.optim.baked_adapter import Adapter, BakedAdapter
+from graphfsdp.optim.baked_values import changed_groups
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.precision_guard import OptimizerFacts, check_precision, main_grad_dtype
+from graphfsdp.optim.foreign_adapters import ForeignAdamAdapter, foreign_name
+from graphfsdp.optim.precision_guard import OptimizerFacts
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     """Return the adapter that fits an optimizer.
 
     Args:
-        optimizer: FusedAdam, FusedSGD or FusedLion; torch's AdamW, Adam or SGD; or any other,
-            which is accepted with all its numbers guarded.
+        optimizer: FusedAdam, FusedSGD or FusedLion; torch's AdamW, Adam or SGD; the FusedAdam of
+            Transformer Engine or apex; or any other, which is accepted with its numbers guarded.
 
     Raises:
         ConfigError: it is no optimizer, or one that runs the model by itself.
@@ -34,51 +36,15 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
             "its iteration is no fixed one. Remedy: an optimizer that steps without a closure"
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        return BakedAdapter(optimizer)
+        name = foreign_name(optimizer)
+        return BakedAdapter(optimizer) if name is None else ForeignAdamAdapter(optimizer, name)
     raise ConfigError(
         f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; for a custom one, "
         "derive from torch.optim.Optimizer"
     )
 
 
-class _Adapter:
-    """What all adapters share.
-
-    Attributes:
-        optimizer: The user's optimizer.
-        use_decoupled_grad: It reads ``param.decoupled_grad`` instead of ``param.grad``.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
-        self.optimizer = optimizer
-        self.use_decoupled_grad = facts.use_decoupled_grad
-        self._facts = facts
-        self._name = facts.name
-
-    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-        """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
-        return main_grad_dtype(param, policy, self._facts)
-
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
-    ) -> None:
-        """Refuse what this optimizer cannot step on.
-
-        Raises:
-            PrecisionError: a gradient would reach the optimizer as a casted copy.
-            ConfigError: the optimizer's settings cannot be captured.
-        """
-        check_precision(named_params, policy, self._facts)
-
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every persistent tensor of the optimizer with a name for messages."""
-        yield from _state_tensors(self.optimizer)
-
-
-class NativeAdapter(_Adapter):
+class NativeAdapter(Adapter):
     """FusedAdam, FusedSGD or FusedLion, all of whose numbers are live in a replay."""
 
     def __init__(self, optimizer: DeviceOptimizer) -> None:
@@ -148,89 +114,6 @@ class NativeAdapter(_Adapter):
         ]
 
 
-class BakedAdapter(_Adapter):
-    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(
-            optimizer,
-            OptimizerFacts(
-                name=f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}",
-                use_decoupled_grad=False,
-                main_weight_dtype=lambda param: param.dtype,
-                mixed_gradients=False,
-                keeps_main_weights=False,
-            ),
-        )
-        self._baked: BakedValues | None = None
-
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
-    ) -> None:
-        """Refuse what this optimizer cannot step on.
-
-        Raises:
-            PrecisionError: a gradient would reach the optimizer in another dtype.
-            ConfigError: the optimizer's settings cannot be captured.
-        """
-        super().check(named_params, policy, scope)
-        if scope is Scope.FULL_ITERATION:
-            self._check_lr_devices()
-
-    def step(self, grad_scale: Tensor | None) -> None:
-        """Scale the gradients in place, then take one step.
-
-        Capture: as capturable as the optimizer is.
-        """
-        if grad_scale is not None:
-            grads = [
-                param.grad
-                for group in self.optimizer.param_groups
-                for param in group["params"]
-                if param.grad is not None
-            ]
-            if grads:
-                torch._foreach_mul_(grads, grad_scale)
-        self.optimizer.step()
-
-    def bake(self) -> None:
-        """Remember every value of every group."""
-        self._baked = BakedValues(self.optimizer.param_groups)
-
-    def changes(self) -> list[Change]:
-        """Return every value that is not what the recording has baked in."""
-        if self._baked is None:
-            return []
-        return self._baked.changes(self.optimizer.param_groups, self._name)
-
-    def before_replay(self) -> None:
-        """Refuse a changed value.
-
-        Raises:
-            GuardError: a value that the recording has baked in was changed; it is named.
-        """
-        refuse(self.changes())
-        # Schedulers warn when they have not seen a step, and a replay calls none.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def _check_lr_devices(self) -> None:
-        for index, group in enumerate(self.optimizer.param_groups):
-            lr = group.get("lr")
-            if not isinstance(lr, Tensor):
-                continue
-            for param in group["params"]:
-                if param.device != lr.device:
-                    raise ConfigError(
-                        f"lr of group {index} of {self._name} is a tensor on {lr.device}, its "
-                        f"parameters are on {param.device}: it would be read on the host and "
-                        "baked. Move lr to the parameters' device, or use "
-                        "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay"
-                    )
-
-
 class TorchAdamAdapter(BakedAdapter):
     """torch's Adam and AdamW, which are capturable with ``fused=True``."""
 
@@ -279,19 +162,6 @@ def _changed_lr(owner: str, index: int, old: int | None, new: int | None) -> Cha
         now = "another tensor"
     remedy = "write into the tensor (fill_), or keep to numbers"
     return Change(ChangeKind.BAKED_VALUE, f"lr of group {index} of {owner}", was, now, remedy)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for row, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names")
-        for key, value in group.items():
-            if isinstance(value, Tensor):
-                yield f"{key} of group {row}", value
-        for position, param in enumerate(group["params"]):
-            name = names[position] if names else f"parameter {position} of group {row}"
-            for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"{key} of {name}", value
 
 
 __all__ = ["BakedAdapter", "NativeAdapter", "TorchAdamAdapter", "adapt"]

@@ -1,0 +1,152 @@
+"""The adapter that fits any optimizer: its numbers are baked into a recording, and guarded."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.changes import Change, refuse
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.baked_values import BakedValues
+from graphfsdp.optim.precision_guard import OptimizerFacts, check_precision, main_grad_dtype
+
+
+class Adapter:
+    """What all adapters share.
+
+    Attributes:
+        optimizer: The user's optimizer.
+        use_decoupled_grad: It reads ``param.decoupled_grad`` instead of ``param.grad``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
+        self.optimizer = optimizer
+        self.use_decoupled_grad = facts.use_decoupled_grad
+        self._facts = facts
+        self._name = facts.name
+
+    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
+        return main_grad_dtype(param, policy, self._facts)
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what this optimizer cannot step on.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer as a casted copy.
+            ConfigError: the optimizer's settings cannot be captured.
+        """
+        check_precision(named_params, policy, self._facts)
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        yield from _state_tensors(self.optimizer)
+
+
+class BakedAdapter(Adapter):
+    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None = None
+    ) -> None:
+        super().__init__(
+            optimizer,
+            facts
+            or OptimizerFacts(
+                name=f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}",
+                use_decoupled_grad=False,
+                main_weight_dtype=lambda param: param.dtype,
+                mixed_gradients=False,
+                keeps_main_weights=False,
+            ),
+        )
+        self._baked: BakedValues | None = None
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what this optimizer cannot step on.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer in another dtype.
+            ConfigError: the optimizer's settings cannot be captured.
+        """
+        super().check(named_params, policy, scope)
+        if scope is Scope.FULL_ITERATION:
+            self._check_lr_devices()
+
+    def step(self, grad_scale: Tensor | None) -> None:
+        """Scale the gradients in place, then take one step.
+
+        Capture: as capturable as the optimizer is.
+        """
+        if grad_scale is not None:
+            attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            found = (
+                getattr(param, attribute, None)
+                for group in self.optimizer.param_groups
+                for param in group["params"]
+            )
+            grads = [grad for grad in found if grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, grad_scale)
+        self.optimizer.step()
+
+    def bake(self) -> None:
+        """Remember every value of every group."""
+        self._baked = BakedValues(self.optimizer.param_groups)
+
+    def changes(self) -> list[Change]:
+        """Return every value that is not what the recording has baked in."""
+        if self._baked is None:
+            return []
+        return self._baked.changes(self.optimizer.param_groups, self._name)
+
+    def before_replay(self) -> None:
+        """Refuse a changed value.
+
+        Raises:
+            GuardError: a value that the recording has baked in was changed; it is named.
+        """
+        refuse(self.changes())
+        # Schedulers warn when they have not seen a step, and a replay calls none.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _check_lr_devices(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            lr = group.get("lr")
+            if not isinstance(lr, Tensor):
+                continue
+            for param in group["params"]:
+                if param.device != lr.device:
+                    raise ConfigError(
+                        f"lr of group {index} of {self._name} is a tensor on {lr.device}, its "
+                        f"parameters are on {param.device}: it would be read on the host and "
+                        "baked. Move lr to the parameters' device, or use "
+                        "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay"
+                    )
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for row, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                yield f"{key} of group {row}", value
+        for position, param in enumerate(group["params"]):
+            name = names[position] if names else f"parameter {position} of group {row}"
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
+
+
+__all__ = ["Adapter", "BakedAdapter"]

@@ -1,0 +1,103 @@
+"""The FusedAdam of Transformer Engine and of apex, captured as their versions allow."""
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.dtensors import is_dtensor, local_part
+from graphfsdp.errors import PrecisionError
+from graphfsdp.optim.baked_adapter import BakedAdapter
+from graphfsdp.optim.precision_guard import OptimizerFacts
+from graphfsdp.optim.precision_table import APEX, TE, Situation, Version, find_row
+
+_PACKAGES: Mapping[str, str] = MappingProxyType({"transformer_engine": TE, "apex": APEX})
+
+
+def foreign_name(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the table's name of a foreign FusedAdam, or None."""
+    cls = type(optimizer)
+    return _PACKAGES.get(cls.__module__.split(".")[0]) if cls.__name__ == "FusedAdam" else None
+
+
+def installed_version(package: str) -> Version:
+    """Return the version of an installed package, or nothing where it has none."""
+    try:
+        text = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+class ForeignAdamAdapter(BakedAdapter):
+    """A FusedAdam that is not ours; lr is a tensor that stays live, other numbers are baked."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        super().__init__(
+            optimizer,
+            OptimizerFacts(
+                name=name,
+                use_decoupled_grad=bool(getattr(optimizer, "use_decoupled_grad", False)),
+                main_weight_dtype=lambda param: self._main_dtype(param) or param.dtype,
+                # The table says more than yes or no.
+                mixed_gradients=True,
+                keeps_main_weights=True,
+            ),
+        )
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what the table does.
+
+        Raises:
+            PrecisionError: the parameter, the reason and the way out are named.
+        """
+        super().check(named_params, policy, scope)
+        if scope is not Scope.FULL_ITERATION:
+            return
+        version = installed_version(type(self.optimizer).__module__.split(".")[0])
+        made: Any = self.optimizer
+        moments = (
+            getattr(made, "exp_avg_dtype", torch.float32),
+            getattr(made, "exp_avg_sq_dtype", torch.float32),
+        )
+        for name, param in named_params.items():
+            situation = Situation(
+                self._name,
+                version,
+                param.dtype,
+                self.main_grad_dtype(param, policy),
+                self._main_dtype(param),
+                moments,
+                remainders=bool(getattr(made, "store_param_remainders", False)),
+                capturable=bool(getattr(made, "capturable", False)),
+                dtensor=is_dtensor(param),
+                empty_shard=not local_part(param).numel(),
+            )
+            row = find_row(situation)
+            if not row.captured:
+                shown = ".".join(map(str, version)) or "of unknown version"
+                raise PrecisionError(
+                    f"{self._name} {shown} cannot be captured with {row.case.value}, as {name!r} "
+                    f"(parameter {situation.param}, gradient {situation.grad}): {row.why}. "
+                    f"Remedy: {row.remedy}"
+                )
+
+    def _main_dtype(self, param: Tensor) -> torch.dtype | None:
+        made: Any = self.optimizer
+        if not getattr(made, "master_weights", False) or param.dtype == torch.float32:
+            return None
+        dtype: torch.dtype = getattr(made, "master_weight_dtype", torch.float32)
+        return dtype
+
+
+__all__ = ["ForeignAdamAdapter", "foreign_name", "installed_version"]
