@@ -207,6 +207,14 @@ class BufferLayout:
         num_rows = (last - first) // slot.row_numel
         return LocalRows(rows_before, num_rows, first - begin, last - first)
 
+    def borders(self, slot: Slot) -> tuple[int, ...]:
+        """Return the first row of a slot on each rank, and at the end its number of rows."""
+        owners = self.ranks_of(slot)
+        inner = [self.local_rows(slot, rank).first_row for rank in owners[1:]]
+        before = owners.start + 1 if owners else self.num_ranks
+        behind = self.num_ranks - before - len(inner)
+        return (*[0] * before, *inner, *[slot.num_rows] * behind, slot.num_rows)
+
     def _begin_of(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:
             raise ConfigError(f"rank must be in 0..{self.num_ranks - 1}, got {rank}")

@@ -1,6 +1,7 @@
 """The DTensor placement of a unit's parameters: whole rows, as many as happen to fall on a rank."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,24 +14,51 @@ from torch.distributed.tensor import Shard
 class RowShard(Shard):
     """``Shard(0)`` with any number of rows per rank.
 
-    It equals ``Shard(0)`` for every operator that works on local rows. ``full_tensor`` and
-    ``redistribute`` ask the other ranks how many rows they hold, where ``Shard`` takes for granted
-    that ``torch.chunk`` has cut the tensor. Results of arithmetic carry plain ``Shard(0)`` again:
-    take ``full_tensor`` of parameters, gradients and their detached or saved copies.
+    It equals ``Shard(0)`` for every operator that works on local rows. It knows which rows each
+    rank holds, where ``Shard`` takes for granted that ``torch.chunk`` has cut the tensor: so
+    ``full_tensor`` and torch.distributed.checkpoint find the right rows (``distribute_tensor``
+    does not: torch puts a plain ``Shard`` in the place of any child of it).
+    Results of arithmetic carry plain ``Shard(0)`` again: take these of parameters, gradients and
+    their detached or saved copies.
+
+    Attributes:
+        borders: First row of each rank, and behind the last one the number of rows.
     """
 
-    def __init__(self) -> None:
+    borders: tuple[int, ...]
+
+    def __init__(self, borders: Sequence[int]) -> None:
         super().__init__(0)
+        self.borders = tuple(borders)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RowShard):
+            return self.borders == other.borders
+        return super().__eq__(other)  # maybe NotImplemented, which bool() would take for True
 
     def __hash__(self) -> int:
-        # Unlike Shard(0), so that torch does not reuse what it has worked out for one of them.
-        return hash((type(self), self.dim))
+        # Unlike Shard(0) and other borders, so that torch does not reuse what it has worked out
+        # for one of them.
+        return hash((type(self), self.borders))
 
     def __repr__(self) -> str:
-        return "RowShard()"
+        return f"RowShard({self.borders})"
 
-    def __reduce__(self) -> tuple[type["RowShard"], tuple[()]]:
-        return (type(self), ())
+    def __reduce__(self) -> tuple[type["RowShard"], tuple[tuple[int, ...]]]:
+        return (type(self), (self.borders,))
+
+    def _fits(self, num_rows: int, num_ranks: int) -> bool:
+        """Return whether the borders are those of a tensor; views have other rows."""
+        return num_rows == self.borders[-1] and num_ranks == len(self.borders) - 1
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, Any]:
+        """Return how many rows a rank holds, and the first of them."""
+        if not self._fits(curr_local_size, num_chunks):
+            size, offset = super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
+            return size, offset
+        return self.borders[rank + 1] - self.borders[rank], self.borders[rank]
 
     def _to_replicate_tensor(
         self,
@@ -39,9 +67,12 @@ class RowShard(Shard):
         mesh_dim: int,
         current_logical_shape: Sequence[Any],
     ) -> Tensor:
-        """Return the whole tensor; one exchange of row counts, then one of rows."""
+        """Return the whole tensor; one exchange of rows."""
         group = mesh.get_group(mesh_dim)
-        counts = _row_counts(local_tensor, group)
+        if self._fits(current_logical_shape[0], group.size()):
+            counts = [end - first for first, end in pairwise(self.borders)]
+        else:
+            counts = _row_counts(local_tensor, group)
         longest = max(counts)
         padded = local_tensor.new_zeros((longest, *current_logical_shape[1:]))
         padded[: local_tensor.shape[0]] = local_tensor

@@ -209,7 +209,7 @@ def _as_dtensor(local: Tensor, slot: Slot, buffer: ShardBuffer, options: UnitOpt
     return DTensor.from_local(
         local,
         options.mesh,
-        [RowShard() if buffer.sharded else Replicate()],
+        [RowShard(buffer.layout.borders(slot)) if buffer.sharded else Replicate()],
         run_check=False,
         shape=torch.Size(slot.shape),
         stride=contiguous_stride(slot.shape),

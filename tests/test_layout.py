@@ -302,3 +302,17 @@ def test_planning_takes_no_torch() -> None:
             if line.startswith(("import ", "from "))
             for word in line.replace(".", " ").split()
         }
+
+
+@given(shapes=SHAPES, num_ranks=st.integers(1, 9), itemsize=ITEMSIZES)
+def test_borders_are_the_first_rows_of_the_ranks(
+    shapes: list[Shape], num_ranks: int, itemsize: int
+) -> None:
+    layout = plan_unit(shapes, num_ranks=num_ranks, itemsize=itemsize)
+    for buffer in layout.buffers:
+        for slot in buffer.slots:
+            borders = buffer.borders(slot)
+            rows = [buffer.local_rows(slot, rank) for rank in range(num_ranks)]
+            assert borders == (*[row.first_row for row in rows], slot.num_rows)
+            counts = [end - first for first, end in pairwise(borders)]
+            assert counts == [row.num_rows for row in rows]
