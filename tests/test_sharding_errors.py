@@ -1,15 +1,12 @@
 """What sharding refuses, on every rank and by name; and captures that fail on one rank only."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
 from graphfsdp import CaptureError, ConfigError, PhaseError
@@ -17,7 +14,6 @@ from helpers import assert_same_state, set_lr, snapshot
 from ranks import RankPool, rank_device
 from sharding_helpers import (
     STRATEGIES,
-    Block,
     Net,
     adam,
     batches,
@@ -278,76 +274,3 @@ def user_bug(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_a_bug_of_the_user_passes_through(ranks2: RankPool, strategy: str) -> None:
     ranks2.run(user_bug, strategy)
-
-
-class AllReduces(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss = self.block(x).square().mean()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        out: Tensor = loss * (1 + total)
-        return out
-
-
-class Mean(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.block(x).square().mean()
-        return out
-
-
-def foreign(kind: str) -> str:
-    torch.manual_seed(0)
-    model: nn.Module
-    if kind == "ddp":
-        model = Mean(DistributedDataParallel(Block(4)))
-    elif kind == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model = Mean(Block(4))
-        torch_fully_shard(model.block, mesh=mesh)
-        torch_fully_shard(model, mesh=mesh)
-    else:
-        model = AllReduces()
-    params: Any = model.parameters()
-    optim = torch.optim.AdamW(params, lr=torch.tensor(0.01), fused=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    if kind == "ddp":  # known before anything runs
-        with raises_on_rank(ConfigError) as messages:
-            graphfsdp.capture(model, optim)
-        with graphfsdp.capture(model, optim, scope="none") as step:
-            assert step(torch.ones(2, 4)).isfinite()
-        return messages[0]
-    with graphfsdp.capture(model, optim) as step:
-        for index in range(4):
-            x = torch.randn(2, 4, generator=generator)
-            if index < 3:
-                step(x)
-                continue
-            with raises_on_rank(CaptureError) as messages:
-                step(x)
-    (message,) = messages
-    if kind == "all_reduce":  # the others' own state is in the middle of a backward pass
-        with graphfsdp.capture(model, optim, scope="none") as step:
-            assert step(torch.ones(2, 4)).isfinite()
-    return message
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "all_reduce"])
-def test_a_foreign_collective_is_refused_by_name(ranks2: RankPool, kind: str) -> None:
-    for message in ranks2.run(foreign, kind, limit_s=20.0):
-        assert "Remedy" in message
-        if kind == "fsdp2":
-            assert "fsdp.all_gather_copy_in" in message
-        elif kind == "ddp":
-            assert "'block' is wrapped in DistributedDataParallel" in message
-            assert "strategy='no_shard'" in message
-        else:
-            assert "c10d" in message
-            assert "is a collective" in message
