@@ -18,15 +18,7 @@ def save_random_states(model: nn.Module, device: torch.device) -> Callable[[], N
     Returns:
         A function that puts the states back.
     """
-    generators = {id(torch.default_generator): torch.default_generator}
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[_index(device)]
-        generators[id(generator)] = generator
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Generator):
-                generators[id(value)] = value
-    states = [(generator, generator.get_state()) for generator in generators.values()]
+    states = [(generator, generator.get_state()) for generator in generators_of(model, device)]
     python_state = random.getstate()
     numpy: Any = sys.modules.get("numpy")  # not imported for this alone
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -41,8 +33,21 @@ def save_random_states(model: nn.Module, device: torch.device) -> Callable[[], N
     return restore
 
 
+def generators_of(model: nn.Module, device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators for the CPU and the device, and those that modules hold."""
+    generators = {id(torch.default_generator): torch.default_generator}
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[_index(device)]
+        generators[id(generator)] = generator
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator):
+                generators[id(value)] = value
+    return list(generators.values())
+
+
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-__all__ = ["save_random_states"]
+__all__ = ["generators_of", "save_random_states"]

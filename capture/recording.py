@@ -19,6 +19,7 @@ class Recording:
         num_eager: Calls with such batches that ran eagerly.
         graph: The graph, or None before the capture.
         results: The form of what the iteration returns.
+        num_verified: Replays that were compared with an eager run.
         guards: What must be as it was when the graph was made; None before that.
         capture_ms: Milliseconds that the capture took.
     """
@@ -27,10 +28,15 @@ class Recording:
         self.inputs = inputs
         self.num_microbatches = num_microbatches
         self.num_eager = 0
+        self.num_verified = 0
         self.graph: Graph | None = None
         self.guards: Guards | None = None
         self.results = Results()
         self.capture_ms: float | None = None
+
+    def again(self) -> "Recording":
+        """Return one with the same inputs and no graph, for a run beside this one's."""
+        return Recording(self.inputs, self.num_microbatches)
 
     def close(self) -> None:
         """Give the graph back."""

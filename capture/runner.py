@@ -22,9 +22,10 @@ from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.static_inputs import StaticInputs
+from graphfsdp._capture.verification import Verifier
 from graphfsdp.changes import Change, ChangeKind, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.errors import BatchMismatchError, PhaseError, split_remedy
+from graphfsdp.errors import BatchMismatchError, PhaseError, VerificationError, split_remedy
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.sharded import sharded_roots
 
@@ -69,6 +70,7 @@ class StepRunner:
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs)
         self._evaluator = Evaluator(engine, self._agreement, options.max_graphs)
+        self._verifier = Verifier(engine, self._agreement)
         self._facts: GraphFacts | None = None
         self._num_calls: Counter[str] = Counter()
         self._num_captures = 0
@@ -103,6 +105,14 @@ class StepRunner:
         """Evaluate one batch; see ``CapturedStep.evaluate``."""
         eager = self.phase is Phase.EAGER
         return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
+
+    def verify(self, num_iterations: int) -> None:
+        """Compare replays with eager runs; see ``CapturedStep.verify``."""
+        self.graph_to("verify")
+        recording = self._recordings.latest
+        assert recording is not None
+        refuse(self._changes(recording))
+        self._verifier.run(recording, num_iterations)
 
     def report(self, *, measure: bool) -> CaptureReport:
         """Return the facts of this step; see ``CapturedStep.report``."""
@@ -205,7 +215,7 @@ class StepRunner:
         what = "; ".join(str(change) for change in changes)
         if self._options.on_change is OnChange.EAGER and not rebuilds:
             _LOG.info("running eagerly: %s", what)
-            return Recording(recording.inputs, recording.num_microbatches)
+            return recording.again()
         _LOG.warning("all graphs are given up: %s", what)
         for entry in self._recordings:
             entry.close()
@@ -297,7 +307,13 @@ class StepRunner:
         self._engine.before_replay()
         try:
             with nvtx_range("replay"):
-                results = graph.replay()
+                if recording.num_verified < self._options.verify:
+                    results = self._verifier.replay(recording)
+                    recording.num_verified += 1
+                else:
+                    results = graph.replay()
+        except VerificationError:
+            raise
         except BaseException as error:  # of an operator, of a collective, or no memory
             self._after_failed_replay(graph.effect, error)
             raise

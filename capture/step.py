@@ -42,6 +42,7 @@ class CapturedStep:
             BatchMismatchError: the batch is unlike the first one.
             CaptureError: the iteration cannot be captured, or another rank failed.
             GuardError: something that the graph has baked in was changed.
+            VerificationError: with ``verify=n``: a replay is not what an eager run does.
             PhaseError: the step is closed or broken, is running already (on another thread, or
                 in its own ``loss_fn``), or belongs to another process.
 
@@ -82,6 +83,31 @@ class CapturedStep:
         try:
             self._refuse_misuse()
             return self._runner.evaluate(args, kwargs)
+        finally:
+            self._gate.leave()
+
+    def verify(self, num_iterations: int = 1) -> None:
+        """Prove that a replay does what the same Python does eagerly, and change nothing.
+
+        On the last batch, from the present state: each iteration runs eagerly and by replay, and
+        results, gradients, buffers, optimizer state, parameters and generators are compared bit
+        for bit. Then everything is put back, so that training goes on as if nothing had been.
+        Where there are several ranks, all must call it.
+
+        Args:
+            num_iterations: Iterations, one following from the other.
+
+        Raises:
+            VerificationError: something differs; it names the first tensor, the size of the
+                difference, and on a CPU the first operator that computed something else.
+            GuardError: something has changed that the graph has baked in.
+            PhaseError: there is no graph yet.
+        """
+        at_least("num_iterations", num_iterations, 1)
+        self._gate.enter("called")
+        try:
+            self._refuse_misuse()
+            self._runner.verify(num_iterations)
         finally:
             self._gate.leave()
 

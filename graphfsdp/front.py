@@ -37,6 +37,7 @@ def capture(
     max_grad_norm: float | None = None,
     on_change: str | OnChange = "raise",
     max_graphs: int = 16,
+    verify: int = 0,
     backend: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> CapturedStep:
@@ -66,6 +67,8 @@ def capture(
             graph for each kind of batch, all in one memory pool; or "eager", run this call without
             a graph. A new kind runs eagerly once, and is captured when it comes again.
         max_graphs: Graphs that are kept at a time; the least recently used one goes first.
+        verify: Compare this many replays of each graph with an eager run from the same state, bit
+            for bit; see ``CapturedStep.verify``.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
         mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
 
@@ -83,6 +86,7 @@ def capture(
         max_grad_norm=max_grad_norm,
         on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
+        verify=verify,
     )
     optimizer = inner_optimizer(optimizer)
     refuse_other_types(model, loss_fn, mp_policy)

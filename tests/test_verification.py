@@ -1,0 +1,159 @@
+"""verify: an honest graph passes without a trace; a wrong one is named, to the operator."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp._capture.comparison import first_difference
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+from ranks import RankPool
+from sharding_helpers import batches, make_net, my_part
+
+
+class Model(nn.Module):
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        self.kept = hidden.detach().mean()  # an attribute that outlives the iteration
+        out: Tensor = self.last(hidden)
+        return out.square().mean()
+
+
+def make(device: torch.device, **options: Any) -> tuple[graphfsdp.CapturedStep, Model, FusedAdam]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    return graphfsdp.capture(model, optimizer, max_grad_norm=1.0, **options), model, optimizer
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", "forward_backward"])
+def test_training_is_the_same_with_verification(scope: str, device: torch.device) -> None:
+    def run(verify: int, by_hand: int) -> list[dict[str, Tensor]]:
+        step, model, optimizer = make(device, verify=verify, scope=scope)
+        states = []
+        with step:
+            for index in range(14):
+                optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index)
+                loss = step(torch.randn(6, 5).to(device))
+                states.append({"loss": loss, **snapshot(model, optimizer)})
+                if by_hand and index in (3, 7):
+                    step.verify(by_hand)
+                    after = {"loss": loss, **snapshot(model, optimizer)}
+                    assert_same_state(states[-1], after, f"verified after call {index}")
+        return states
+
+    expected = run(0, 0)
+    for verify, by_hand in ((4, 0), (0, 3)):
+        for one, other in zip(expected, run(verify, by_hand), strict=True):
+            assert_same_state(one, other)
+
+
+def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.device) -> None:
+    """A global that loss_fn reads: no guard can know of it, but verification does."""
+    factor = [1.0]
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer = FusedAdam(model.parameters())
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        return loss * factor[0]
+
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, verify=8) as step:
+        for _ in range(6):
+            step(torch.randn(6, 5).to(device))
+        factor[0] = 1.5
+        x = torch.randn(6, 5).to(device)
+        before = snapshot(model, optimizer)
+        with pytest.raises(graphfsdp.VerificationError, match="result 0 differs in 1 of 1") as info:
+            step(x)
+        assert_same_state(before, snapshot(model, optimizer))
+        assert info.value.max_difference > 0
+        if device.type == "cpu":
+            assert info.value.op == "aten.mul.Tensor"
+            assert info.value.source is not None
+            assert "factor[0]" in info.value.source.text
+        factor[0] = 1.0
+        step(x)  # the step is as it was
+
+
+@pytest.mark.parametrize("name", ["first.weight", "last.bias"])
+def test_a_program_that_computes_something_else_is_found(name: str) -> None:
+    """One operator of the recorded program is changed behind its back."""
+    step, model, optimizer = make(torch.device("cpu"))
+    with step:
+        for _ in range(5):
+            step(torch.randn(6, 5))
+        latest = step._runner._recordings.latest
+        assert latest is not None
+        graph: Any = latest.graph
+        original = graph._replay
+        parameter = dict(model.named_parameters())[name]
+
+        def wrong() -> Any:
+            results = original()
+            parameter.detach()[0].add_(1e-3)
+            return results
+
+        graph._replay = wrong
+        before = snapshot(model, optimizer)
+        with pytest.raises(graphfsdp.VerificationError, match=f"parameter '{name}'") as info:
+            step.verify(2)
+        assert 5e-4 < info.value.max_difference < 2e-3
+        assert_same_state(before, snapshot(model, optimizer))
+
+
+def test_there_must_be_a_graph(device: torch.device) -> None:
+    step, _, _ = make(device)
+    with step:
+        step(torch.randn(6, 5, device=device))
+        with pytest.raises(graphfsdp.PhaseError, match="no graph to verify"):
+            step.verify()
+        with pytest.raises(graphfsdp.ConfigError, match="num_iterations"):
+            step.verify(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_comparison_is_of_bits(dtype: torch.dtype) -> None:
+    x = torch.arange(6).to(dtype).reshape(2, 3).t()
+    assert first_difference({"x": x}, {"x": x.clone()}) is None
+    other = x.clone()
+    other[1, 1] += 2
+    found = first_difference({"x": x}, {"x": other})
+    assert found is not None
+    assert (found.num_unequal, found.numel, found.max_difference) == (1, 6, 2.0)
+    missing = first_difference({"x": x}, {})
+    assert missing is not None
+    assert missing.num_unequal == 6
+    if dtype.is_floating_point:
+        nan = torch.full((2,), torch.nan, dtype=dtype)
+        assert first_difference({"x": nan}, {"x": nan.clone()}) is None
+        assert first_difference({"x": nan}, {"x": torch.zeros(2, dtype=dtype)}) is not None
+        zero = torch.zeros(1, dtype=dtype)
+        assert first_difference({"x": zero}, {"x": -zero}) is not None
+
+
+def verified_on_ranks() -> None:
+    model = make_net("optim_grads_params", dropout=0.2)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    with graphfsdp.capture(model, optimizer, verify=3, max_grad_norm=1.0) as step:
+        for batch in batches(8):
+            step(*my_part(batch))
+        step.verify(2)
+
+
+def test_a_sharded_step_is_verified_on_all_ranks(ranks2: RankPool) -> None:
+    ranks2.run(verified_on_ranks)
