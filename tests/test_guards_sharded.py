@@ -1,0 +1,68 @@
+"""Guards of sharded models: DTensors are looked at through to this rank's rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from ranks import RankPool
+
+Change = Callable[[Any], Callable[[], object]]
+
+
+def moved(param: Any) -> Callable[[], object]:
+    old = param._local_tensor.data
+    param._local_tensor.data = old.clone()
+    return lambda: setattr(param._local_tensor, "data", old)
+
+
+def other_rows(param: Any) -> Callable[[], object]:
+    old = param._local_tensor
+    param._local_tensor = old.clone()
+    return lambda: setattr(param, "_local_tensor", old)
+
+
+def frozen(param: Any) -> Callable[[], object]:
+    param.requires_grad_(False)
+    return lambda: param.requires_grad_(True)
+
+
+def hooked(param: Any) -> Callable[[], object]:
+    return param.register_hook(lambda grad: grad).remove  # type: ignore[no-any-return]
+
+
+CHANGES: tuple[tuple[Change, str], ...] = (
+    (moved, r"parameter '0\.weight' was at address .* in other memory"),
+    (other_rows, r"parameter '0\.weight' was at address .* in other memory"),
+    (frozen, r"parameter '0\.weight' was trained .* now frozen"),
+    (hooked, r"gradient hook .* of parameter '0\.weight'"),
+)
+
+
+def guarded_run() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    graphfsdp.fully_shard(model)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    x = torch.randn(5, 4)
+    with graphfsdp.capture(model, optim, loss_fn=lambda model, x: model(x).square().mean()) as step:
+        for _ in range(5):
+            step(x)
+        with torch.no_grad():
+            model(x)
+        for change, match in CHANGES:
+            undo = change(model[0].weight)
+            with pytest.raises(graphfsdp.GuardError, match=match) as caught:
+                step(x)
+            assert len(caught.value.changes) == 1, caught.value
+            undo()
+            step(x)
+        assert step.report().num_calls["replay"] == 1 + len(CHANGES)
+
+
+def test_changes_of_a_sharded_model_are_refused_by_name(ranks1: RankPool) -> None:
+    ranks1.run(guarded_run)
