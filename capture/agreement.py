@@ -73,7 +73,7 @@ class Agreement:
             earlier = channel.post(key, f"{type(error).__name__}: {error}")
             if earlier is None:
                 continue
-            if isinstance(error, RuntimeError):  # what collectives raise when a rank is missing
+            if _may_be_a_collective(error):
                 raise CaptureError(
                     f"{earlier}. So this rank waited in vain, and the process group is of no use "
                     "any more; parameters, buffers, gradients and optimizer state are as they "
@@ -117,7 +117,8 @@ class _Channel:
         mine = f"rank {self._group.rank()} of {self._group.size()} failed: {text}"
         first = bytes(store.compare_set(f"{key}/failure", "", mine)).decode()
         store.set(f"{key}/done", "failed")
-        return None if first == mine else first
+        # Where all ranks fail alike, each has its own error to tell.
+        return None if first.partition(": ")[2] == text else first
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_process_group_store(self._group)
@@ -128,6 +129,11 @@ class _Channel:
             number = self._store().add(f"graphfsdp/steps/{self._group.rank()}", 1)
             self._prefix = f"graphfsdp/step{number}"
         return f"{self._prefix}/{key}"
+
+
+def _may_be_a_collective(error: BaseException) -> bool:
+    """Tell whether an error may come from a collective in which a rank was missing."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:

@@ -11,6 +11,7 @@ from graphfsdp._capture.op_tensors import written_arguments
 from graphfsdp._capture.storages import StorageInfo
 
 _MAX_KEPT_BYTES = 1 << 20
+_MIN_KEPT = 8
 _NODES_PER_KEPT = 8  # a copy costs less than a tenth of what eight operators do
 
 
@@ -46,13 +47,14 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
     kept: dict[int, Value] = {}
     generators: dict[int, torch.Generator] = {}
     num_bytes = 0
+    max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
     for index, node in enumerate(nodes):
         for value in _values(written_arguments(node.op, node.args, node.kwargs)):
             info = value.storage
             if not info.external or id(value) in kept or _identity(info) in free:
                 continue
             num_bytes += _num_bytes(value)
-            if num_bytes > _MAX_KEPT_BYTES or len(kept) >= len(nodes) // _NODES_PER_KEPT:
+            if num_bytes > _MAX_KEPT_BYTES or len(kept) >= max_kept:
                 return CommitPoint(index, list(kept.values()), list(generators.values()))
             kept[id(value)] = value
         if torch.Tag.nondeterministic_seeded in node.op.tags or node.op.namespace not in _QUIET:

@@ -1,0 +1,144 @@
+"""A fault on one rank: what the others hear, and that all of them are as they were before."""
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from faults import FAULTS, Fault, FaultMode, World
+from graphfsdp.optim import FusedAdam
+from helpers import quick_garbage_collection
+from ranks import RankPool, rank_device
+
+WIDTH = 4
+
+
+def build(strategy: str, scope: str, **options: Any) -> tuple[Any, nn.Module, FusedAdam]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    device = rank_device()
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 3)]
+    model = nn.Sequential(*layers).to(device)
+    graphfsdp.fully_shard(model[0], strategy=strategy)
+    graphfsdp.fully_shard(model, strategy=strategy)
+    optim = FusedAdam(model.parameters(), lr=1e-2)
+    options = {"loss_fn": loss_of, "max_grad_norm": 0.5, "warmup_steps": 2, **options}
+    return graphfsdp.capture(model, optim, scope=scope, **options), model, optim
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def batch(index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator).to(rank_device())
+
+
+def losses_without_faults(strategy: str, num_calls: int) -> list[Tensor]:
+    step, *_ = build(strategy, "none")
+    return [step(batch(index)) for index in range(num_calls)]
+
+
+class LateError(Exception):
+    """An ordinary error of a user, after all collectives of the iteration."""
+
+
+def fails_on_one_rank(strategy: str) -> None:
+    """In the optimizer's step hook on rank 1: all roll back and go on, the group is intact."""
+    expected = losses_without_faults(strategy, 7)
+    step, model, optim = build(strategy, "full_iteration")
+    fails = {"on": False}
+
+    def hook(*args: object) -> None:
+        if fails["on"] and dist.get_rank() == 1:
+            raise LateError("of rank 1")
+
+    optim.register_step_post_hook(hook)
+    for index in range(7):
+        if index <= 2:
+            world = World(model, optim)
+            fails["on"] = True
+            if dist.get_rank() == 1:
+                with pytest.raises(LateError, match="of rank 1"):
+                    step(batch(index))
+            else:
+                message = r"rank 1 of 2 failed: LateError: of rank 1.*as it was before"
+                with pytest.raises(graphfsdp.CaptureError, match=message):
+                    step(batch(index))
+            world.assert_unchanged(f"call {index}")
+            fails["on"] = False
+        assert torch.equal(step(batch(index)), expected[index]), index
+    assert step.report().num_captures == 1
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_an_error_on_one_rank_undoes_the_iteration_on_all(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(fails_on_one_rank, strategy)
+
+
+def fails_on_both_ranks(strategy: str) -> int:
+    """At the same operator on both ranks: each says its own error."""
+    expected = losses_without_faults(strategy, 6)
+    step, model, optim = build(strategy, "full_iteration")
+    num_faults = 0
+    for index in range(6):
+        if index <= 2:
+            for position in range(index, 75, 8 if index < 2 else 17):
+                quick_garbage_collection()
+                world = World(model, optim)
+                # Not Ctrl-C: the ranks of the tests ignore that signal.
+                fault = (Fault.ERROR, Fault.OUT_OF_MEMORY)[position % 2]
+                mode = FaultMode(position, fault, after=position % 3 == 0)
+                with pytest.raises(FAULTS), mode:
+                    step(batch(index))
+                world.assert_unchanged(f"call {index}: {mode.fired} at {position}")
+                num_faults += 1
+        assert torch.equal(step(batch(index)), expected[index]), index
+    return num_faults
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
+def test_a_fault_on_all_ranks_leaves_no_trace_on_any(ranks2: RankPool, strategy: str) -> None:
+    assert min(ranks2.run(fails_on_both_ranks, strategy)) >= 10
+
+
+def stuck_in_a_collective() -> tuple[str, float]:
+    """Rank 1 fails before its collectives: rank 0 hears why when its own has timed out."""
+    step, model, optim = build("optim_grads_params", "full_iteration")
+    step(batch(0))
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend._set_default_timeout(datetime.timedelta(seconds=3))
+    world = World(model, optim)
+    started = time.monotonic()
+
+    def fails(model: nn.Module, args: object) -> None:
+        raise LateError("before the collectives")
+
+    if dist.get_rank() == 1:
+        first: nn.Module = next(model.children())
+        first.register_forward_pre_hook(fails, prepend=True)
+    try:
+        step(batch(1))
+    except (LateError, graphfsdp.CaptureError) as error:
+        world.assert_unchanged("stuck")
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "nothing was raised", 0.0
+
+
+def test_a_rank_that_is_stuck_in_a_collective_hears_the_cause() -> None:
+    pool = RankPool(2)
+    try:
+        (waited, seconds), (failed, _) = pool.run(stuck_in_a_collective)
+    finally:
+        pool.close(force=True)
+    assert failed == "LateError: before the collectives"
+    assert "rank 1 of 2 failed: LateError: before the collectives" in waited
+    assert "of no use any more" in waited
+    assert seconds < 30
