@@ -13,6 +13,7 @@ from rich.console import Console
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.hazards import HazardKind
+from graphfsdp.optim.precision_table import rich_table
 from graphfsdp.preflight_report import CheckReport
 from graphfsdp.preflight_script import ScriptCheck, ScriptError
 
@@ -35,6 +36,7 @@ examples:
   graphfsdp check --json=hazards.json --ignore gradient train.py
   graphfsdp check --device cpu train_on_gpu.py       # on a machine without a GPU
   graphfsdp check -m my_project.train --steps 10
+  graphfsdp check --precision-table                  # optimizers, versions and dtypes
   graphfsdp check my_project.setup:small
 
   # my_project/setup.py
@@ -58,6 +60,9 @@ def run_check(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the check could not run.
     """
+    if "--precision-table" in arguments[:1]:
+        Console().print(rich_table())
+        return 0
     given = _parse(arguments)
     how = ScriptCheck(target=given.target, ignore=given.ignore, on_cpu=given.device == "cpu")
     # The program's own output must not get into JSON that another program reads.

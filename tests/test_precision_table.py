@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import nn
 
 import graphfsdp
+from graphfsdp.cli import main
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD, foreign_adapters
@@ -204,3 +205,10 @@ def test_the_optimizers_of_torch_are_captured_as_their_rows_say(name: str) -> No
     if name == TORCH:
         with pytest.raises(ConfigError, match="fused=True"):
             check(None)
+
+
+def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--precision-table"]) == 0
+    shown = capsys.readouterr().out
+    assert "FusedLion" in shown
+    assert "refused" in shown
