@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from graphfsdp.hazards import HazardKind
+
 
 @dataclass(frozen=True)
 class CudaCaptureError:
@@ -13,12 +15,14 @@ class CudaCaptureError:
         name: Name there.
         meaning: What CUDA says, in words.
         remedy: What to change in a training loop.
+        kind: What sort of thing it mostly is.
     """
 
     code: int
     name: str
     meaning: str
     remedy: str
+    kind: HazardKind
 
     def __str__(self) -> str:
         return f"CUDA error {self.code} ({self.name}): {self.meaning}. Remedy: {self.remedy}"
@@ -32,6 +36,7 @@ _ERRORS = (
         "(.item(), bool(tensor)), a copy between pageable host memory and the device "
         "(torch.tensor(x, device='cuda')), or a synchronize",
         "keep the value on the device, or make the tensor before the iteration",
+        HazardKind.HOST_READ,
     ),
     CudaCaptureError(
         901,
@@ -39,30 +44,35 @@ _ERRORS = (
         "the capture was invalidated by an earlier error, by an illegal call on another thread, "
         "or by running out of memory",
         "look at the first error; check that the model fits with warmup_steps done",
+        HazardKind.EXCEPTION,
     ),
     CudaCaptureError(
         902,
         "cudaErrorStreamCaptureMerge",
         "two independent captures would be merged",
         "capture one step at a time, and do not wait on events of another capture",
+        HazardKind.STREAM,
     ),
     CudaCaptureError(
         903,
         "cudaErrorStreamCaptureUnmatched",
         "the capture was not initiated in this stream",
         "do not change the current stream inside the iteration without changing it back",
+        HazardKind.STREAM,
     ),
     CudaCaptureError(
         904,
         "cudaErrorStreamCaptureUnjoined",
         "a stream that was forked from the capture was not joined to it",
         "end each use of a side stream with current_stream().wait_stream(side_stream)",
+        HazardKind.STREAM,
     ),
     CudaCaptureError(
         905,
         "cudaErrorStreamCaptureIsolation",
         "a dependency crosses the border of the capture: an event from before it was waited on",
         "record and wait on events inside one iteration only; start collectives inside it",
+        HazardKind.STREAM,
     ),
     CudaCaptureError(
         906,
@@ -70,18 +80,21 @@ _ERRORS = (
         "a disallowed dependency on the legacy default stream, mostly an autograd node that was "
         "made on the default stream",
         "delete losses and outputs of forward passes that ran before graphfsdp.capture",
+        HazardKind.STREAM,
     ),
     CudaCaptureError(
         907,
         "cudaErrorCapturedEvent",
         "an event that was last recorded in a capturing stream was queried",
         "do not time or query events inside the iteration",
+        HazardKind.SYNCHRONIZE,
     ),
     CudaCaptureError(
         908,
         "cudaErrorStreamCaptureWrongThread",
         "the capture was ended from another thread",
         "call the captured step from one thread only",
+        HazardKind.THREAD,
     ),
 )
 

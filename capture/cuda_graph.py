@@ -13,6 +13,7 @@ from graphfsdp._capture.cuda_driver import find_driver
 from graphfsdp._capture.cuda_errors import explain
 from graphfsdp._capture.cuda_recorder import CudaRecorder
 from graphfsdp._capture.host_copies import HostCopies
+from graphfsdp._capture.source import user_line_of
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
 from graphfsdp.errors import CaptureError, PhaseError
@@ -120,7 +121,7 @@ class CudaGraphBackend:
         gc.collect()
         try:
             with _stale_streams_redirected(), watcher.watching():
-                outputs = self._capture(graph, iterate)
+                outputs = self._capture(graph, iterate, watcher)
             gc.collect()
             refuse_dropped_tensors(watcher.storages)
             handle = _handle(graph)
@@ -148,7 +149,9 @@ class CudaGraphBackend:
         # A capture runs nothing: this launch is the iteration that was recorded.
         return captured, captured.replay()
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, iterate: Iterate) -> list[Tensor]:
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, iterate: Iterate, watcher: Watcher
+    ) -> list[Tensor]:
         stream = torch.cuda.current_stream(self.device)
         try:
             # thread_local: an illegal call on another thread (a loader that pins memory) is no
@@ -156,7 +159,10 @@ class CudaGraphBackend:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
-                return iterate()
+                watcher.follow_streams()
+                outputs = iterate()
+                watcher.refuse_loose_streams()
+                return outputs
         finally:
             # torch.cuda.graph leaves its stream current when ending a broken capture raises.
             torch.cuda.set_stream(stream)
@@ -167,7 +173,18 @@ class CudaGraphBackend:
             raise watcher.failure from error
         meaning = explain(error)
         if meaning is not None and not isinstance(error, CaptureError):
-            raise CaptureError(str(meaning), op=watcher.last_op) from error
+            # The driver speaks when an operator fails; a Python line is in the exception, the
+            # module is that of the last operator that was started.
+            sites = watcher.sites.sites()
+            site = sites[watcher.site] if sites else None
+            raise CaptureError(
+                str(meaning),
+                op=watcher.last_op,
+                module_path=None if site is None else site.module,
+                source=user_line_of(error) or (None if site is None else site.source),
+                kind=meaning.kind,
+                cuda_error=meaning.code,
+            ) from error
 
 
 def _new_graph() -> torch.cuda.CUDAGraph:

@@ -34,9 +34,36 @@ def synchronize(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
+def loose_stream(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        (x * 2).sum()  # refused
+    return h
+
+
+def event_from_before(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    event: torch.cuda.Event | None = vars(self).get("event")
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+    event = vars(self)["event"] = torch.cuda.Event()
+    event.record()
+    return h
+
+
+def literal(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
+
+
 STATE: list[Tensor] = []
-# The driver refuses these, and no operator or function tells of them beforehand.
-UNSEEN: dict[str, Program] = {"synchronize": synchronize}
+# What the driver refuses and no operator tells of: the kind, and the number of the error.
+UNSEEN: dict[str, Program] = {
+    "synchronize": synchronize,
+    "loose_stream": loose_stream,
+    "event_from_before": event_from_before,
+    "literal": literal,
+}
+CODES = {"synchronize": 900, "loose_stream": 904, "event_from_before": 905, "literal": 900}
 REFUSED: dict[str, Program] = {
     **{name: rule.program for name, rule in RULES.items() if rule.driver},
     "read_generator": read_generator,
@@ -103,7 +130,14 @@ def with_capture(program: Program) -> dict[str, object]:
         step(x)
     except graphfsdp.CaptureError as error:
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        return {"errors": chain(error), "op": error.op, "rolled_back": same}
+        return {
+            "errors": chain(error),
+            "op": error.op,
+            "code": error.cuda_error,
+            "module": error.module_path,
+            "line": None if error.source is None else error.source.text,
+            "rolled_back": same,
+        }
     return {"errors": []}
 
 
