@@ -81,6 +81,18 @@ class Agreement:
                 ) from error
             error.add_note(f"graphfsdp: {earlier}")
 
+    def explain(self, error: BaseException, replay: int) -> None:
+        """Exchange causes after a failed replay, in whose collectives the other ranks may be.
+
+        Args:
+            error: What this rank raises; a note is added if another rank failed before it.
+            replay: Number of the replay, the same on all ranks.
+        """
+        for channel in self._channels:
+            earlier = channel.post(f"replay{replay}", f"{type(error).__name__}: {error}")
+            if earlier is not None:
+                error.add_note(f"graphfsdp: {earlier}")
+
     def _next_key(self) -> str:
         self._stage += 1
         return f"{self._attempt}/{self._stage}"
@@ -112,11 +124,13 @@ class _Channel:
 
     def post(self, key: str, text: str) -> str | None:
         """Tell why this rank failed; return what a rank that failed earlier has said."""
-        store = self._store()
-        key = self._key(key)
         mine = f"rank {self._group.rank()} of {self._group.size()} failed: {text}"
-        first = bytes(store.compare_set(f"{key}/failure", "", mine)).decode()
-        store.set(f"{key}/done", "failed")
+        try:
+            store, key = self._store(), self._key(key)
+            first = bytes(store.compare_set(f"{key}/failure", "", mine)).decode()
+            store.set(f"{key}/done", "failed")
+        except (RuntimeError, ValueError):  # the group is destroyed, or the store's host is gone
+            return None
         # Where all ranks fail alike, each has its own error to tell.
         return None if first.partition(": ")[2] == text else first
 

@@ -329,6 +329,7 @@ class StepRunner:
             self.phase = self.phase.to(Phase.BROKEN)
             self.breakage = f"{type(error).__name__}: {effect.value}"
         error.add_note(f"graphfsdp: {effect.value}")
+        self._agreement.explain(error, self._num_calls["replay"])
 
     def _finish(self, recording: Recording, results: list[Tensor]) -> Any:
         output, grad_norm = recording.results.unflatten(results)

@@ -142,3 +142,34 @@ def test_a_rank_that_is_stuck_in_a_collective_hears_the_cause() -> None:
     assert "rank 1 of 2 failed: LateError: before the collectives" in waited
     assert "of no use any more" in waited
     assert seconds < 30
+
+
+def stuck_in_a_replay() -> tuple[str, list[str]]:
+    """Rank 1 runs out of memory in a replay; rank 0 is in a collective of the same replay."""
+    step, model, optim = build("optim_grads_params", "full_iteration")
+    for index in range(5):
+        step(batch(index))
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend._set_default_timeout(datetime.timedelta(seconds=3))
+    world = World(model, optim)
+    fails_at = 3 if dist.get_rank() == 1 else -1
+    try:
+        with FaultMode(fails_at, Fault.OUT_OF_MEMORY, after=False):
+            step(batch(5))
+    except RuntimeError as error:
+        world.assert_unchanged("replay", without_gradients=True)
+        assert all(param.grad is None for param in model.parameters())
+        return type(error).__name__, error.__notes__
+    return "nothing was raised", []
+
+
+def test_a_rank_that_is_stuck_in_a_replay_hears_the_cause() -> None:
+    pool = RankPool(2)
+    try:
+        (_, waited), (failed, notes) = pool.run(stuck_in_a_replay)
+    finally:
+        pool.close(force=True)
+    assert failed == "OutOfMemoryError"
+    assert "the replay was undone" in notes[0]
+    assert "the replay was undone" in waited[0]
+    assert "rank 1 of 2 failed: OutOfMemoryError" in waited[1]
