@@ -48,9 +48,19 @@ def _check(arguments: Sequence[str]) -> int:
     return run_check(arguments)
 
 
+def _checkpoint(arguments: Sequence[str]) -> int:
+    from graphfsdp.checkpoint.command import run_checkpoint_command
+
+    def say(line: str) -> None:
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return 0 if run_checkpoint_command(arguments, say) else EXIT_FAILED
+
+
 COMMANDS = (
     Command("train", "train a GPT with the whole iteration in one graph", _train),
     Command("plan", "tell what each rank of a training run will need, without the ranks", _plan),
+    Command("checkpoint", "show, convert and compare checkpoints", _checkpoint),
     Command("check", "tell what a graph could not hold of a training program", _check),
 )
 
@@ -109,7 +119,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {command.name:<8} {command.summary}" for command in COMMANDS)
+    commands = "\n".join(f"  {command.name:<10} {command.summary}" for command in COMMANDS)
     return (
         f"usage: graphfsdp COMMAND ...\n\ncommands:\n{commands}\n\n"
         f"'graphfsdp COMMAND --help' lists a command's flags; --version prints the version"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphfsdp.checkpoint.engine import Members, run_load
 from graphfsdp.checkpoint.folder import resolve
+from graphfsdp.checkpoint.full import load_file
 from graphfsdp.checkpoint.fused import FusedWeight
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import read_manifest
@@ -63,7 +64,9 @@ def load(
     everything is compared and every checksum checked; nothing is written if something is wrong.
 
     Args:
-        path: A folder of checkpoints, or one checkpoint in it.
+        path: A folder of checkpoints, or one checkpoint in it; or a full state in a file that
+            rank 0 reads, a safetensors file or a state dict of ``torch.save``, which has neither
+            step nor objects.
         model: Whose parameters and buffers are filled.
         optimizer: Its state and hyper-parameters too; None leaves the saved ones unread.
         objects: As for ``save``.
@@ -85,6 +88,12 @@ def load(
     """
     members = Members.find(process_group)
     check_objects(objects or {})
+    if members.first(lambda: Path(path).is_file()):
+        skipped = load_file(
+            Path(path), model, optimizer, strict=strict, process_group=process_group
+        )
+        _forget_gathered(model)
+        return Loaded(0, Path(path), skipped)
     folder = Path(members.first(lambda: str(resolve(Path(path), step))))
     manifest = members.together(lambda: read_manifest(folder))
     files = CheckpointFiles(folder, manifest)

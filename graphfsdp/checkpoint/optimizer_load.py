@@ -215,8 +215,7 @@ class _StateReader:
     def _read_tensor(self, key: str, keys: Sequence[str], found: dict[str, Any]) -> None:
         assert self._members is not None
         saved = self._plan.manifest.tensors[keys[0]]
-        # Scales of moments have rows of their own length.
-        shape = (*self._param.shape[:1], *saved.shape[1:])
+        shape = self._shape(key, saved.shape)
         if not all(
             self._plan.fits(k, shape_of(m, shape), f"optimizer: {key} of {m.name!r}")
             for k, m in zip(keys, self._members, strict=True)
@@ -228,6 +227,15 @@ class _StateReader:
             for _, piece in cut("", [member], part):
                 self._plan.parts.append((saved_key, piece))
         found[key] = target
+
+    def _shape(self, key: str, saved: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that a state has here."""
+        existing = self._entries.get(key)
+        if isinstance(existing, Tensor):
+            return self._plan.model.part(self._param, existing).whole_shape
+        if key.endswith("_scale"):  # rows of their own length
+            return (*self._param.shape[:1], *saved[1:])
+        return tuple(self._param.shape)
 
     def _target(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the existing state where it has the right dtype and shape, else a new tensor."""

@@ -1,0 +1,262 @@
+"""Checkpoints without a model: read whole, written in another form, described, compared."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp.checkpoint.engine import Members
+from graphfsdp.checkpoint.folder import entries, resolve
+from graphfsdp.checkpoint.full import FullState, describe_full, read_full_file
+from graphfsdp.checkpoint.manifest import Manifest, read_manifest
+from graphfsdp.checkpoint.named import MODEL
+from graphfsdp.checkpoint.parts import whole
+from graphfsdp.checkpoint.reader import CheckpointFiles, check_everything
+from graphfsdp.checkpoint.safetensors_file import write_state
+from graphfsdp.checkpoint.saving import Snapshot, begin_save, write_snapshot
+from graphfsdp.checkpoint.values import decode
+from graphfsdp.checkpoint.writer import objects_file
+from graphfsdp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint or a file that was opened without a model.
+
+    Attributes:
+        path: What was opened.
+        manifest: What is in it.
+        files: Of a checkpoint.
+        tensors: Of a file.
+    """
+
+    path: Path
+    manifest: Manifest
+    files: CheckpointFiles | None
+    tensors: dict[str, Tensor]
+
+    def tensor(self, key: str) -> Tensor:
+        """Return a whole tensor; a checkpoint's is checked, and put together if it was cut.
+
+        Raises:
+            CheckpointDamagedError: it is not what was saved.
+        """
+        if self.files is None:
+            return self.tensors[key]
+        saved = self.manifest.tensors[key]
+        for piece in saved.pieces:
+            num_bytes = torch.Size(piece.sizes).numel() * saved.dtype.itemsize
+            self.files.check(key, piece, 0, num_bytes)
+        self.files.raise_damage()
+        if len(saved.pieces) == 1:
+            return self.files.tensor(key, saved.pieces[0])
+        found = torch.empty(saved.shape, dtype=saved.dtype)
+        for piece in saved.pieces:
+            ranges = zip(piece.offsets, piece.sizes, strict=True)
+            place = tuple(slice(first, first + size) for first, size in ranges)
+            found[place].copy_(self.files.tensor(key, piece))
+        return found
+
+
+def open_any(path: str | os.PathLike[str], step: int | None = None) -> Opened:
+    """Open a folder of checkpoints, one checkpoint, a safetensors file or one of ``torch.save``.
+
+    Raises:
+        CheckpointError: there is nothing like that.
+    """
+    place = Path(path)
+    if place.is_file() and place.name != "manifest.json":
+        manifest, tensors = describe_full(read_full_file(place))
+        return Opened(place, manifest, None, tensors)
+    folder = resolve(place, step)
+    manifest = read_manifest(folder)
+    return Opened(folder, manifest, CheckpointFiles(folder, manifest), {})
+
+
+def convert(source: str, target: str, *, step: int | None = None, dtype: str | None = None) -> str:
+    """Write a checkpoint in another form.
+
+    Args:
+        source: See ``open_any``.
+        target: A new file ending in ".safetensors" (the model), ".pt" or ".pth" (a full state
+            dict of model and optimizer), or a folder, for a checkpoint.
+        step: Which checkpoint of a folder.
+        dtype: Of the model's floating-point tensors in a file, such as "bfloat16"; None keeps it.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: it cannot be read or written.
+    """
+    opened = open_any(source, step)
+    place = Path(target)
+    if place.suffix in (".safetensors", ".pt", ".pth"):
+        if place.exists():
+            raise CheckpointError(f"{place} exists; nothing is overwritten: give a new name")
+        state = read_full(opened, _parse_dtype(dtype))
+        if place.suffix == ".safetensors":
+            write_state(place, state["model"])
+        else:
+            unfinished = place.with_name(place.name + ".unfinished")
+            torch.save(state, unfinished)
+            os.replace(unfinished, place)
+        return str(place)
+    if dtype is not None:
+        raise CheckpointError("a dtype can only be chosen for files, not for checkpoints")
+    return str(_write_checkpoint(opened, place))
+
+
+def read_full(opened: Opened, dtype: torch.dtype | None = None) -> FullState:
+    """Return everything as a full state dict; the model's floating-point tensors in a dtype."""
+    manifest = opened.manifest
+    model: dict[str, Tensor] = {}
+    for key in manifest.tensors:
+        if key.startswith(MODEL):
+            tensor = opened.tensor(key)
+            floating = dtype is not None and tensor.is_floating_point()
+            model[key.removeprefix(MODEL)] = tensor.to(dtype) if floating else tensor
+    for alias, first in manifest.facts.get("aliases", {}).items():
+        model[alias] = model[first]
+    state: FullState = {"model": model, "step": manifest.facts["step"]}
+    saved = manifest.facts.get("optimizer")
+    if saved is not None:
+        state["optimizer"] = {
+            **decode(saved["rest"], opened.tensor),
+            "kind": saved["kind"],
+            "state": {name: decode(s, opened.tensor) for name, s in saved["state"].items()},
+            "param_groups": [
+                {**decode(group["hyper"], opened.tensor), "params": group["params"]}
+                for group in saved["groups"]
+            ],
+        }
+    return state
+
+
+def _write_checkpoint(opened: Opened, root: Path) -> Path:
+    keys = [key for key in opened.manifest.tensors if not key.startswith("objects/")]
+    parts = tuple((key, whole(opened.tensor(key))) for key in keys)
+    facts = {
+        name: value
+        for name, value in opened.manifest.facts.items()
+        if name not in ("step", "num_ranks", "versions", "objects")
+    }
+    digests = opened.manifest.facts["objects"]
+    objects: dict[str, Any] = {}
+    if opened.files is not None:
+        # Of objects whose state was another on each rank there is no single one.
+        saved = opened.files.objects(objects_file(0))
+        same = [name for name in saved if len({rank.get(name) for rank in digests}) == 1]
+        objects = {name: saved[name] for name in same}
+    members = Members()
+    snapshot = Snapshot(parts, facts, objects)
+    target = begin_save(root, int(opened.manifest.facts["step"]), None, members)
+    return write_snapshot(snapshot, target, members)
+
+
+def describe(opened: Opened, *, verify: bool, tensors: bool) -> Iterator[str]:
+    """Yield lines that say what is inside.
+
+    Args:
+        opened: What to describe.
+        verify: Also compare every checksum.
+        tensors: Also list every tensor.
+
+    Raises:
+        CheckpointDamagedError: something is not what was saved.
+    """
+    manifest, facts = opened.manifest, opened.manifest.facts
+    yield f"{opened.path}"
+    if opened.files is not None:
+        steps = ", ".join(str(entry.step) for entry in entries(opened.path.parent))
+        versions = " ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        yield f"  step:      {facts['step']} (in this folder: {steps})"
+        yield f"  saved by:  {facts['num_ranks']} rank(s), {versions}"
+    for name, prefix in (("model", MODEL), ("optimizer", "optimizer/"), ("objects", "objects/")):
+        found = [saved for key, saved in manifest.tensors.items() if key.startswith(prefix)]
+        if found:
+            numel = sum(torch.Size(saved.shape).numel() for saved in found)
+            num_bytes = sum(saved.num_bytes for saved in found)
+            yield (
+                f"  {name + ':':<10} {len(found)} tensors, {numel:,} elements, {num_bytes:,} bytes"
+            )
+    if "optimizer" in facts:
+        saved = facts["optimizer"]
+        yield f"  optimizer: {saved['kind']}, {len(saved['state'])} parameters with a state"
+        for row, group in enumerate(saved["groups"]):
+            numbers = ", ".join(f"{key}={value}" for key, value in group["hyper"].items())
+            yield f"    group {row}: {len(group['params'])} parameters, {numbers}"
+    names = sorted({name for rank in facts["objects"] for name in rank})
+    if names:
+        yield f"  objects:   {', '.join(names)}"
+    if tensors:
+        for key, tensor in manifest.tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield f"  {key}  {dtype} {list(tensor.shape)} in {len(tensor.pieces) or 1} piece(s)"
+    if verify and opened.files is not None:
+        check_everything(opened.files, manifest)
+        yield "  every checksum is right"
+
+
+def differences(left: Opened, right: Opened) -> Iterator[str]:
+    """Yield a line for each thing that differs between two; values bit for bit."""
+    ours, theirs = left.manifest, right.manifest
+    for key in ours.tensors.keys() | theirs.tensors.keys():
+        if key not in theirs.tensors or key not in ours.tensors:
+            yield f"{key}: only in {(left if key in ours.tensors else right).path}"
+    for key in ours.tensors:
+        if key in theirs.tensors:
+            line = _difference(left, right, key)
+            if line is not None:
+                yield f"{key}: {line}"
+    for name in ("step", "aliases", "extra"):
+        if ours.facts.get(name) != theirs.facts.get(name):
+            yield f"{name}: {ours.facts.get(name)} and {theirs.facts.get(name)}"
+    yield from _optimizer_differences(ours.facts.get("optimizer"), theirs.facts.get("optimizer"))
+    both = [opened.manifest.facts["objects"] for opened in (left, right)]
+    for name in sorted({name for ranks in both for rank in ranks for name in rank}):
+        digests = [{rank.get(name) for rank in ranks} for ranks in both]
+        if digests[0] != digests[1]:
+            yield f"objects: the state of {name!r} differs"
+
+
+def _difference(left: Opened, right: Opened, key: str) -> str | None:
+    a, b = (opened.manifest.tensors[key] for opened in (left, right))
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+    x, y = left.tensor(key), right.tensor(key)
+    unequal = x.reshape(-1).view(torch.uint8) != y.reshape(-1).view(torch.uint8)
+    count = int(unequal.view(-1, a.dtype.itemsize).any(dim=1).sum()) if x.numel() else 0
+    if not count:
+        return None
+    distance = (x.double() - y.double()).abs().max()
+    return f"{count} of {x.numel()} elements differ, by at most {float(distance):.3g}"
+
+
+def _optimizer_differences(a: dict[str, Any] | None, b: dict[str, Any] | None) -> Iterator[str]:
+    if a is None or b is None:
+        if a is not b:
+            yield "optimizer: only one of them has one"
+        return
+    for name in ("kind", "groups", "rest"):
+        if a[name] != b[name]:
+            yield f"optimizer: {name}: {a[name]} and {b[name]}"
+    for name in a["state"].keys() | b["state"].keys():
+        if a["state"].get(name) != b["state"].get(name):
+            yield f"optimizer: numbers of {name!r} differ"
+
+
+def _parse_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"{name!r} is no floating-point dtype of torch")
+    return dtype
+
+
+__all__ = ["Opened", "convert", "describe", "differences", "open_any", "read_full"]

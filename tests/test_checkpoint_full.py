@@ -1,0 +1,207 @@
+"""Whole state dicts, safetensors, and the commands that show, convert and compare."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import graphfsdp
+from checkpoint_helpers import (
+    Setup,
+    addresses,
+    contents,
+    digests,
+    load_on_ranks,
+    make,
+    save_on_ranks,
+    train_plainly,
+)
+from graphfsdp.checkpoint import full_state_dict, load_full_state_dict
+from graphfsdp.cli import main
+from graphfsdp.optim import FusedAdam
+from ranks import RankPool
+
+SHARDED = Setup("optim_grads_params", "bf16")
+ALONE = Setup(None)
+
+
+def full_out_and_in(folder: Path) -> list[dict[str, str]]:
+    """Gather, write with torch.save, and load what came from one device."""
+    model, optimizer = make(SHARDED)
+    train_plainly(model, optimizer, 2)
+    state = full_state_dict(model, optimizer)
+    assert (state == {}) == (dist.get_rank() > 0)
+    if state:
+        assert state["model"]["head.weight"] is state["model"]["embedding.weight"]
+        torch.save(state, folder / "sharded.pt")
+    expected = digests(contents(model, optimizer))
+    other, its_optimizer = make(SHARDED, seed=1)
+    train_plainly(other, its_optimizer, 1)
+    before = addresses(other, its_optimizer)
+    load_full_state_dict(other, state or None, its_optimizer)
+    assert digests(contents(other, its_optimizer)) == expected
+    assert addresses(other, its_optimizer) == before
+    dist.barrier()
+    return [expected]
+
+
+def full_alone(folder: Path) -> dict[str, str]:
+    """Load a file that sharded ranks have written; write one for them."""
+    model, optimizer = make(ALONE, seed=1)
+    graphfsdp.load(folder / "sharded.pt", model, optimizer)
+    state = full_state_dict(model, optimizer)
+    torch.save(state, folder / "alone.pt")
+    return digests(contents(model, optimizer))
+
+
+def load_file_on_ranks(path: Path) -> dict[str, str]:
+    model, optimizer = make(SHARDED, seed=2)
+    assert graphfsdp.load(path, model, optimizer).skipped == ()
+    return digests(contents(model, optimizer))
+
+
+def test_full_state_dicts_go_out_of_and_into_sharded_models(
+    tmp_path: Path, ranks1: RankPool, ranks2: RankPool
+) -> None:
+    expected = ranks2.run(full_out_and_in, tmp_path)[0][0]
+    assert ranks1.run(full_alone, tmp_path)[0] == expected
+    assert ranks2.run(load_file_on_ranks, tmp_path / "alone.pt") == [expected, expected]
+    state = torch.load(tmp_path / "sharded.pt", weights_only=True)
+    plain, _ = make(ALONE, seed=3)
+    plain.load_state_dict(state["model"])  # torch's own way in
+
+
+def load_weights(path: Path) -> dict[str, str]:
+    model, optimizer = make(SHARDED, seed=2)
+    graphfsdp.load(path, model)
+    return digests(contents(model, optimizer))
+
+
+def test_conversions_keep_every_bit(
+    tmp_path: Path, ranks1: RankPool, ranks2: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sharded to full, safetensors and a single checkpoint, and back onto ranks."""
+    source = tmp_path / "sharded"
+    expected = ranks2.run(save_on_ranks, source, SHARDED)[0]
+    for target in ("full.pt", "model.safetensors", "single"):
+        assert main(["checkpoint", "convert", str(source), str(tmp_path / target)]) == 0
+    assert main(["checkpoint", "convert", str(tmp_path / "full.pt"), str(tmp_path / "back")]) == 0
+    for name in ("full.pt", "back", "single"):
+        assert ranks2.run(load_on_ranks, [tmp_path / name], SHARDED)[0] == [expected], name
+    weights = ranks2.run(load_weights, tmp_path / "model.safetensors")[0]
+    assert {name: expected[name] for name in weights if " " not in name} == {
+        name: bits for name, bits in weights.items() if " " not in name
+    }
+    safetensors = pytest.importorskip("safetensors.torch")
+    plain, _ = make(ALONE, seed=3)
+    safetensors.load_model(plain, tmp_path / "model.safetensors")
+    bits = digests({name: param.detach() for name, param in plain.named_parameters()})
+    assert bits == {name: expected[name] for name in bits}
+    safetensors.save_model(plain, str(tmp_path / "theirs.safetensors"))
+    assert ranks2.run(load_weights, tmp_path / "theirs.safetensors")[0] == weights
+    capsys.readouterr()
+    assert main(["checkpoint", "diff", str(source), str(tmp_path / "single")]) == 1
+    # Each rank had generators of its own, so there are none in a checkpoint without ranks.
+    assert capsys.readouterr().out == "objects: the state of 'random' differs\n"
+    assert main(["checkpoint", "diff", str(tmp_path / "single"), str(tmp_path / "back")]) == 0
+    assert capsys.readouterr().out == "equal, bit for bit\n"
+    again = ["checkpoint", "convert", str(source), str(tmp_path / "full.pt")]
+    assert main(again) == 1
+    assert "exists; nothing is overwritten" in capsys.readouterr().err
+
+
+def saved(folder: Path, value: float = 1.0, step: int = 3) -> Path:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = FusedAdam(model.parameters(), lr=0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.weight[1, 2] = value
+    return graphfsdp.save(folder, model, optimizer, step=step, rng=False)
+
+
+def test_show_says_what_is_inside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    folder = saved(tmp_path, step=7)
+    assert main(["checkpoint", "show", str(tmp_path), "--tensors", "--verify"]) == 0
+    shown = capsys.readouterr().out
+    for expected in (
+        "step:      7 (in this folder: 3, 7)",
+        "saved by:  1 rank(s), ",
+        f"torch {torch.__version__}",
+        "model:     2 tensors, 15 elements, 60 bytes",
+        "optimizer: 4 tensors, 30 elements, 120 bytes",
+        "FusedAdam, 2 parameters with a state",
+        "group 0: 2 parameters, ",
+        "lr=0.5",
+        "model/weight  float32 [3, 4] in 1 piece(s)",
+        "every checksum is right",
+    ):
+        assert expected in shown, expected
+    data = folder / "data-00000.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert main(["checkpoint", "show", str(tmp_path), "--step", "3", "--verify"]) == 0
+    assert main(["checkpoint", "show", str(tmp_path), "--verify"]) == 1
+    assert "optimizer/weight/exp_avg_sq is damaged" in capsys.readouterr().err
+
+
+def test_diff_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "a")
+    saved(tmp_path / "b", value=1.25)
+    saved(tmp_path / "c", step=4)
+    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out == ("model/weight: 1 of 12 elements differ, by at most 0.25\n")
+    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    assert capsys.readouterr().out == "step: 3 and 4\n"
+    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["show"], 2, "the following arguments are required: path"),
+        ([], 2, "the following arguments are required: command"),
+        (["show", "nothing"], 1, "is no folder of checkpoints"),
+        (["convert", "a", "b.safetensors", "--dtype", "int8"], 1, "no floating-point dtype"),
+        (["convert", "a", "b", "--dtype", "bfloat16"], 1, "only be chosen for files"),
+    ],
+)
+def test_bad_words_are_answered_in_one_line(
+    words: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "a")
+    assert main(["checkpoint", *words]) == code
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+class Bomb:
+    """What a pickle can do to those who load it."""
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("bang",))
+
+
+def test_a_file_that_would_run_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": torch.ones(1), "extra": Bomb()}, "evil.pt")
+    with pytest.raises(graphfsdp.CheckpointError, match="cannot be read as a state dict"):
+        graphfsdp.load("evil.pt", nn.Linear(1, 1))
+    assert not Path("bang").exists()
