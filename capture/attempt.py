@@ -27,7 +27,7 @@ class Attempt:
         backend: GraphBackend,
     ) -> None:
         """Remember the present state."""
-        self.host_state = HostState(model, optimizer.optimizer, gradients)
+        self.host_state = HostState(model, optimizer.optimizers, gradients)
         self._restore_random_states = save_random_states(model, backend.device)
         self._undo = backend.begin_undo(_state(model, optimizer, gradients))
 

@@ -9,7 +9,7 @@ from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.backend import GraphBackend
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards import Guards
-from graphfsdp._capture.iteration import Iteration, LossFunction
+from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.recording import Recording
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.changes import Change
@@ -36,7 +36,7 @@ class Engine:
         backend: GraphBackend,
         *,
         find_params: Callable[[], Mapping[str, nn.Parameter]],
-        loss_fn: LossFunction,
+        make_iteration: Callable[[PersistentGradients], AnyIteration],
         policy: MixedPrecisionPolicy,
         options: CaptureOptions,
     ) -> None:
@@ -47,7 +47,7 @@ class Engine:
             optimizer: Its optimizer.
             backend: Records, and knows the device.
             find_params: Returns the trainable parameters by full name, as they are now.
-            loss_fn: Computes the loss.
+            make_iteration: Returns what is to run, given where gradients land.
             policy: Precision of the gradients.
             options: What the user has chosen.
         """
@@ -56,8 +56,7 @@ class Engine:
         self.backend = backend
         self._find_params = find_params
         self._policy = policy
-        self._loss_fn = loss_fn
-        self._max_grad_norm = options.max_grad_norm
+        self._make_iteration = make_iteration
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
         self.grad_norm: Tensor | None = None
@@ -71,13 +70,7 @@ class Engine:
             use_decoupled_grad=self.optimizer.use_decoupled_grad,
             sharded=main_grads_of(self.model),
         )
-        self._iteration = Iteration(
-            self.model,
-            self.optimizer,
-            self.gradients,
-            loss_fn=self._loss_fn,
-            max_grad_norm=self._max_grad_norm,
-        )
+        self._iteration = self._make_iteration(self.gradients)
 
     def refresh(self) -> None:
         """Begin anew with the parameters and the numbers that there are now."""
@@ -128,7 +121,7 @@ class Engine:
             self.model,
             self._named_params,
             self.gradients,
-            optimizer=self.optimizer.optimizer if self.full and trains else None,
+            optimizers=self.optimizer.optimizers if self.full and trains else (),
             device=self.backend.device,
         )
 

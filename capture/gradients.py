@@ -26,7 +26,16 @@ class Binding(enum.Enum):
 class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
-    __slots__ = ("__weakref__", "binding", "landed", "name", "param", "sharding", "view")
+    __slots__ = (
+        "__weakref__",
+        "binding",
+        "binds_at_once",
+        "landed",
+        "name",
+        "param",
+        "sharding",
+        "view",
+    )
 
     def __init__(
         self,
@@ -42,6 +51,7 @@ class _Entry:
         self.binding = binding
         self.sharding = sharding
         self.landed = False
+        self.binds_at_once = False
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -74,7 +84,9 @@ class _Entry:
             )
         if grad.requires_grad:  # made with create_graph=True
             grad = grad.detach()
-        if self.landed and self.binding is not Binding.GRAD:
+        # Where optimizers step in between, whoever took the gradient off has zeroed it.
+        goes_on = self.bound if self.binds_at_once else self.landed
+        if goes_on and self.binding is not Binding.GRAD:
             self.view.add_(grad)
         else:
             # Also right when autograd accumulated out of place (create_graph=True): `grad`
@@ -82,6 +94,8 @@ class _Entry:
             self.view.copy_(grad)
         self.landed = True
         param.grad = self.view if self.binding is Binding.GRAD else None
+        if self.binds_at_once:
+            self.bind()
 
     def bind(self) -> None:
         """Put the view where the optimizer and the user look for it."""
@@ -158,14 +172,18 @@ class PersistentGradients:
             if entry.sharding is None
         ]
 
-    def begin(self) -> None:
+    def begin(self, *, bind_at_once: bool = False) -> None:
         """Start an iteration: whatever was in the gradients is over.
+
+        Args:
+            bind_at_once: Optimizers step before ``finish``, maybe several times.
 
         Capture: Python only; no kernel.
         """
         self._landed = None
         for entry in self._entries:
             entry.unbind()
+            entry.binds_at_once = bind_at_once
 
     def finish(self) -> None:
         """Bind the view of every parameter that got a gradient in this iteration."""

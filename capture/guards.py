@@ -1,6 +1,6 @@
 """What must not have changed between two replays."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class Guards:
         named_params: Mapping[str, nn.Parameter],
         gradients: PersistentGradients,
         *,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device,
     ) -> None:
         """Prepare; ``arm`` comes when the iteration has been recorded.
@@ -52,13 +52,13 @@ class Guards:
             model: The model.
             named_params: Trainable parameters by full name.
             gradients: Their persistent gradients.
-            optimizer: None if it stays outside of the graph.
+            optimizers: Those that step inside the graph.
             device: Where everything lies.
         """
         self._model = model
         self._named_params = named_params
         self._gradients = gradients
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._device = device
         self._assignments = Assignments()
         self._guards: tuple[Guard, ...] = ()
@@ -85,9 +85,9 @@ class Guards:
                 addresses_only=True,
             ),
             attributes,
-            HookGuard(self._model, self._named_params, self._optimizer),
+            HookGuard(self._model, self._named_params, self._optimizers),
             SettingsGuard(self._device.type),
-            *([] if self._optimizer is None else [OptimizerGuard(self._optimizer, names)]),
+            *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
         )
 
     def changes(self) -> list[Change]:

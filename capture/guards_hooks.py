@@ -1,6 +1,6 @@
 """Guard of hooks: those of modules, of parameters, of the optimizer, and the global ones."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,19 +51,19 @@ class HookGuard:
         self,
         model: nn.Module,
         named_params: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         """Remember every hook.
 
         Args:
             model: The model.
             named_params: Trainable parameters by full name.
-            optimizer: None if it stays outside of the graph.
+            optimizers: Those that step inside the graph.
         """
         self._tables = [
             *_module_tables(model),
             *_param_tables(named_params),
-            *([] if optimizer is None else _optimizer_tables(optimizer)),
+            *(table for optimizer in optimizers for table in _optimizer_tables(optimizer)),
         ]
         self._arm()
 

@@ -1,13 +1,13 @@
 """The host side of an iteration's state: what Python objects point at which tensors."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.host_optimizer import HostOptimizer
 from graphfsdp.errors import CaptureError
-from graphfsdp.hazards import HazardKind
 from graphfsdp.sharded import sharded_roots
 
 
@@ -19,10 +19,13 @@ class HostState:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, gradients: PersistentGradients
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        gradients: PersistentGradients,
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = [HostOptimizer(optimizer) for optimizer in optimizers]
         self._attributes = {
             (module_name, name): (module, value)
             for module_name, module in model.named_modules()
@@ -35,9 +38,6 @@ class HostState:
             if _is_plain(tensor)
         }
         self._plain = [(module, _plain_values(module)) for module in model.modules()]
-        self._state = {param: dict(state) for param, state in optimizer.state.items()}
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._numbers = _numbers(vars(optimizer))
         self._restore_gradients = gradients.save_bindings()
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -78,35 +78,8 @@ class HostState:
                     "it in place (copy_, mul_, add_, lerp_)",
                     module_path=module_name,
                 )
-        for param, state in self._optimizer.state.items():
-            before_state = self._state.get(param, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and before_state.get(key) is not value:
-                    yield CaptureError(
-                        f"the optimizer made new state {key!r} for a parameter of shape "
-                        f"{tuple(param.shape)} while the iteration was recorded; each replay "
-                        "would start it anew. Remedy: more warm-up steps, so that every "
-                        "parameter has been stepped once before the capture",
-                        kind=HazardKind.OPTIMIZER,
-                    )
-            where = f"its state of a parameter of shape {tuple(param.shape)}"
-            yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
-        yield from self._changed_numbers(
-            self._numbers, _numbers(vars(self._optimizer)), "its attributes"
-        )
-
-    def _changed_numbers(
-        self, before: Mapping[str, float], after: Mapping[str, float], where: str
-    ) -> Iterator[CaptureError]:
-        for key, value in after.items():
-            if before.get(key) != value:
-                yield CaptureError(
-                    f"{type(self._optimizer).__name__} changed the number {key!r} among {where} "
-                    f"from {before.get(key)} to {value}; a replay runs no Python and would go on "
-                    "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
-                    "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor",
-                    kind=HazardKind.OPTIMIZER,
-                )
+        for optimizer in self._optimizers:
+            yield from optimizer.changes()
 
     def restore(self) -> None:
         """Point everything back at the tensors that it pointed at."""
@@ -118,17 +91,8 @@ class HostState:
                 _assign(module, key[1], before)
             if self._has_new_data(key):
                 before.data = self._data[key]
-        for param in list(self._optimizer.state):
-            if param not in self._state:
-                del self._optimizer.state[param]
-            else:
-                self._optimizer.state[param].clear()
-                self._optimizer.state[param].update(self._state[param])
-        vars(self._optimizer).update(self._numbers)
-        del self._optimizer.param_groups[len(self._groups) :]
-        for group, before_group in zip(self._optimizer.param_groups, self._groups, strict=False):
-            group.clear()
-            group.update(before_group)
+        for optimizer in self._optimizers:
+            optimizer.restore()
         self._restore_gradients()
 
     def _restore_attributes(self) -> None:
@@ -146,14 +110,6 @@ class HostState:
             return False
         new = self._attributes[key][1]
         return bool(new.untyped_storage()._cdata != old.untyped_storage()._cdata)
-
-
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
-    return {
-        key: value
-        for key, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 def _plain_values(module: nn.Module) -> dict[str, object]:

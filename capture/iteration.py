@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,22 @@ def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     output = model(*args, **kwargs)
     loss = getattr(output, "loss", None)
     return output if loss is None else loss
+
+
+class AnyIteration(Protocol):
+    """Something that trains once over static inputs, and can be recorded while it does."""
+
+    def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+        """Run forward and backward; return the results, detached."""
+        ...
+
+    def optimizer_step(self) -> Tensor | None:
+        """Step; return the norm of the gradients before clipping, if it is wanted."""
+        ...
+
+    def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+        """Run the forward pass alone, without gradients; return the results."""
+        ...
 
 
 class Iteration:
@@ -212,4 +228,12 @@ def merge(outputs: list[Any]) -> Any:
     return pytree.tree_unflatten([loss.mean(dim=0), *others], specs[0])
 
 
-__all__ = ["Iteration", "LossFunction", "default_loss", "merge", "microbatch", "own"]
+__all__ = [
+    "AnyIteration",
+    "Iteration",
+    "LossFunction",
+    "default_loss",
+    "merge",
+    "microbatch",
+    "own",
+]

@@ -87,7 +87,7 @@ class Rehearsal:
                     if failed:
                         failed = self._attempt(runs, iterate, judged=False) is not None
                         rewind()
-                state = HostState(self._model, self._optimizer, self._gradients)
+                state = HostState(self._model, [self._optimizer], self._gradients)
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]
                 if error is not None:

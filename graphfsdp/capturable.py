@@ -14,11 +14,11 @@ class CapturableOptimizer(Protocol):
     """An optimizer whose step can be recorded once and replayed.
 
     Attributes:
-        optimizer: The user's optimizer object.
+        optimizers: The user's optimizer objects.
         use_decoupled_grad: It reads ``param.decoupled_grad`` instead of ``param.grad``.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     use_decoupled_grad: bool
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:

@@ -1,18 +1,22 @@
 """`graphfsdp.capture`: checks the arguments and joins the legs into a captured step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.custom_iteration import CustomIteration
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.iteration import default_loss
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.capture_hook import answerable
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim.backends import adapt
+from graphfsdp.optim.joint import JointOptimizer
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
     inner_optimizer,
@@ -22,15 +26,17 @@ from graphfsdp.preconditions import (
     refuse_other_types,
     trainable_parameters,
 )
+from graphfsdp.sharded import sharded_roots
 from graphfsdp.wrapped import refuse_parallel_wrapper
 
 
 @answerable
 def capture(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     loss_fn: Callable[..., Any] | None = None,
+    iteration: Callable[..., Any] | None = None,
     scope: str | Scope = "full_iteration",
     warmup_steps: int = 3,
     microbatches: int = 1,
@@ -51,10 +57,14 @@ def capture(
     ``.decoupled_grad``) is a view of one persistent buffer, and ``zero_grad`` is not needed.
 
     Args:
-        model: Any module, on one CPU or CUDA device.
-        optimizer: FusedAdam, or a torch optimizer that can be captured.
+        model: Any module, on one CPU or CUDA device; with ``iteration``, maybe a sequence.
+        optimizer: FusedAdam, or a torch optimizer that can be captured; likewise.
         loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the scalar loss, or ``(loss, aux)``
             with any nesting of tensors. Default: what the model returns, or its ``.loss``.
+        iteration: Replaces the default iteration: ``iteration(model, optimizer, *args, **kwargs)``
+            does forward, backward, ``zero_grad`` and step itself, as often as it likes, and
+            returns tensors. It gets ``model`` and ``optimizer`` as they were given here, and
+            begins without gradients. ``loss_fn`` is then for ``evaluate`` alone.
         scope: "full_iteration"; "forward_backward", which leaves any optimizer eager; or "none",
             the same code run eagerly, which is the reference.
         warmup_steps: Eager iterations before the capture, at least 1; each is a real training
@@ -88,32 +98,124 @@ def capture(
         max_graphs=max_graphs,
         verify=verify,
     )
-    optimizer = inner_optimizer(optimizer)
-    refuse_other_types(model, loss_fn, mp_policy)
+    together = _one_module(model)
+    inner = [inner_optimizer(item) for item in _as_list(optimizer, "optimizer")]
+    refuse_other_types(together, loss_fn, mp_policy)
+    if iteration is None:
+        _refuse_several(model, optimizer)
+    else:
+        _refuse_beside_iteration(iteration, together, options)
     if options.scope is not Scope.NONE:
-        refuse_parallel_wrapper(model)
-    adopt_sharded_parameters(model, optimizer)
-    named_params = trainable_parameters(model, optimizer)
-    graph_backend = make_backend(backend, only_device(model, named_params))
-    adapted = adapt(optimizer)
-    policy = precision_of(model, adapted, mp_policy)
+        refuse_parallel_wrapper(together)
+    for item in inner:
+        adopt_sharded_parameters(together, item)
+        refuse_clipping_of_scaled_gradients(item, options)
+    graph_backend = make_backend(backend, only_device(together, _trainable(together, inner)))
+    adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])
+    policy = precision_of(together, adapted, mp_policy)
 
     def find_params() -> dict[str, nn.Parameter]:
-        found = trainable_parameters(model, optimizer)
+        found = _trainable(together, inner)
         adapted.check(found, policy, options.scope)
         return found
 
-    refuse_clipping_of_scaled_gradients(optimizer, options)
+    def make_iteration(gradients: PersistentGradients) -> AnyIteration:
+        loss = loss_fn or default_loss
+        if iteration is not None:
+            return CustomIteration(iteration, model, optimizer, gradients, loss_fn=loss)
+        return Iteration(
+            together, adapted, gradients, loss_fn=loss, max_grad_norm=options.max_grad_norm
+        )
+
     engine = Engine(
-        model,
+        together,
         adapted,
         graph_backend,
         find_params=find_params,
-        loss_fn=loss_fn or default_loss,
+        make_iteration=make_iteration,
         policy=policy,
         options=options,
     )
     return CapturedStep(engine, options)
+
+
+def _as_list(value: object, name: str) -> list[Any]:
+    """Return the items of a sequence, or the value alone.
+
+    Raises:
+        ConfigError: the sequence is empty.
+    """
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if not items:
+        raise ConfigError(f"{name} is an empty sequence; expected at least one")
+    return items
+
+
+def _one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Return the model, or one that holds several; these do not notice.
+
+    Raises:
+        ConfigError: something among them is no module.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    models = _as_list(model, "model")
+    for item in models:
+        if not isinstance(item, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(item).__name__}")
+    return nn.ModuleList(models)
+
+
+def _refuse_several(model: object, optimizer: object) -> None:
+    for name, value in (("model", model), ("optimizer", optimizer)):
+        if isinstance(value, list | tuple):
+            raise ConfigError(
+                f"{name} is a sequence, and the default iteration trains one model with one "
+                "optimizer. Remedy: iteration=fn, where fn(models, optimizers, *batch) does the "
+                "whole iteration"
+            )
+
+
+def _refuse_beside_iteration(iteration: object, model: nn.Module, options: CaptureOptions) -> None:
+    """Refuse what a user's own iteration has to do itself.
+
+    Raises:
+        ConfigError: it is no function, or another argument is for the default iteration alone.
+    """
+    if not callable(iteration):
+        raise ConfigError(f"iteration must be a function, got {type(iteration).__name__}")
+    remedies = {
+        "microbatches": (options.microbatches != 1, "split the batch in iteration"),
+        "max_grad_norm": (
+            options.max_grad_norm is not None,
+            "graphfsdp.clip_grad_norm_ in iteration, or FusedAdam(max_grad_norm=...)",
+        ),
+        "scope='forward_backward'": (
+            options.scope is Scope.FORWARD_BACKWARD,
+            "scope='full_iteration'; iteration steps the optimizers itself",
+        ),
+        "a sharded model": (bool(sharded_roots(model)), "the default iteration with loss_fn"),
+    }
+    for name, (is_given, remedy) in remedies.items():
+        if is_given:
+            raise ConfigError(
+                f"iteration= does the whole iteration by itself, and cannot be combined with "
+                f"{name}. Remedy: {remedy}"
+            )
+
+
+def _trainable(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of the model, and those of each optimizer, each once."""
+    found: dict[str, nn.Parameter] = {}
+    known: set[int] = set()
+    for index, optimizer in enumerate(optimizers):
+        for name, param in trainable_parameters(model, optimizer).items():
+            if id(param) not in known:
+                known.add(id(param))
+                found[f"{name} of optimizer {index}" if name in found else name] = param
+    return found
 
 
 __all__ = ["capture"]

@@ -73,7 +73,7 @@ def precision_of(
     grads = [grad for root in sharded_roots(model) for grad in root.main_grads().values()]
     for grad in grads:
         if grad.decoupled != policy.use_decoupled_grad:
-            who = "capture's mp_policy" if given else type(optimizer.optimizer).__name__
+            who = "capture's mp_policy" if given else type(optimizer.optimizers[0]).__name__
             raise PrecisionError(
                 f"fully_shard has use_decoupled_grad={grad.decoupled} and so binds gradients to "
                 f"{'decoupled_grad' if grad.decoupled else 'grad'}, but {who} has "

@@ -22,6 +22,7 @@ class Adapter:
 
     def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
         self.optimizer = optimizer
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,)
         self.use_decoupled_grad = facts.use_decoupled_grad
         self._facts = facts
         self._name = facts.name

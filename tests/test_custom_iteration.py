@@ -1,0 +1,271 @@
+"""iteration=fn: whole iterations of the user's own, bit for bit the plain loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, set_lr, snapshot
+
+NUM_STEPS = 16
+Optimizer = torch.optim.Optimizer
+
+
+def generator_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
+
+
+def critic_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.LeakyReLU(), nn.Linear(16, 1))
+
+
+def gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor) -> Any:
+    """Two models, two optimizers, two backwards; the critic gets gradients of the other's loss."""
+    net, critic = models
+    bce = nn.functional.binary_cross_entropy_with_logits
+    optimizers[1].zero_grad()
+    fake = net(torch.randn(len(real), 4, device=real.device))
+    on_real, on_fake = critic(real), critic(fake.detach())
+    critic_loss = bce(on_real, torch.ones_like(on_real)) + bce(on_fake, torch.zeros_like(on_fake))
+    critic_loss.backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    out = critic(fake)
+    loss = bce(out, torch.ones_like(out))
+    loss.backward()
+    optimizers[0].step()
+    return {"net": loss, "critic": critic_loss}
+
+
+def gradient_penalty(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor
+) -> Tensor:
+    """WGAN-GP's critic: a gradient of a gradient, two critic steps for one of the generator."""
+    net, critic = models
+    for _ in range(2):
+        optimizers[1].zero_grad(set_to_none=False)
+        fake = net(torch.randn(len(real), 4, device=real.device)).detach()
+        mix = torch.rand(len(real), 1, device=real.device)
+        between = (mix * real + (1 - mix) * fake).requires_grad_()
+        slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0]
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        loss: Tensor = critic(fake).mean() - critic(real).mean() + 10 * penalty
+        loss.backward()
+        graphfsdp.clip_grad_norm_(critic, 1.0)
+        optimizers[1].step()
+    for param in critic.parameters():
+        param.requires_grad_(False)
+    optimizers[0].zero_grad()
+    (-critic(net(torch.randn(len(real), 4, device=real.device))).mean()).backward()
+    optimizers[0].step()
+    for param in critic.parameters():
+        param.requires_grad_(True)
+    return loss
+
+
+def moving_average(
+    models: Sequence[nn.Module], optimizer: Optimizer, real: Tensor
+) -> tuple[Tensor, None]:
+    """Two backwards add up; then averaged weights follow, as in self-supervised training."""
+    student, teacher = models
+    noise = torch.randn(len(real), 4, device=real.device)
+    with torch.no_grad():
+        target = teacher(noise)
+    optimizer.zero_grad()
+    first = (student(noise) - target).square().mean()
+    first.backward()
+    second = (student(noise) - real).square().mean()
+    second.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for mine, yours in zip(teacher.parameters(), student.parameters(), strict=True):
+            mine.lerp_(yours, 0.01)
+    return first + second, None
+
+
+def make_two(device: torch.device) -> list[nn.Module]:
+    return [generator_net().to(device), critic_net().to(device)]
+
+
+def make_teacher(device: torch.device) -> list[nn.Module]:
+    pair = [generator_net().to(device), generator_net().to(device)]
+    pair[1].requires_grad_(False)
+    return pair
+
+
+def train(
+    iteration: Callable[..., Any],
+    make: Callable[[torch.device], list[nn.Module]],
+    make_optimizers: Callable[[list[nn.Module]], Any],
+    device: torch.device,
+    scope: str | None,
+) -> list[dict[str, Tensor]]:
+    """Train with a captured step, or with scope None in a plain loop without graphfsdp."""
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    models = make(device)
+    optimizers = make_optimizers(models)
+    every = optimizers if isinstance(optimizers, list) else [optimizers]
+    states = []
+    step: Any = None
+    if scope is not None:
+        step = graphfsdp.capture(models, optimizers, iteration=iteration, scope=scope)
+    for index in range(NUM_STEPS):
+        for optimizer in every:
+            set_lr(optimizer, 1e-2 / (1 + index))
+        real = torch.randn(8, 6).to(device)
+        if step is None:
+            for model in models:
+                model.zero_grad()
+            output = iteration(models, optimizers, real)
+        else:
+            output = step(real)
+        leaves = torch.utils._pytree.tree_leaves(output)
+        state = {
+            f"result {position}": leaf.detach().clone()
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor)
+        }
+        for position, model in enumerate(models):
+            for name, tensor in snapshot(model, every[min(position, len(every) - 1)]).items():
+                state[f"model {position}: {name}"] = tensor
+        states.append(state)
+    if step is not None:
+        if scope == "full_iteration":
+            assert step.report().num_calls["replay"] == NUM_STEPS - 4
+        step.close()
+    return states
+
+
+def fused_adams(models: list[nn.Module]) -> Any:
+    return [FusedAdam(model.parameters(), lr=1e-2) for model in models]
+
+
+def fused_adam_and_sgd(models: list[nn.Module]) -> Any:
+    lr = torch.tensor(1e-2, device=next(models[0].parameters()).device)
+    sgd = torch.optim.SGD(models[0].parameters(), lr=lr, momentum=0.9, fused=True)
+    return [sgd, FusedAdam(models[1].parameters(), lr=1e-2, weight_decay=0.1)]
+
+
+def one_fused_adam(models: list[nn.Module]) -> Any:
+    return FusedAdam(models[0].parameters(), lr=1e-2)
+
+
+CASES = (
+    (gan, make_two, fused_adams),
+    (gan, make_two, fused_adam_and_sgd),
+    (gradient_penalty, make_two, fused_adams),
+    (moving_average, make_teacher, one_fused_adam),
+)
+
+
+@pytest.mark.parametrize(("iteration", "make", "make_optimizers"), CASES)
+def test_replays_are_bit_for_bit_the_plain_loop(
+    iteration: Callable[..., Any],
+    make: Callable[[torch.device], list[nn.Module]],
+    make_optimizers: Callable[[list[nn.Module]], Any],
+    device: torch.device,
+) -> None:
+    plain = train(iteration, make, make_optimizers, device, None)
+    for scope in ("none", "full_iteration"):
+        got = train(iteration, make, make_optimizers, device, scope)
+        for index, (one, other) in enumerate(zip(plain, got, strict=True)):
+            assert_same_state(one, other, f"{scope}, call {index}")
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_gradients_of_another_dtype_are_bound_between_backwards(
+    decoupled: bool, device: torch.device
+) -> None:
+    """bf16 weights with float32 gradients; two steps of one optimizer in one iteration."""
+
+    def iteration(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        for part in x.chunk(2):
+            optimizer.zero_grad()
+            for row in part.chunk(2):
+                loss: Tensor = model(row).square().mean()
+                loss.backward()
+            optimizer.step()
+        return loss
+
+    def run(scope: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device, torch.bfloat16)
+        optimizer = FusedAdam(
+            model.parameters(), lr=1e-2, master_weights=True, use_decoupled_grad=decoupled
+        )
+        with graphfsdp.capture(model, optimizer, iteration=iteration, scope=scope) as step:
+            found = [step(torch.randn(8, 4).to(device, torch.bfloat16)) for _ in range(16)]
+        return [*found, *(param.detach().clone() for param in model.parameters())]
+
+    expected = run("none")
+    assert len({loss.item() for loss in expected[:16]}) > 8
+    assert all(torch.equal(a, b) for a, b in zip(expected, run("full_iteration"), strict=True))
+
+
+def test_evaluation_and_verification_of_a_custom_iteration(device: torch.device) -> None:
+    torch.manual_seed(0)
+    models = make_two(device)
+    optimizers = fused_adams(models)
+
+    def loss_fn(models: Sequence[nn.Module], real: Tensor) -> Tensor:
+        loss: Tensor = models[1](real).mean()
+        return loss
+
+    with graphfsdp.capture(
+        models, optimizers, iteration=gan, loss_fn=loss_fn, verify=4, on_change="recapture"
+    ) as step:
+        for index in range(12):
+            step(torch.randn(8 if index % 3 else 5, 6).to(device))
+            real = torch.randn(8, 6).to(device)
+            models[1].eval()
+            with torch.no_grad():
+                expected = models[1](real).mean()
+            models[1].train()
+            assert torch.equal(step.evaluate(real), expected)
+        step.verify(2)
+
+
+def test_changes_of_every_optimizer_are_noticed(device: torch.device) -> None:
+    models = make_two(device)
+    optimizers = fused_adam_and_sgd(models)
+    with graphfsdp.capture(models, optimizers, iteration=gan) as step:
+        for _ in range(5):
+            step(torch.randn(8, 6).to(device))
+        optimizers[0].param_groups[0]["momentum"] = 0.5
+        with pytest.raises(graphfsdp.GuardError, match=r"momentum"):
+            step(torch.randn(8, 6).to(device))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"iteration": 3}, "iteration must be a function"),
+        ({"iteration": gan, "microbatches": 2}, "microbatches.*split the batch"),
+        ({"iteration": gan, "max_grad_norm": 1.0}, "clip_grad_norm_ in iteration"),
+        ({"iteration": gan, "scope": "forward_backward"}, "steps the optimizers itself"),
+        ({}, "model is a sequence.*iteration=fn"),
+    ],
+)
+def test_what_does_not_go_with_an_iteration_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    models = make_two(torch.device("cpu"))
+    with pytest.raises(graphfsdp.ConfigError, match=message):
+        graphfsdp.capture(models, fused_adams(models), **options)
+
+
+def test_other_items_of_the_sequences_are_refused() -> None:
+    model = generator_net()
+    optimizer = FusedAdam(model.parameters())
+    with pytest.raises(graphfsdp.ConfigError, match="model must be"):
+        graphfsdp.capture([model, 3], [optimizer], iteration=gan)  # type: ignore[list-item]
+    with pytest.raises(graphfsdp.ConfigError, match="optimizer is an empty sequence"):
+        graphfsdp.capture([model], [], iteration=gan)
+    other = FusedAdam(critic_net().parameters(), use_decoupled_grad=True)
+    with pytest.raises(graphfsdp.ConfigError, match="use_decoupled_grad"):
+        graphfsdp.capture([model], [optimizer, other], iteration=gan)
