@@ -305,3 +305,18 @@ def test_integer_and_boolean_batches_and_results() -> None:
 
     case = Case(lambda: Squared(nn.Linear(WIDTH, 3)), batch, loss_fn)
     assert_same_run(run(case, "none", CPU), run(case, "full_iteration", CPU))
+
+
+def test_a_scalar_loss_is_not_computed_in_memory_of_another_size(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Torch warns on stderr when an out= form resizes what it is given."""
+    x, y = torch.rand(256, 1, requires_grad=True), torch.rand(256, 1)
+
+    def iterate() -> list[Tensor]:
+        loss = nn.functional.mse_loss(x * 2, y)
+        return [(loss * 3).detach()]
+
+    graph, (expected,) = record(iterate)
+    assert torch.equal(graph.replay()[0], expected)
+    assert "resized" not in capfd.readouterr().err
