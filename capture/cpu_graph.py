@@ -19,6 +19,7 @@ from graphfsdp._capture.measured_replay import measure_replay
 from graphfsdp._capture.program_description import describe_program
 from graphfsdp._capture.replay_undo import ReplayUndo
 from graphfsdp._capture.storages import refuse_dropped_tensors
+from graphfsdp._capture.undo_arena import give_back_freed_pages
 from graphfsdp._capture.values import materialise
 from graphfsdp.errors import CaptureError, PhaseError
 
@@ -115,6 +116,20 @@ class CpuGraphBackend:
         scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration while it runs; see GraphBackend.record."""
+        # A call of its own, so that the recording itself is freed before its pages are given back.
+        recorded = self._record(iterate, model, check, collective=collective, scratch=scratch)
+        give_back_freed_pages()
+        return recorded
+
+    def _record(
+        self,
+        iterate: Iterate,
+        model: nn.Module,
+        check: Check,
+        *,
+        collective: bool,
+        scratch: Sequence[Tensor],
+    ) -> tuple[Graph, list[Tensor]]:
         # A rank that stopped in the middle would leave the others waiting in a collective.
         recorder = Recorder(model, self.device, defers_refusals=collective)
         results, values = _run(recorder, iterate)

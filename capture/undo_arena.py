@@ -27,7 +27,7 @@ class UndoArena:
     def take(self, num_bytes: int) -> Tensor:
         """Return [B] uint8, B being at most ``num_bytes`` and at least 1."""
         if self._used == self._chunk.numel():
-            _give_back_freed_pages()
+            give_back_freed_pages()
             self._chunk = torch.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), dtype=torch.uint8)
             self._used = 0
         end = min(self._used + num_bytes, self._chunk.numel())
@@ -36,10 +36,11 @@ class UndoArena:
         return piece
 
 
-def _give_back_freed_pages() -> None:
+def give_back_freed_pages() -> None:
+    """Let the system have the heap's pages that nobody uses, where it keeps them otherwise."""
     # glibc only; elsewhere the peak is a little higher.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-__all__ = ["UndoArena"]
+__all__ = ["UndoArena", "give_back_freed_pages"]
