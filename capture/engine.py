@@ -60,6 +60,7 @@ class Engine:
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
         self.grad_norm: Tensor | None = None
+        self._replayed: Recording | None = None  # by the last run
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
@@ -90,6 +91,7 @@ class Engine:
 
         Capture: everything in here.
         """
+        self._replayed = None
         output = self._iteration.forward_backward(recording.inputs, recording.num_microbatches)
         results = recording.results.flatten(output)
         if self.full:
@@ -102,6 +104,7 @@ class Engine:
 
         Capture: everything in here.
         """
+        self._replayed = None
         output = self._iteration.forward(recording.inputs, recording.num_microbatches)
         return recording.results.flatten(output)
 
@@ -129,7 +132,7 @@ class Engine:
         """Return the optimizer's numbers that are not as recordings have baked them in."""
         return self.optimizer.changes() if self.full else ()
 
-    def before_replay(self) -> None:
+    def before_replay(self, recording: Recording) -> None:
         """Bring what a replay reads up to date, and put the gradients where the user looks.
 
         Raises:
@@ -137,7 +140,11 @@ class Engine:
         """
         if self.full:
             self.optimizer.before_replay()
-        self.gradients.rebind()
+        self.gradients.rebind(recording.landed)
+        if self._replayed is not recording:  # somebody's eager run may have put others there
+            for module, name, tensor in recording.kept:
+                vars(module)[name] = tensor
+            self._replayed = recording
 
     def after_replay(self) -> None:
         """Do what Python does after an iteration, and a replay does not."""

@@ -112,6 +112,9 @@ class _Entry:
         self.landed = False
 
 
+Landed = list[tuple[nn.Parameter, Tensor, _Entry]]
+
+
 class PersistentGradients:
     """The gradients of a model as views of one flat buffer per dtype, at fixed addresses.
 
@@ -165,7 +168,7 @@ class PersistentGradients:
         self._entries = [entries[name] for name in named_params]
         self._groups.update(e.group for e in self._entries if e.group is not None)
         self._decoupled = use_decoupled_grad
-        self._landed: list[tuple[nn.Parameter, Tensor, _Entry]] | None = None
+        self._landed: Landed | None = None
         self._handles: list[RemovableHandle] = [
             entry.param.register_post_accumulate_grad_hook(_landing(entry))
             for entry in self._entries
@@ -193,15 +196,28 @@ class PersistentGradients:
             elif entry.landed:
                 entry.bind()
 
-    def rebind(self) -> None:
-        """Bind again what ``zero_grad(set_to_none=True)`` or the user took off since."""
-        if self._landed is None:
-            self._landed = [(e.param, e.view, e) for e in self._entries if e.landed]
+    def landed(self) -> Landed:
+        """Return what the last iteration reached, for replays of it."""
+        return [(e.param, e.view, e) for e in self._entries if e.landed]
+
+    def rebind(self, landed: Landed) -> None:
+        """Bind what a replay is about to write; ``zero_grad`` or another graph has taken it off.
+
+        Args:
+            landed: What the recorded iteration reached.
+        """
+        if self._landed is not landed:
+            reached = {id(entry) for _, _, entry in landed}
+            for entry in self._entries:
+                if id(entry) not in reached:
+                    entry.unbind()
+                entry.landed = id(entry) in reached
+            self._landed = landed
         # Runs before every replay: one comparison per parameter, no call.
         if self._decoupled:
-            loose = [e for p, view, e in self._landed if _decoupled_grad(p) is not view]
+            loose = [e for p, view, e in landed if _decoupled_grad(p) is not view]
         else:
-            loose = [e for p, view, e in self._landed if p.grad is not view]
+            loose = [e for p, view, e in landed if p.grad is not view]
         for entry in loose:
             entry.bind()
 
@@ -311,4 +327,4 @@ def _binding(
     return Binding.WIDENED_GRAD
 
 
-__all__ = ["Binding", "PersistentGradients"]
+__all__ = ["Binding", "Landed", "PersistentGradients"]

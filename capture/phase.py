@@ -36,7 +36,7 @@ _LEGAL = (
     (Phase.CAPTURE, Phase.WARMUP),
     (Phase.REPLAY, Phase.BROKEN),
     (Phase.REPLAY, Phase.WARMUP),
-    (Phase.REPLAY, Phase.EAGER),
+    (Phase.WARMUP, Phase.EAGER),
 )
 
 

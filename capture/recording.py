@@ -1,13 +1,41 @@
 """What was recorded for one kind of batch, and the few of them that a step keeps."""
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from graphfsdp._capture.backend import Graph
+from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards import Guards
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.static_inputs import StaticInputs
+from graphfsdp.config import OnChange
+from graphfsdp.errors import BatchMismatchError, split_remedy
+
+_LOG = logging.getLogger("graphfsdp")
+
+
+Kept = tuple[nn.Module, str, Tensor]  # module, attribute, what it holds
+
+
+def kept_by(model: nn.Module) -> list[Kept]:
+    """Return the tensors that modules keep as plain attributes."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def new_of(kept: Sequence[Kept], before: Sequence[Kept]) -> list[Kept]:
+    """Return what was not held before."""
+    old = {(id(module), name): tensor for module, name, tensor in before}
+    return [item for item in kept if old.get((id(item[0]), item[1])) is not item[2]]
 
 
 class Recording:
@@ -21,6 +49,9 @@ class Recording:
         results: The form of what the iteration returns.
         num_verified: Replays that were compared with an eager run.
         guards: What must be as it was when the graph was made; None before that.
+        landed: The gradients that the recorded iteration has reached.
+        kept: What the recorded iteration has left in plain attributes of modules; a replay writes
+            into these tensors.
         capture_ms: Milliseconds that the capture took.
     """
 
@@ -31,6 +62,8 @@ class Recording:
         self.num_verified = 0
         self.graph: Graph | None = None
         self.guards: Guards | None = None
+        self.landed: Landed = []
+        self.kept: list[Kept] = []
         self.results = Results()
         self.capture_ms: float | None = None
 
@@ -41,7 +74,7 @@ class Recording:
     def close(self) -> None:
         """Give the graph back."""
         graph, self.graph = self.graph, None
-        self.guards = None
+        self.guards, self.landed, self.kept = None, [], []
         if graph is not None:
             graph.close()
 
@@ -101,6 +134,37 @@ class Recordings:
         oldest.close()
         return oldest
 
+    def new_kind(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_microbatches: int,
+        device: torch.device,
+        on_change: OnChange,
+    ) -> Recording:
+        """Make inputs for a kind of batch that is new; they are kept only if a graph may follow.
+
+        Raises:
+            BatchMismatchError: it is not the first kind, and ``on_change`` is "raise".
+        """
+        known = self.latest
+        keeps = known is None or on_change is OnChange.RECAPTURE
+        if known is not None:
+            why = _difference(known, args, kwargs, num_microbatches)
+            if on_change is OnChange.RAISE:
+                raise BatchMismatchError(why)
+            what = "another graph will be made" if keeps else "running eagerly"
+            _LOG.info("%s: %s", what, split_remedy(why)[0])
+        inputs = StaticInputs(args, kwargs, device=device, num_microbatches=num_microbatches)
+        entry = Recording(inputs, num_microbatches)
+        if keeps and self.add(entry) is not None:
+            _LOG.info(
+                "the graph that was not used for longest is given up: there are more than "
+                "max_graphs=%d kinds of batches",
+                self._max_graphs,
+            )
+        return entry
+
     def remove(self, entry: Recording) -> None:
         """Close one and let go of it."""
         self._entries.pop(id(entry), None)
@@ -112,4 +176,15 @@ class Recordings:
             self._entries.popitem()[1].close()
 
 
-__all__ = ["Recording", "Recordings"]
+def _difference(
+    known: Recording, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
+) -> str:
+    if known.num_microbatches != num_microbatches:
+        return (
+            f"the number of microbatches was {known.num_microbatches} and is now "
+            f"{num_microbatches}. Remedy: set it back, or on_change='recapture'"
+        )
+    return known.inputs.difference(args, kwargs)
+
+
+__all__ = ["Kept", "Recording", "Recordings", "kept_by", "new_of"]

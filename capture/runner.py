@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.agreement import Agreement
+from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
 from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.backend import Effect, Graph, GraphFacts
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.interrupts import DeferredInterrupts
-from graphfsdp._capture.memory_names import memory_names
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.recording import Recording, Recordings
+from graphfsdp._capture.recording import Recording, Recordings, kept_by, new_of
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
-from graphfsdp._capture.static_inputs import StaticInputs
+from graphfsdp._capture.step_report import make_report
 from graphfsdp._capture.verification import Verifier
 from graphfsdp.changes import Change, ChangeKind, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.errors import BatchMismatchError, PhaseError, VerificationError, split_remedy
+from graphfsdp.errors import PhaseError, VerificationError
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.sharded import sharded_roots
 
@@ -73,7 +73,9 @@ class StepRunner:
         self._verifier = Verifier(engine, self._agreement)
         self._facts: GraphFacts | None = None
         self._num_calls: Counter[str] = Counter()
+        self._num_warmups = 0
         self._num_captures = 0
+        self._first_states: FirstStates | None = None
         self._capture_ms: float | None = None
 
     @property
@@ -85,8 +87,11 @@ class StepRunner:
         """Train on one batch; see ``CapturedStep.__call__``."""
         with nvtx_range("copy-in"):
             recording = self._recordings.load(args, kwargs, self.num_microbatches)
-        if recording is None:
-            recording = self._recording_for(args, kwargs)
+            recording = recording or self._recordings.new_kind(
+                args, kwargs, self.num_microbatches, self.device, self._options.on_change
+            )
+        if self._first_states is not None and self._first_states.are_missing:
+            return self._finish_first(recording, self._first_states)
         if recording.graph is not None:
             changes = self._changes(recording)
             if not changes:
@@ -100,6 +105,33 @@ class StepRunner:
         if self.phase is Phase.EAGER or recording not in self._recordings:
             return self._finish(recording, self._run_eagerly(recording))
         return self._finish(recording, self._attempt(recording))
+
+    def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture on made-up data; see ``example_batch`` of ``graphfsdp.capture``."""
+        if self.phase is Phase.EAGER:
+            return
+
+        def capture() -> None:
+            while not self._recordings.num_graphs:
+                self.run(args, kwargs)
+
+        try:
+            self._first_states = capture_ahead(self._engine, capture)
+        except BaseException:  # whatever ends it, it must leave no trace
+            self._recordings.close()
+            self.phase = Phase.WARMUP
+            self._num_warmups = 0
+            raise
+        finally:
+            self._num_calls.clear()
+
+    def _finish_first(self, recording: Recording, states: FirstStates) -> Any:
+        """Run the first real iteration eagerly, for optimizers whose state begins in it."""
+        again = recording.again()
+        results = self._run_eagerly(again)
+        if not states.adopt():
+            self._give_up_graphs("the first iteration made other optimizer state than the example")
+        return self._finish(again, results)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate one batch; see ``CapturedStep.evaluate``."""
@@ -116,28 +148,16 @@ class StepRunner:
 
     def report(self, *, measure: bool) -> CaptureReport:
         """Return the facts of this step; see ``CapturedStep.report``."""
-        engine, facts, latest = self._engine, self._facts, self._recordings.latest
-        inputs = None if latest is None else latest.inputs
-        started = bool(self._num_calls.total())
-        return CaptureReport(
-            backend=self._backend.name,
+        return make_report(
+            self._engine,
+            self._recordings,
+            self._facts,
             scope=self._options.scope.value,
             phase=self.phase.value,
             num_calls=dict(self._num_calls),
             num_captures=self._num_captures,
-            num_nodes=None if facts is None else facts.num_nodes,
-            num_ops=None if facts is None else facts.num_ops,
-            op_counts={} if facts is None else facts.op_counts,
             capture_ms=self._capture_ms,
-            static_input_bytes=sum(entry.inputs.num_bytes for entry in self._recordings),
-            gradient_bytes=engine.gradients.num_bytes,
-            pool_bytes=0 if facts is None else facts.pool_bytes,
-            num_escapes=0 if facts is None else facts.num_escapes,
-            inputs={} if inputs is None else inputs.describe(),
-            without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
             node_us=self.graph_to("measure").measure() if measure else (),
-            program=None if facts is None else facts.program,
-            names=memory_names(engine.model, engine.optimizer, engine.gradients, inputs),
         )
 
     def graph_to(self, do: str) -> Graph:
@@ -163,41 +183,6 @@ class StepRunner:
         self._recordings.close()
         self._engine.gradients.close()
 
-    def _recording_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-        """Make inputs for a kind of batch that is new; they are kept only if a graph may follow.
-
-        Raises:
-            BatchMismatchError: it is not the first kind, and ``on_change`` is "raise".
-        """
-        first = self._recordings.latest
-        keeps = first is None or self._options.on_change is OnChange.RECAPTURE
-        if first is not None:
-            why = self._difference(first, args, kwargs)
-            if self._options.on_change is OnChange.RAISE:
-                raise BatchMismatchError(why)
-            what = "another graph will be made" if keeps else "running eagerly"
-            _LOG.info("%s: %s", what, split_remedy(why)[0])
-        with nvtx_range("copy-in"):
-            inputs = StaticInputs(
-                args, kwargs, device=self.device, num_microbatches=self.num_microbatches
-            )
-        recording = Recording(inputs, self.num_microbatches)
-        if keeps and self._recordings.add(recording) is not None:
-            _LOG.info(
-                "the graph that was not used for longest is given up: there are more than "
-                "max_graphs=%d kinds of batches",
-                self._options.max_graphs,
-            )
-        return recording
-
-    def _difference(self, known: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        if known.num_microbatches != self.num_microbatches:
-            return (
-                f"the number of microbatches was {known.num_microbatches} and is now "
-                f"{self.num_microbatches}. Remedy: set it back, or on_change='recapture'"
-            )
-        return known.inputs.difference(args, kwargs)
-
     def _changes(self, recording: Recording) -> list[Change]:
         """Return what is not as it was when the graph was made."""
         assert recording.guards is not None
@@ -216,14 +201,20 @@ class StepRunner:
         if self._options.on_change is OnChange.EAGER and not rebuilds:
             _LOG.info("running eagerly: %s", what)
             return recording.again()
-        _LOG.warning("all graphs are given up: %s", what)
+        self._give_up_graphs(what)
+        eager = self._options.on_change is OnChange.EAGER  # there is no graph to go back to
+        if eager:
+            self.phase = self.phase.to(Phase.EAGER)
+        return recording
+
+    def _give_up_graphs(self, why: str) -> None:
+        _LOG.warning("all graphs are given up: %s", why)
         for entry in self._recordings:
             entry.close()
             entry.num_eager = 0
         self._engine.refresh()
-        eager = self._options.on_change is OnChange.EAGER  # there is no graph to go back to
-        self.phase = self.phase.to(Phase.EAGER if eager else Phase.WARMUP)
-        return recording
+        if self.phase is Phase.REPLAY:
+            self.phase = self.phase.to(Phase.WARMUP)
 
     def _run_eagerly(self, recording: Recording) -> list[Tensor]:
         try:
@@ -242,7 +233,7 @@ class StepRunner:
         grad_norm, results = self._engine.grad_norm, recording.results
         recording.results = Results()
         self._agreement.begin()
-        warm = self._num_calls["warmup"] >= self._options.warmup_steps
+        warm = self._num_warmups >= self._options.warmup_steps
         captures = warm and recording.num_eager >= min(self._options.warmup_steps, 1)
         try:
             with attempt.watching():
@@ -264,6 +255,7 @@ class StepRunner:
         self._engine.step_outside()
         self._agreement.settle()
         recording.num_eager += 1
+        self._num_warmups += 1
         self._num_calls["warmup"] += 1
         return results
 
@@ -281,6 +273,7 @@ class StepRunner:
         if engine.full:
             engine.optimizer.before_replay()
             engine.optimizer.bake()
+        before = kept_by(engine.model)
         with nvtx_range("capture"), guards.recording():
             graph, results = self._backend.record(
                 lambda: engine.iterate(recording),
@@ -289,7 +282,8 @@ class StepRunner:
                 collective=self._agreement.is_collective,
                 scratch=[*engine.gradients.storages(), *recording.inputs.tensors()],
             )
-        recording.graph = graph
+        recording.graph, recording.landed = graph, engine.gradients.landed()
+        recording.kept = new_of(kept_by(engine.model), before)
         if not engine.full:
             engine.step_outside()
             self._agreement.settle()
@@ -304,7 +298,7 @@ class StepRunner:
     def _replay(self, recording: Recording) -> list[Tensor]:
         graph = recording.graph
         assert graph is not None
-        self._engine.before_replay()
+        self._engine.before_replay(recording)
         try:
             with nvtx_range("replay"):
                 if recording.num_verified < self._options.verify:

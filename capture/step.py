@@ -15,6 +15,8 @@ from graphfsdp._capture.runner import StepRunner
 from graphfsdp.config import CaptureOptions, at_least
 from graphfsdp.errors import PhaseError
 
+ExampleBatch = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class CapturedStep:
     """One training iteration per call: eagerly at first, then as one graph launch.
@@ -22,8 +24,12 @@ class CapturedStep:
     Made by ``graphfsdp.capture``. A context manager; leaving it closes it.
     """
 
-    def __init__(self, engine: Engine, options: CaptureOptions) -> None:
+    def __init__(
+        self, engine: Engine, options: CaptureOptions, example: ExampleBatch | None = None
+    ) -> None:
         self._runner = StepRunner(engine, options)
+        if example is not None:
+            self._runner.capture_ahead(*example)
         self._gate = CallGate()
         # Runs once: at close(), when nobody holds the step any more, or when Python ends.
         self._release = weakref.finalize(self, self._runner.release)

@@ -79,7 +79,7 @@ class Verifier:
         try:
             with attempt.watching():
                 for _ in range(num_iterations):
-                    self._engine.before_replay()
+                    self._engine.before_replay(recording)
                     self.replay(recording)
                     self._engine.after_replay()
         finally:

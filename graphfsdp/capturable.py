@@ -1,7 +1,7 @@
 """What the capture leg asks of an optimizer; `graphfsdp.optim.backends` adapts optimizers to it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -75,4 +75,17 @@ class CapturableOptimizer(Protocol):
         ...
 
 
-__all__ = ["CapturableOptimizer"]
+@runtime_checkable
+class Restartable(Protocol):
+    """An optimizer that knows the values with which its state begins."""
+
+    def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Give state that exists the values of new state, in place.
+
+        Args:
+            states: State by parameter, all of it entries of this optimizer's ``state``.
+        """
+        ...
+
+
+__all__ = ["CapturableOptimizer", "Restartable"]

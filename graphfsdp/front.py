@@ -1,6 +1,6 @@
 """`graphfsdp.capture`: checks the arguments and joins the legs into a captured step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from graphfsdp._capture.custom_iteration import CustomIteration
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
-from graphfsdp._capture.step import CapturedStep
+from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp.capture_hook import answerable
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.errors import ConfigError
@@ -43,6 +43,7 @@ def capture(
     max_grad_norm: float | None = None,
     on_change: str | OnChange = "raise",
     max_graphs: int = 16,
+    example_batch: object = None,
     verify: int = 0,
     backend: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -77,6 +78,11 @@ def capture(
             graph for each kind of batch, all in one memory pool; or "eager", run this call without
             a graph. A new kind runs eagerly once, and is captured when it comes again.
         max_graphs: Graphs that are kept at a time; the least recently used one goes first.
+        example_batch: Capture at once, on this: a tuple of arguments, a dict of keyword arguments,
+            or one tensor, like the batches to come. Afterwards parameters, buffers, optimizer
+            state and generators are as they were, bit for bit, so that made-up data will do. The
+            first call replays; with other optimizers than graphfsdp's own it runs eagerly,
+            since only their first step knows how their state begins.
         verify: Compare this many replays of each graph with an eager run from the same state, bit
             for bit; see ``CapturedStep.verify``.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
@@ -136,7 +142,16 @@ def capture(
         policy=policy,
         options=options,
     )
-    return CapturedStep(engine, options)
+    return CapturedStep(engine, options, _arguments_of(example_batch))
+
+
+def _arguments_of(example: object) -> ExampleBatch | None:
+    """Return positional and keyword arguments of an example batch, None if there is none."""
+    if example is None:
+        return None
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
 
 
 def _as_list(value: object, name: str) -> list[Any]:

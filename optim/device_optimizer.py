@@ -3,7 +3,7 @@
 Shapes: [...] a parameter's shape; [] is a 0-D tensor.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -250,6 +250,26 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 for key, value in entries.items():
                     self.state[param][key].copy_(value)
             self._classes = step_classes(self.state)
+
+    @torch.no_grad()
+    def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Give state that exists the values of new state, in place.
+
+        Args:
+            states: State by parameter, all of it entries of ``state``.
+        """
+        rows = [
+            (row, param)
+            for row, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param in states
+        ]
+        for param, fresh in create_states(rows, self._settings).items():
+            for key, value in fresh.items():
+                states[param][key].copy_(value)
+        self._classes = step_classes(self.state)
+        if len(states) == len(self.state):  # no step was taken before
+            self._control.restart()
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -44,6 +44,11 @@ class StepControl:
             yield "loss scale", self.grad_scaler.scale
             yield "number of finite steps at the loss scale", self.grad_scaler.num_finite
 
+    def restart(self) -> None:
+        """Forget the steps that were taken, in place; the loss scale stays."""
+        self.skipped_steps.zero_()
+        self.grad_norm.zero_()
+
     def needs_norm(self, found_inf: Tensor | None) -> bool:
         """Return whether a step has to know the norm of the gradients."""
         checks = self._settings.skip_nonfinite and found_inf is None

@@ -1,0 +1,114 @@
+"""A capture before the first batch, on made-up data, that leaves no trace but the graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.engine import Engine
+from graphfsdp.capturable import Restartable
+
+_State = dict[str, Any]
+
+
+class FirstStates:
+    """Optimizer state that an ahead-of-time capture has made, and that the graph writes.
+
+    Note [State before the first step]: the graph has the addresses of state that optimizers made
+    on the example batch. An optimizer that knows how state begins (FusedAdam) gives it these
+    values. Of any other, only its own first step knows: so the first real iteration runs eagerly,
+    without state, as it would have, and what it has made is then moved to where the graph is.
+    """
+
+    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        """Note what there is before the capture."""
+        self._had = [set(optimizer.state) for optimizer in optimizers]
+        self._optimizers = optimizers
+        self._made: list[dict[Tensor, _State]] = []
+        self._waiting: list[tuple[torch.optim.Optimizer, dict[Tensor, _State]]] = []
+
+    @property
+    def are_missing(self) -> bool:
+        """Whether an eager iteration has to come first."""
+        return bool(self._waiting)
+
+    def note(self) -> None:
+        """Note what the capture has made."""
+        self._made = [
+            {param: state for param, state in optimizer.state.items() if param not in had}
+            for optimizer, had in zip(self._optimizers, self._had, strict=True)
+        ]
+
+    def put_back(self) -> None:
+        """After everything was undone, give optimizers their state where they know its values."""
+        for optimizer, made in zip(self._optimizers, self._made, strict=True):
+            if not made:
+                continue
+            if isinstance(optimizer, Restartable):
+                optimizer.state.update(made)
+                optimizer.restart_states(made)
+            else:
+                self._waiting.append((optimizer, made))
+
+    def adopt(self) -> bool:
+        """Move what the first eager iteration has made to where the graph writes.
+
+        Returns:
+            False if it made other state than on the example batch; the graph is of no use then.
+        """
+        waiting, self._waiting = self._waiting, []
+        for optimizer, made in waiting:
+            new = {param: state for param, state in optimizer.state.items() if param in made}
+            if new.keys() != made.keys() or len(optimizer.state) != len(new):
+                return False
+            for param, state in new.items():
+                if not _move(state, made[param]):
+                    return False
+            optimizer.state.update(made)
+        return True
+
+
+def _move(state: _State, target: _State) -> bool:
+    if state.keys() != target.keys():
+        return False
+    for key, value in state.items():
+        old = target[key]
+        if not isinstance(value, Tensor) or not isinstance(old, Tensor):
+            target[key] = value
+        elif value.shape != old.shape or value.dtype != old.dtype:
+            return False
+        else:
+            old.copy_(value)
+    return True
+
+
+def capture_ahead(engine: Engine, capture: Callable[[], None]) -> FirstStates:
+    """Run warm-up and capture on made-up data, then put everything back.
+
+    Args:
+        engine: The training program.
+        capture: Runs iterations until there is a graph.
+
+    Returns:
+        What became of the optimizers' state.
+
+    Raises:
+        CaptureError: the iteration cannot be captured. Everything is as it was.
+    """
+    states = FirstStates(engine.optimizer.optimizers)
+    attempt = engine.attempt()
+    try:
+        with attempt.watching():
+            capture()
+        states.note()
+    except BaseException:  # whatever ends it, it must leave no trace
+        attempt.roll_back()
+        raise
+    attempt.roll_back()
+    states.put_back()
+    engine.grad_norm = None
+    return states
+
+
+__all__ = ["FirstStates", "capture_ahead"]

@@ -1,0 +1,190 @@
+"""example_batch: a graph before the first batch, and training as if it had not been."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import Phase
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, set_lr, snapshot
+from ranks import RankPool
+from sharding_helpers import batches, make_net, my_part
+
+NUM_STEPS = 14
+
+
+class Model(nn.Module):
+    """Statistics, a counter in Python, a kept activation and a generator of its own."""
+
+    kept: Tensor
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 1)
+        self.generator = torch.Generator(device).manual_seed(3)
+        torch.rand(1, generator=self.generator, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generator, device=x.device)
+        hidden = self.drop(self.norm(self.first(x + noise)).relu())
+        self.kept = hidden.detach().mean()
+        out: Tensor = self.last(hidden)
+        return out.square().mean()
+
+
+def optimizer_for(name: str, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    on_gpu = device.type == "cuda"
+    lr = torch.tensor(1e-2, device=device)
+    params = list(model.parameters())
+    if name == "fused_adam":
+        return FusedAdam(params, lr=1e-2, weight_decay=0.1, amsgrad=True, skip_nonfinite=True)
+    if name == "adamw":
+        return torch.optim.AdamW(params, lr=lr, fused=True, capturable=on_gpu)
+    assert name == "sgd"  # its first step is not one from a momentum of zero
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, dampening=0.5, fused=True)
+
+
+def train(
+    name: str,
+    device: torch.device,
+    *,
+    example: object,
+    trained_before: bool = False,
+    **options: Any,
+) -> tuple[list[dict[str, Tensor]], graphfsdp.CaptureReport]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = Model(device).to(device)
+    optimizer = optimizer_for(name, model, device)
+    if trained_before:  # as after a checkpoint was loaded
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(6, 5).to(device)).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    model.kept = torch.zeros((), device=device)
+    before = snapshot(model, optimizer)
+    step = graphfsdp.capture(model, optimizer, example_batch=example, **options)
+    if example is not None and options.get("scope") != "none":
+        assert step.phase is Phase.REPLAY
+        after = snapshot(model, optimizer)
+        for state in (before, after):
+            state.pop("attribute .kept")  # of the example: nobody reads it before the first step
+        if name == "fused_adam" and not trained_before:
+            after = {key: value for key, value in after.items() if not key.startswith("state ")}
+            assert all(
+                not value.any() for value in optimizer.state.values() for value in value.values()
+            )
+        assert_same_state(before, after, "after the capture")
+    states = []
+    with step:
+        for index in range(NUM_STEPS):
+            set_lr(optimizer, 1e-2 / (1 + index))
+            loss = step(torch.randn(6, 5).to(device))
+            states.append({"loss": loss, **snapshot(model, optimizer)})
+            states[-1]["own generator"] = model.generator.get_state()
+        return states, step.report()
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("name", ["fused_adam", "adamw", "sgd"])
+def test_training_is_the_one_that_captured_on_its_way(
+    name: str, trained_before: bool, device: torch.device
+) -> None:
+    example = torch.full((6, 5), 7.0, device=device)
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "trained_before": trained_before}
+    expected, _ = train(name, device, example=None, **options)
+    got, report = train(name, device, example=(example,), **options)
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        assert_same_state(one, other, f"call {index}")
+    assert report.num_captures == 1
+    eager = 0 if trained_before or name == "fused_adam" else 1
+    assert report.num_calls.get("eager", 0) == eager
+    assert report.num_calls["replay"] == NUM_STEPS - eager
+
+
+@pytest.mark.parametrize("scope", ["forward_backward", "none"])
+def test_other_scopes(scope: str, device: torch.device) -> None:
+    expected, _ = train("adamw", device, example=None, scope="none")
+    got, report = train("adamw", device, example=torch.ones(6, 5, device=device), scope=scope)
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        assert_same_state(one, other, f"call {index}")
+    assert report.num_captures == (scope != "none")
+
+
+def test_keyword_batches_microbatches_and_another_shape_later(device: torch.device) -> None:
+    def loss_fn(model: nn.Module, *, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        return loss
+
+    def run(example: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model(device).to(device)
+        optimizer = FusedAdam(model.parameters())
+        with graphfsdp.capture(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            microbatches=2,
+            example_batch=example,
+            on_change="recapture",
+        ) as step:
+            return [
+                step(x=torch.randn(4 if index % 5 == 4 else 6, 5).to(device))
+                for index in range(NUM_STEPS)
+            ]
+
+    expected = run(None)
+    got = run({"x": torch.zeros(6, 5, device=device)})
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_batch_unlike_the_example_is_refused(device: torch.device) -> None:
+    model = Model(device).to(device)
+    example = torch.zeros(6, 5, device=device)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), example_batch=example) as step:
+        with pytest.raises(graphfsdp.BatchMismatchError, match=r"\(6, 5\).*\(4, 5\)"):
+            step(torch.zeros(4, 5, device=device))
+        step(torch.zeros(6, 5, device=device))
+
+
+def test_an_iteration_that_cannot_be_captured_is_refused_at_once_without_a_trace(
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    model = Model(device).to(device)
+    optimizer = FusedAdam(model.parameters())
+    before = snapshot(model, optimizer)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        return loss * loss.item()
+
+    with pytest.raises(graphfsdp.CaptureError, match="_local_scalar_dense"):
+        graphfsdp.capture(model, optimizer, loss_fn=loss_fn, example_batch=torch.ones(6, 5))
+    assert_same_state(before, snapshot(model, optimizer))
+    with graphfsdp.capture(model, optimizer) as step:
+        for _ in range(5):
+            step(torch.ones(6, 5, device=device))
+
+
+def captured_ahead_on_ranks() -> None:
+    def run(ahead: bool) -> list[Tensor]:
+        model = make_net("optim_grads_params", dropout=0.2)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        data = batches(10)
+        example = tuple(torch.zeros_like(part) for part in my_part(data[0])) if ahead else None
+        with graphfsdp.capture(model, optimizer, max_grad_norm=1.0, example_batch=example) as step:
+            return [step(*my_part(batch)) for batch in data]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_a_sharded_model_is_captured_ahead_of_time(ranks2: RankPool) -> None:
+    ranks2.run(captured_ahead_on_ranks)
