@@ -78,7 +78,10 @@ class RowShard(Shard):
         padded[: local_tensor.shape[0]] = local_tensor
         parts = [torch.empty_like(padded) for _ in counts]
         if padded.numel():
-            dist.all_gather(parts, padded, group=group)
+            # Bytes where an element is one: not every backend knows float8.
+            small = padded.dtype.itemsize == 1
+            sent = [part.view(torch.uint8) if small else part for part in (padded, *parts)]
+            dist.all_gather(sent[1:], sent[0], group=group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 

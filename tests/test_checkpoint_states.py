@@ -1,0 +1,224 @@
+"""States that are harder than moments: scales, wrappers, extra state, a state on each rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from ranks import RankPool
+
+
+class Wide(nn.Module):
+    """Rows long enough for moments with scales; a count of rows that no rank count divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(300, 13)
+        self.last = nn.Linear(13, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.first(x).tanh()).square().mean()
+        return loss
+
+
+def wide_run(
+    seed: int, first: torch.dtype, second: torch.dtype, *, sharded: bool, num_steps: int
+) -> tuple[nn.Module, FusedAdam]:
+    torch.manual_seed(seed)
+    model: nn.Module = Wide()
+    if sharded:
+        graphfsdp.fully_shard(model)
+    optimizer = FusedAdam(model.parameters(), lr=0.01, exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    step_on(model, optimizer, num_steps)
+    return model, optimizer
+
+
+def step_on(model: nn.Module, optimizer: FusedAdam, num_steps: int) -> None:
+    for index in range(num_steps):
+        generator = torch.Generator().manual_seed(index)
+        optimizer.zero_grad()
+        model(torch.randn(4, 300, generator=generator)).backward()
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        for key, value in {"": param, **optimizer.state[param]}.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name} {key}"] = whole.detach().contiguous().reshape(-1).view(torch.uint8)
+    return found
+
+
+FP8, FP16 = torch.float8_e4m3fn, torch.float16
+
+
+def scaled_save_and_load(path: Path, save: bool) -> dict[str, Tensor]:
+    model, optimizer = wide_run(
+        0 if save else 1, FP8, FP16, sharded=True, num_steps=3 if save else 1
+    )
+    if save:
+        graphfsdp.save(path, model, optimizer)
+    else:
+        graphfsdp.load(path, model, optimizer)
+    assert "exp_avg_scale" in optimizer.state[next(model.parameters())]
+    return everything(model, optimizer)
+
+
+def scaled_into_float32(path: Path) -> list[float]:
+    """Moments with scales load into float32 ones: the same numbers, to fp8's and fp16's digits."""
+    model, optimizer = wide_run(1, torch.float32, torch.float32, sharded=True, num_steps=1)
+    graphfsdp.load(path, model, optimizer)
+    torch.manual_seed(0)
+    exact, its_optimizer = wide_run(0, torch.float32, torch.float32, sharded=True, num_steps=3)
+    errors = []
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        a, b = optimizer.state[ours]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]
+        assert isinstance(a, DTensor)
+        assert isinstance(b, DTensor)
+        x, y = a.full_tensor(), b.full_tensor()
+        errors.append(float((x - y).abs().max() / y.abs().max()))
+    return errors
+
+
+def test_moments_with_scales_are_cut_anew(
+    tmp_path: Path, ranks1: RankPool, ranks2: RankPool, ranks4: RankPool
+) -> None:
+    expected = ranks4.run(scaled_save_and_load, tmp_path, True)[0]
+    assert any("scale" in name for name in expected)
+    for pool in (ranks2, ranks1):
+        found = pool.run(scaled_save_and_load, tmp_path, False)[0]
+        assert [n for n, bits in expected.items() if not torch.equal(found[n], bits)] == []
+    # Half a unit of fp8's three bits, and what the steps have made of that.
+    assert max(ranks2.run(scaled_into_float32, tmp_path)[0]) < 0.1
+
+
+class Counting(nn.Module):
+    """A module with state that is no tensor, inside wrappers that change names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.linear(x)
+        return out
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "range": (1, 2.5, None), "file": b"\x00\xff"}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["range"] == (1, 2.5, None)
+        assert state["file"] == b"\x00\xff"
+        self.calls = state["calls"]
+
+
+def test_extra_state_and_names_without_wrappers(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = Counting()
+    inner(torch.ones(1, 2))
+    wrapped = nn.Sequential(checkpoint_wrapper(inner))
+    graphfsdp.save(tmp_path, wrapped)
+    other = nn.Sequential(Counting())
+    assert graphfsdp.load(tmp_path, other).skipped == ()
+    assert other[0].calls == 1
+    assert torch.equal(other.get_parameter("0.linear.weight"), inner.linear.weight)
+
+
+class OwnOnEachRank:
+    """An object whose state is another one on each rank, with a large tensor in it."""
+
+    def __init__(self, number: int) -> None:
+        self.tensor = torch.full((5000,), float(number))
+        self.common = torch.arange(9000)
+
+    def state_dict(self) -> dict[Any, Any]:
+        return {"own": self.tensor, "common": self.common, "inf": float("inf"), 3: {4.5}}
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        assert state["inf"] == float("inf")
+        assert state[3] == {4.5}
+        assert torch.equal(state["common"], self.common)
+        self.tensor = state["own"]
+
+
+def objects_of_ranks(path: Path, saves: bool) -> str:
+    model = nn.Linear(1, 1)
+    rank = dist.get_rank()
+    own, common = OwnOnEachRank(rank + 1), OwnOnEachRank(7)
+    if saves:
+        graphfsdp.save(path, model, objects={"own": own, "common": common})
+        own, common = OwnOnEachRank(-1), OwnOnEachRank(-1)
+    try:
+        graphfsdp.load(path, model, objects={"own": own, "common": common})
+    except graphfsdp.CheckpointMismatchError as error:
+        graphfsdp.load(path, model, objects={"common": common})
+        assert bool((common.tensor == 7).all())
+        return str(error)
+    assert bool((own.tensor == rank + 1).all())
+    assert bool((common.tensor == 7).all())
+    return ""
+
+
+def test_objects_keep_a_state_per_rank(tmp_path: Path, ranks1: RankPool, ranks2: RankPool) -> None:
+    assert ranks2.run(objects_of_ranks, tmp_path, True) == ["", ""]
+    said = ranks1.run(objects_of_ranks, tmp_path, False)[0]
+    assert "objects: 'own' was saved with a state of its own on each of 2 ranks; here are 1" in said
+    assert "common" not in said
+
+
+def unsharded_by_hand(path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    graphfsdp.fully_shard(model)
+    assert isinstance(model, graphfsdp.FSDPModule)
+    model.unshard()
+    for act in (graphfsdp.save, graphfsdp.load):
+        try:
+            act(path, model)
+        except graphfsdp.CheckpointError:
+            pass
+        else:
+            raise AssertionError("whole weights are no shards")
+    model.reshard()
+    graphfsdp.save(path, model)
+    graphfsdp.load(path, model)
+
+
+def test_a_unit_that_is_unsharded_is_refused(tmp_path: Path, ranks2: RankPool) -> None:
+    ranks2.run(unsharded_by_hand, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adamax", "Adafactor"])
+def test_other_optimizers_of_torch_come_back(name: str, tmp_path: Path) -> None:
+    def run(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+        go_on(model, optimizer, num_steps)
+        return model, optimizer
+
+    def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        for index in range(num_steps):
+            generator = torch.Generator().manual_seed(index)
+            optimizer.zero_grad()
+            model(torch.randn(2, 4, generator=generator)).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = run(0, 3)
+    graphfsdp.save(tmp_path, model, optimizer)
+    other, its_optimizer = run(1, 1)
+    graphfsdp.load(tmp_path, other, its_optimizer)
+    for each in ((model, optimizer), (other, its_optimizer)):
+        go_on(*each, 3)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
