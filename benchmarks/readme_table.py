@@ -1,7 +1,8 @@
 """Puts measured numbers into the README, between markers; a test compares the two.
 
 ``<!-- paired_cpu: begin -->`` and ``<!-- paired_cpu: end -->`` stand around the table of
-`make bench`, ``gpu_check`` likewise around that of the newest `make gpu-check`.
+`make bench`, ``zoo_speed`` around that of the small architectures, ``gpu_check`` around that of
+the newest `make gpu-check`.
 """
 
 import json
@@ -69,6 +70,40 @@ def paired_cpu(results: pathlib.Path) -> str | None:
     return f"{markdown(heading, rows)}\n\n{note}"
 
 
+def zoo_speed(results: pathlib.Path) -> str | None:
+    """Return the table of ``python -m benchmarks.zoo_speed``, or a sentence without a result."""
+    path = results / "zoo_speed.json"
+    if not path.exists():
+        return "Not measured yet: `python -m benchmarks.zoo_speed`."
+    document: dict[str, Any] = json.loads(path.read_text())
+    rows = [
+        (
+            result["name"],
+            str(result["num_ops"]),
+            f"{result['eager_ms']:.2f}",
+            f"{result['replay_ms']:.2f}",
+            str(Spread(**result["speedup"])),
+        )
+        for result in document["architectures"]
+    ]
+    rows.append(("geometric mean", "", "", "", f"{document['geometric_mean']:.2f}"))
+    facts = document["environment"]
+    heading = (
+        "architecture (width 32, 4 rows)",
+        "operators",
+        "eager ms/step",
+        "ms/step",
+        "times as fast as eager: median (min to max)",
+    )
+    note = (
+        f"Measured {facts['date']} on one thread of {facts['cpu']} ({facts['num_cpus']} cores), "
+        f"torch {facts['torch']}, Python {facts['python']}; {document['num_rounds']} pairs each. "
+        f"Other programs ran meanwhile (load average {document['load_average_before']:.1f} at the "
+        "start). Losses were equal bit for bit."
+    )
+    return f"{markdown(heading, rows)}\n\n{note}"
+
+
 def gpu_check(results: pathlib.Path) -> str | None:
     """Return the table of the newest `make gpu-check`, or a sentence where there is none."""
     documents = [json.loads(path.read_text()) for path in results.glob("gpu_check_*.json")]
@@ -91,6 +126,7 @@ def gpu_check(results: pathlib.Path) -> str | None:
 
 SECTIONS: Mapping[str, Callable[[pathlib.Path], str | None]] = {
     "paired_cpu": paired_cpu,
+    "zoo_speed": zoo_speed,
     "gpu_check": gpu_check,
 }
 

@@ -63,8 +63,8 @@ TINY_LLAMA = Workload(
     replace(gpt(4, 64, 32), position_embedding_type="rope", normalization="RMSNorm", swiglu=True),
     batch_size=4,
 )
-GPT_3M = Workload("gpt-3.3m", gpt(4, 256, 128), batch_size=8, num_threads=2)
-GPT_11M = Workload("gpt-10.9m", gpt(6, 384, 128), batch_size=8, num_threads=2)
+GPT_3M = Workload("gpt-3.3m", gpt(4, 256, 128), batch_size=8)
+GPT_11M = Workload("gpt-10.9m", gpt(6, 384, 128), batch_size=8)
 GPT2_124M = Workload("gpt2-124m", gpt(12, 768, 1024, vocab_size=50304), batch_size=8, bf16=True)
 
 
