@@ -57,12 +57,14 @@ class Iteration:
         *,
         loss_fn: LossFunction,
         max_grad_norm: float | None,
+        skip_nonfinite: bool = False,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._gradients = gradients
         self._loss_fn = loss_fn
         self._max_grad_norm = max_grad_norm
+        self._skip_nonfinite = skip_nonfinite
 
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
         """Run forward and backward of every microbatch.
@@ -124,8 +126,11 @@ class Iteration:
         """
         with nvtx_range("optimizer"), torch.no_grad():
             grad_norm = self._global_norm()
-            self._optimizer.step(self._clip_coefficient(grad_norm))
-        return grad_norm
+            found_inf = None
+            if self._skip_nonfinite and grad_norm is not None:
+                found_inf = grad_norm.isfinite().logical_not().to(torch.float32)
+            self._optimizer.step(self._clip_coefficient(grad_norm), found_inf)
+        return None if self._max_grad_norm is None else grad_norm
 
     def _microbatch(self, inputs: StaticInputs, index: int, num_microbatches: int) -> Any:
         args, kwargs = microbatch(inputs, index, num_microbatches)
@@ -171,7 +176,7 @@ class Iteration:
         return definition_of(self._model if self._loss_fn is default_loss else self._loss_fn)
 
     def _global_norm(self) -> Tensor | None:
-        if self._max_grad_norm is None:
+        if self._max_grad_norm is None and not self._skip_nonfinite:
             return None
         whole, sharded = self._gradients.landed_views()
         return global_norm(whole, sharded, _device(self._model))

@@ -83,6 +83,12 @@ class StepRunner:
         """[] float32 of the last call, or None."""
         return self._engine.grad_norm
 
+    @property
+    def skipped_steps(self) -> Tensor | None:
+        """[] float32, see ``CapturedStep.skipped_steps``."""
+        count = self._engine.optimizer.skipped_steps()
+        return None if count is None else count.clone()
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Train on one batch; see ``CapturedStep.__call__``."""
         with nvtx_range("copy-in"):

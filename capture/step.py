@@ -143,6 +143,15 @@ class CapturedStep:
         """
         return self._runner.grad_norm
 
+    @property
+    def skipped_steps(self) -> Tensor | None:
+        """[] float32 number of optimizer steps left out, for a gradient that was not finite.
+
+        None for an optimizer that counts none: torch's without ``skip_nonfinite``. Each look
+        makes a new tensor, and reads nothing on the host.
+        """
+        return self._runner.skipped_steps
+
     def report(self, *, measure: bool = False) -> CaptureReport:
         """Return the facts of this step.
 

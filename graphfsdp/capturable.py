@@ -44,11 +44,24 @@ class CapturableOptimizer(Protocol):
         """
         ...
 
-    def step(self, grad_scale: Tensor | None) -> None:
+    def prepare_skipping(self, scope: Scope) -> None:
+        """Get ready for steps that a tensor may skip.
+
+        Raises:
+            ConfigError: the optimizer cannot skip a step inside a graph.
+        """
+        ...
+
+    def skipped_steps(self) -> Tensor | None:
+        """Return [] float32, the steps that were skipped so far; None if it counts none."""
+        ...
+
+    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Run one optimizer step on the gradients that are bound now.
 
         Args:
             grad_scale: [] float32, multiplies every gradient (the clip coefficient), or None.
+            found_inf: [] float32; unless it is zero, nothing is changed. None: never skip.
 
         Capture: no host sync; every address is fixed after the first call.
         """

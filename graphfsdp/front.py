@@ -41,6 +41,7 @@ def capture(
     warmup_steps: int = 3,
     microbatches: int = 1,
     max_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
     on_change: str | OnChange = "raise",
     max_graphs: int = 16,
     example_batch: object = None,
@@ -74,6 +75,8 @@ def capture(
             gradients are averaged, and one optimizer step follows.
         max_grad_norm: Clip the global gradient norm to this, on the device; ``inf`` only
             computes the norm.
+        skip_nonfinite: Leave the optimizer step out, on the device, where a gradient is not
+            finite; ``CapturedStep.skipped_steps`` counts.
         on_change: What to do with a batch that no graph was made for: "raise"; "recapture", a
             graph for each kind of batch, all in one memory pool; or "eager", run this call without
             a graph. A new kind runs eagerly once, and is captured when it comes again.
@@ -100,6 +103,7 @@ def capture(
         warmup_steps=warmup_steps,
         microbatches=microbatches,
         max_grad_norm=max_grad_norm,
+        skip_nonfinite=skip_nonfinite,
         on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
         verify=verify,
@@ -118,6 +122,8 @@ def capture(
         refuse_clipping_of_scaled_gradients(item, options)
     graph_backend = make_backend(backend, only_device(together, _trainable(together, inner)))
     adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])
+    if options.skip_nonfinite:
+        adapted.prepare_skipping(options.scope)
     policy = precision_of(together, adapted, mp_policy)
 
     def find_params() -> dict[str, nn.Parameter]:
@@ -130,7 +136,12 @@ def capture(
         if iteration is not None:
             return CustomIteration(iteration, model, optimizer, gradients, loss_fn=loss)
         return Iteration(
-            together, adapted, gradients, loss_fn=loss, max_grad_norm=options.max_grad_norm
+            together,
+            adapted,
+            gradients,
+            loss_fn=loss,
+            max_grad_norm=options.max_grad_norm,
+            skip_nonfinite=options.skip_nonfinite,
         )
 
     engine = Engine(
@@ -204,6 +215,10 @@ def _refuse_beside_iteration(iteration: object, model: nn.Module, options: Captu
         "max_grad_norm": (
             options.max_grad_norm is not None,
             "graphfsdp.clip_grad_norm_ in iteration, or FusedAdam(max_grad_norm=...)",
+        ),
+        "skip_nonfinite": (
+            options.skip_nonfinite,
+            "FusedAdam(skip_nonfinite=True), which does the same in every step",
         ),
         "scope='forward_backward'": (
             options.scope is Scope.FORWARD_BACKWARD,

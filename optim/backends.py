@@ -61,12 +61,19 @@ class NativeAdapter(Adapter):
         self._native = optimizer
         self._baked: list[tuple[int, int | None]] | None = None
 
-    def step(self, grad_scale: Tensor | None) -> None:
+    def prepare_skipping(self, scope: Scope) -> None:
+        """Do nothing: every step can be skipped on the device."""
+
+    def skipped_steps(self) -> Tensor:
+        """Return [] float32, the steps that were skipped so far."""
+        return self._native.control.skipped_steps
+
+    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Take one step.
 
         Capture: see ``DeviceOptimizer.step``.
         """
-        self._native.step(grad_scale=grad_scale)
+        self._native.step(grad_scale=grad_scale, found_inf=found_inf)
 
     def bake(self) -> None:
         """Remember the groups' sizes, and which lr is which tensor."""

@@ -68,6 +68,8 @@ class BakedAdapter(Adapter):
             ),
         )
         self._baked: BakedValues | None = None
+        self._skipped: Tensor | None = None  # [] float32
+        self._skips_itself = False
 
     def check(
         self,
@@ -85,11 +87,42 @@ class BakedAdapter(Adapter):
         if scope is Scope.FULL_ITERATION:
             self._check_lr_devices()
 
-    def step(self, grad_scale: Tensor | None) -> None:
+    def prepare_skipping(self, scope: Scope) -> None:
+        """Make the counter of skipped steps.
+
+        Raises:
+            ConfigError: the optimizer cannot skip a step inside a graph.
+        """
+        self._skips_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        if scope is Scope.FULL_ITERATION and not self._skips_itself:
+            raise ConfigError(
+                f"{self._name} cannot leave a step out by a tensor, so skip_nonfinite=True would "
+                "have to read on the host whether a gradient is finite. Ways out: fused=True, if "
+                "it has that; graphfsdp.optim.FusedAdam; or scope='forward_backward', which leaves "
+                "the optimizer outside the graph"
+            )
+        device = self.optimizer.param_groups[0]["params"][0].device
+        self._skipped = torch.zeros((), device=device)
+
+    def skipped_steps(self) -> Tensor | None:
+        """Return [] float32, the steps that were skipped so far; None without skipping."""
+        return self._skipped
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        yield from super().state_tensors()
+        if self._skipped is not None:
+            yield "number of skipped steps", self._skipped
+
+    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Scale the gradients in place, then take one step.
 
         Capture: as capturable as the optimizer is.
         """
+        if found_inf is not None and self._skipped is not None:
+            self._skipped.add_(found_inf)
+            if not self._skips_itself and bool(found_inf):  # outside the graph: the host may read
+                return
         if grad_scale is not None:
             attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
             found = (
@@ -100,7 +133,14 @@ class BakedAdapter(Adapter):
             grads = [grad for grad in found if grad is not None]
             if grads:
                 torch._foreach_mul_(grads, grad_scale)
-        self.optimizer.step()
+        if found_inf is None or not self._skips_itself:
+            self.optimizer.step()
+            return
+        vars(self.optimizer)["found_inf"] = found_inf  # as torch's GradScaler hands it over
+        try:
+            self.optimizer.step()
+        finally:
+            del vars(self.optimizer)["found_inf"]
 
     def bake(self) -> None:
         """Remember every value of every group."""

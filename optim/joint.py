@@ -58,13 +58,29 @@ class JointOptimizer:
             own = {name: p for name, p in named_params.items() if self._owner(p) is member}
             member.check(own, policy, scope)
 
-    def step(self, grad_scale: Tensor | None) -> None:
+    def prepare_skipping(self, scope: Scope) -> None:
+        """Get ready for steps that a tensor may skip.
+
+        Raises:
+            ConfigError: a member cannot skip a step inside a graph.
+        """
+        for member in self._members:
+            member.prepare_skipping(scope)
+
+    def skipped_steps(self) -> Tensor | None:
+        """Return [] float32, the steps that members have skipped; None if none counts them."""
+        counts = [
+            count for member in self._members if (count := member.skipped_steps()) is not None
+        ]
+        return torch.stack(counts).sum() if counts else None
+
+    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Step all members, one after the other.
 
         Capture: as of the members.
         """
         for member in self._members:
-            member.step(grad_scale)
+            member.step(grad_scale, found_inf)
 
     def bake(self) -> None:
         """Remember the Python values that the recording is about to bake in."""

@@ -1,0 +1,135 @@
+"""Steps that are left out on the device, and float16 with a loss scale, inside the graph."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import DeviceGradScaler, FusedAdam
+from helpers import (
+    assert_same_state,
+    make_optimizer,
+    no_host_sync,
+    quick_garbage_collection,
+    set_lr,
+    snapshot,
+)
+
+NUM_STEPS = 16
+BAD = (1, 5, 6, 11)  # warm-up and replays
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def train(
+    name: str, device: torch.device, **options: Any
+) -> tuple[list[dict[str, Tensor]], Tensor | None]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.Linear(8, 1)).to(device)
+    if name == "adagrad":
+        optimizer: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    else:
+        optimizer = make_optimizer(name, model.parameters(), device)
+    states = []
+    with graphfsdp.capture(
+        model, optimizer, loss_fn=loss_fn, skip_nonfinite=True, **options
+    ) as step:
+        for index in range(NUM_STEPS):
+            set_lr(optimizer, 1e-2 / (1 + index))
+            x = torch.randn(6, 5)
+            if index in BAD:
+                x[2, 3] = (torch.inf, torch.nan)[index % 2]
+            before = [param.detach().clone() for param in model.parameters()]
+            step(x.to(device))
+            states.append(snapshot(model, optimizer))
+            moved = [
+                not torch.equal(old, new.detach())
+                for old, new in zip(before, model.parameters(), strict=True)
+            ]
+            assert any(moved) == (index not in BAD), index
+        return states, step.skipped_steps
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("name", ["fused_adam", "adamw", "sgd"])
+def test_a_step_without_finite_gradients_changes_nothing(
+    name: str, clips: bool, device: torch.device
+) -> None:
+    options = {"max_grad_norm": 0.5} if clips else {}
+    expected, skipped = train(name, device, scope="none", **options)
+    got, count = train(name, device, **options)
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        assert_same_state(one, other, f"call {index}")
+    assert skipped is not None
+    assert count is not None
+    assert skipped.item() == count.item() == len(BAD)
+
+
+def test_any_optimizer_can_skip_outside_the_graph(device: torch.device) -> None:
+    expected, _ = train("adagrad", device, scope="none")
+    got, skipped = train("adagrad", device, scope="forward_backward")
+    for one, other in zip(expected, got, strict=True):
+        assert_same_state(one, other)
+    assert skipped is not None
+    assert skipped.item() == len(BAD)
+
+
+def test_an_optimizer_that_cannot_skip_inside_a_graph_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with pytest.raises(graphfsdp.ConfigError, match=r"skip_nonfinite=True.*FusedAdam"):
+        graphfsdp.capture(model, optimizer, skip_nonfinite=True)
+
+
+def test_float16_with_a_loss_scale_and_the_plain_loss_beside_it(device: torch.device) -> None:
+    """The scale backs off where gradients overflow, and grows again, all in replays."""
+
+    def run(scope: str) -> tuple[list[Tensor], list[float], Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 1)).to(device).half()
+        scaler = DeviceGradScaler(2.0**16, growth_interval=3, device=device)
+        optimizer = FusedAdam(
+            model.parameters(), lr=1e-2, master_weights=True, grad_scaler=scaler, max_grad_norm=1.0
+        )
+
+        def scaled_loss(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+            loss = model(x).float().square().mean()
+            return scaler.scale_loss(loss), loss
+
+        found, scales = [], []
+        with graphfsdp.capture(model, optimizer, loss_fn=scaled_loss, scope=scope) as step:
+            for index in range(20):
+                _, loss = step((torch.randn(6, 5) * (30 if index == 9 else 1)).to(device).half())
+                found += [
+                    loss,
+                    scaler.scale.clone(),
+                    *(p.detach().clone() for p in model.parameters()),
+                ]
+                scales.append(scaler.scale.item())
+            skipped = step.skipped_steps
+        assert skipped is not None
+        return found, scales, skipped
+
+    expected, scales, skipped = run("none")
+    got, _, count = run("full_iteration")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert skipped.item() == count.item() > 0
+    assert min(scales) < scales[-1], "the scale backed off and grew again"
+
+
+def test_looking_at_the_count_waits_for_nothing(device: torch.device) -> None:
+    model = nn.Linear(5, 1).to(device)
+    optimizer = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, skip_nonfinite=True) as step:
+        step(torch.ones(2, 5, device=device))
+        with no_host_sync(device):
+            first = step.skipped_steps
+        bad = torch.full((2, 5), torch.nan, device=device)
+        step(bad)
+        assert first is not None
+        assert first.item() == 0  # a tensor of its own
