@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
+from graphfsdp.checkpoint.convert import convert
 from graphfsdp.optim import FusedAdam
 from ranks import RankPool
 
@@ -174,6 +175,34 @@ def test_objects_keep_a_state_per_rank(tmp_path: Path, ranks1: RankPool, ranks2:
     said = ranks1.run(objects_of_ranks, tmp_path, False)[0]
     assert "objects: 'own' was saved with a state of its own on each of 2 ranks; here are 1" in said
     assert "common" not in said
+    # A conversion keeps what there is one of, large tensors too.
+    convert(str(tmp_path), str(tmp_path / "single"))
+    common = OwnOnEachRank(-1)
+    graphfsdp.load(tmp_path / "single", nn.Linear(1, 1), objects={"common": common})
+    assert bool((common.tensor == 7).all())
+
+
+def buffers_of_ranks(path: Path, saves: bool) -> list[float]:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(5000))
+    graphfsdp.fully_shard(model)
+    if saves:
+        for norm in model:
+            assert isinstance(norm, nn.BatchNorm1d)
+            assert norm.running_mean is not None
+            norm.running_mean.fill_(dist.get_rank() + 1)
+        graphfsdp.save(path, model)
+        for norm in model:
+            norm.running_mean.zero_()  # type: ignore[operator]
+    graphfsdp.load(path, model)
+    return [float(norm.running_mean.mean()) for norm in model]  # type: ignore[operator]
+
+
+def test_statistics_of_each_rank_come_back_to_it(
+    tmp_path: Path, ranks1: RankPool, ranks2: RankPool
+) -> None:
+    """On another number of ranks, those of rank 0 do."""
+    assert ranks2.run(buffers_of_ranks, tmp_path, True) == [[1.0, 1.0], [2.0, 2.0]]
+    assert ranks1.run(buffers_of_ranks, tmp_path, False) == [[1.0, 1.0]]
 
 
 def unsharded_by_hand(path: Path) -> None:

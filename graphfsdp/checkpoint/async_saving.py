@@ -74,7 +74,11 @@ class AsyncSaver:
         self.wait()
         check_arguments(objects, step, keep_last)
         snapshot = self._members.together(
-            lambda: self._copy(take_snapshot(model, optimizer, objects or {}, fused=fused, rng=rng))
+            lambda: self._copy(
+                take_snapshot(
+                    model, optimizer, objects or {}, fused=fused, rng=rng, members=self._members
+                )
+            )
         )
         target = begin_save(Path(path), step, keep_last, self._members)
         self._thread = threading.Thread(

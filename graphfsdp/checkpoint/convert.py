@@ -138,8 +138,6 @@ def read_full(opened: Opened, dtype: torch.dtype | None = None) -> FullState:
 
 
 def _write_checkpoint(opened: Opened, root: Path) -> Path:
-    keys = [key for key in opened.manifest.tensors if not key.startswith("objects/")]
-    parts = tuple((key, whole(opened.tensor(key))) for key in keys)
     facts = {
         name: value
         for name, value in opened.manifest.facts.items()
@@ -152,6 +150,13 @@ def _write_checkpoint(opened: Opened, root: Path) -> Path:
         saved = opened.files.objects(objects_file(0))
         same = [name for name in saved if len({rank.get(name) for rank in digests}) == 1]
         objects = {name: saved[name] for name in same}
+    # With nothing behind an object's name but the path in its state, or a checksum.
+    ends = (".", "[", "#")
+    kept = tuple(f"objects/{name}{end}" for name in objects for end in ends)
+    keys = [
+        k for k in opened.manifest.tensors if not k.startswith("objects/") or k.startswith(kept)
+    ]
+    parts = tuple((key, whole(opened.tensor(key))) for key in keys)
     members = Members()
     snapshot = Snapshot(parts, facts, objects)
     target = begin_save(root, int(opened.manifest.facts["step"]), None, members)

@@ -17,12 +17,12 @@ from graphfsdp.checkpoint.fused import FusedWeight
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import read_manifest
 from graphfsdp.checkpoint.named import name_model
-from graphfsdp.checkpoint.objects import Stateful, TensorSink, check_objects
+from graphfsdp.checkpoint.objects import BufferState, Stateful, TensorSink, check_objects
 from graphfsdp.checkpoint.optimizer_load import plan_optimizer
 from graphfsdp.checkpoint.parts import whole
 from graphfsdp.checkpoint.random_state import RandomState
 from graphfsdp.checkpoint.reader import CheckpointFiles, FolderReader
-from graphfsdp.checkpoint.saving import RANDOM
+from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writer import objects_file
 from graphfsdp.dtensors import is_dtensor
@@ -160,6 +160,9 @@ def _plan_objects(
         living = _living_dtensors(plan, name, thing)
         state = decode(saved[name], functools.partial(_read_plain, plan, living))
         plan.afterwards.append(functools.partial(thing.load_state_dict, state))
+    if BUFFERS in saved and members.size == len(digests):
+        state = decode(saved[BUFFERS], functools.partial(_read_plain, plan, {}))
+        plan.afterwards.append(functools.partial(BufferState(plan.model).load_state_dict, state))
     if rng and RANDOM in saved:
         generators = RandomState()
         state = decode(saved[RANDOM], functools.partial(_read_plain, plan, {}))

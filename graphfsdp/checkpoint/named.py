@@ -41,6 +41,14 @@ class NamedModel:
         """Return the names by id of the tensor."""
         return {id(tensor): name for name, tensor in self.tensors.items()}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the plain buffers, of which each rank may have other values."""
+        return {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if not isinstance(tensor, nn.Parameter) and not is_dtensor(tensor)
+        }
+
     def members(self, name: str) -> tuple[Member, ...]:
         """Return what a tensor is saved as: itself, or the members of a fused weight."""
         tensor = self.tensors[name]
@@ -100,9 +108,12 @@ def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedMode
     return NamedModel(tensors, aliases, extra, first_rows, tuple(fused))
 
 
-def model_parts(model: NamedModel) -> Iterator[NamedPart]:
+def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[NamedPart]:
     """Yield every tensor of a model, fused ones in members."""
+    buffers = model.buffers()
     for name, tensor in model.tensors.items():
+        if name in buffers and not with_buffers:
+            continue
         part = model.part(tensor, tensor)
         yield from cut(MODEL, model.members(name), part)
 

@@ -28,6 +28,25 @@ class Stateful(Protocol):
         ...
 
 
+class BufferState:
+    """The buffers of this rank's copy of a model: running statistics may differ between ranks."""
+
+    def __init__(self, model: NamedModel) -> None:
+        """Take the buffers of a model."""
+        self._buffers = model.buffers()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the buffers by name."""
+        return dict(self._buffers)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Copy what fits into the buffers; what does not was reported with the model."""
+        for name, tensor in self._buffers.items():
+            saved = state_dict.get(name)
+            if saved is not None and saved.shape == tensor.shape:
+                tensor.copy_(saved)
+
+
 @dataclass
 class TensorSink:
     """Collects tensors that are too large to stand beside the numbers.
@@ -82,4 +101,4 @@ def encode_objects(objects: Mapping[str, Stateful], sink: TensorSink) -> dict[st
     }
 
 
-__all__ = ["Stateful", "TensorSink", "check_objects", "encode_objects"]
+__all__ = ["BufferState", "Stateful", "TensorSink", "check_objects", "encode_objects"]

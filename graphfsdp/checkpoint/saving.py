@@ -18,7 +18,13 @@ from graphfsdp.checkpoint.folder import begin, commit, give_up, unfinished
 from graphfsdp.checkpoint.fused import FusedWeight
 from graphfsdp.checkpoint.manifest import Manifest
 from graphfsdp.checkpoint.named import model_parts, name_model
-from graphfsdp.checkpoint.objects import Stateful, TensorSink, check_objects, encode_objects
+from graphfsdp.checkpoint.objects import (
+    BufferState,
+    Stateful,
+    TensorSink,
+    check_objects,
+    encode_objects,
+)
 from graphfsdp.checkpoint.optimizer_save import describe_optimizer
 from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.random_state import RandomState
@@ -26,7 +32,9 @@ from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.checkpoint.writer import FolderWriter
 from graphfsdp.errors import CheckpointError, ConfigError
 
-RANDOM = "random"  # name of the generators among the objects
+# Names among the objects.
+RANDOM = "random"
+BUFFERS = "buffers"
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,9 @@ def save(
     members = Members.find(process_group)
     check_arguments(objects, step, keep_last)
     snapshot = members.together(
-        lambda: take_snapshot(model, optimizer, objects or {}, fused=fused, rng=rng)
+        lambda: take_snapshot(
+            model, optimizer, objects or {}, fused=fused, rng=rng, members=members
+        )
     )
     target = begin_save(Path(path), step, keep_last, members)
     return write_snapshot(snapshot, target, members)
@@ -116,8 +126,9 @@ def check_arguments(
         ConfigError: one cannot be used.
     """
     check_objects(objects or {})
-    if objects and RANDOM in objects:
-        raise ConfigError(f"objects may not have the name {RANDOM!r}, which the generators have")
+    taken = {RANDOM, BUFFERS} & set(objects or {})
+    if taken:
+        raise ConfigError(f"objects may not have the name {taken.pop()!r}, which is taken")
     for name, value, minimum in (("step", step, 0), ("keep_last", keep_last, 1)):
         if value is not None and (isinstance(value, bool) or value < minimum):
             raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
@@ -130,6 +141,7 @@ def take_snapshot(
     *,
     fused: Sequence[FusedWeight],
     rng: bool,
+    members: Members,
 ) -> Snapshot:
     """Describe what is to be saved; tensors are views of the living ones.
 
@@ -138,7 +150,7 @@ def take_snapshot(
     """
     named = name_model(model, fused)
     sink = TensorSink(named)
-    parts = list(model_parts(named))
+    parts = list(model_parts(named, with_buffers=members.rank == 0))
     extra = {name: state for name, (_, state) in named.extra.items()}
     facts: dict[str, Json] = {
         "aliases": named.aliases,
@@ -149,6 +161,8 @@ def take_snapshot(
         parts += described.parts
         facts["optimizer"] = described.facts
     everything = {**objects, **({RANDOM: RandomState()} if rng else {})}
+    if members.size > 1 and named.buffers():
+        everything[BUFFERS] = BufferState(named)
     encoded = encode_objects(everything, sink)
     return Snapshot((*parts, *sink.parts), facts, encoded)
 
@@ -203,6 +217,7 @@ def _digest(state: Json) -> str:
 
 
 __all__ = [
+    "BUFFERS",
     "RANDOM",
     "Snapshot",
     "Target",
