@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cuda_driver import find_driver
 from graphfsdp._capture.cuda_errors import explain
-from graphfsdp._capture.cuda_recorder import CudaRecorder
+from graphfsdp._capture.cuda_recorder import CudaRecorder, UnwatchedRecorder, has_compiled_regions
 from graphfsdp._capture.host_copies import HostCopies
 from graphfsdp._capture.source import user_line_of
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
+from graphfsdp.dtensors import local_part
 from graphfsdp.errors import CaptureError, PhaseError
+from graphfsdp.hazards import HazardKind
 from graphfsdp.streams import forked
 
 
@@ -112,8 +114,20 @@ class CudaGraphBackend:
         scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
         """Capture one iteration, then launch it once; see GraphBackend.record."""
+        if not has_compiled_regions(model):
+            try:
+                return self._record(iterate, model, check, CudaRecorder)
+            except CaptureError as error:
+                if error.kind is not HazardKind.COMPILED:
+                    raise
+        # See Note [Compiled regions]. Of the first attempt nothing has run.
+        return self._record(iterate, model, check, UnwatchedRecorder)
+
+    def _record(
+        self, iterate: Iterate, model: nn.Module, check: Check, recorder: type[CudaRecorder]
+    ) -> tuple[Graph, list[Tensor]]:
         driver = find_driver()
-        watcher = CudaRecorder(model, self.device, driver)
+        watcher = recorder(model, self.device, driver)
         graph = _new_graph()
         _register_generators(graph, model)
         before = torch.cuda.memory_reserved(self.device)
@@ -145,6 +159,7 @@ class CudaGraphBackend:
             program=program,
         )
         external = [info.get() for info in watcher.storages if info.external]
+        external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]
         captured = CudaGraph(graph, outputs, external, facts)
         # A capture runs nothing: this launch is the iteration that was recorded.
         return captured, captured.replay()
@@ -185,6 +200,11 @@ class CudaGraphBackend:
                 kind=meaning.kind,
                 cuda_error=meaning.code,
             ) from error
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _new_graph() -> torch.cuda.CUDAGraph:

@@ -1,6 +1,7 @@
 """Writes down which operator of a capture made which nodes of the CUDA graph."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,4 +117,38 @@ class CudaRecorder(Watcher):
         return region_of(tensor, storage_of(tensor, op)._cdata, external=external)
 
 
-__all__ = ["CudaRecorder"]
+class UnwatchedRecorder(CudaRecorder):
+    """Takes the place of a watcher where compiled code runs, and sees nothing.
+
+    Note [Compiled regions]: while a dispatch mode or a function mode is on, torch.compile runs a
+    region uncompiled or compiles it anew, in the middle of the capture. So an iteration with
+    compiled regions is captured without a watcher: the driver alone says what a graph cannot hold.
+    """
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch nothing."""
+        yield
+
+    def has_touched(self, tensor: Tensor) -> bool:
+        """Tell that any tensor may have been touched."""
+        return True
+
+    def follow_streams(self) -> None:
+        """Follow none."""
+
+    def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
+        """Return a description without nodes."""
+        return self._builder.build(())
+
+
+def has_compiled_regions(model: nn.Module) -> bool:
+    """Tell whether a module is made by torch.compile, or was compiled in place."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
+
+
+__all__ = ["CudaRecorder", "UnwatchedRecorder", "has_compiled_regions"]

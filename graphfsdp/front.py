@@ -27,7 +27,7 @@ from graphfsdp.preconditions import (
     trainable_parameters,
 )
 from graphfsdp.sharded import sharded_roots
-from graphfsdp.wrapped import refuse_parallel_wrapper
+from graphfsdp.wrapped import refuse_compiled_modules, refuse_parallel_wrapper
 
 
 @answerable
@@ -121,6 +121,8 @@ def capture(
         adopt_sharded_parameters(together, item)
         refuse_clipping_of_scaled_gradients(item, options)
     graph_backend = make_backend(backend, only_device(together, _trainable(together, inner)))
+    if options.scope is not Scope.NONE:
+        refuse_compiled_modules(together, graph_backend.device)
     adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])
     if options.skip_nonfinite:
         adapted.prepare_skipping(options.scope)

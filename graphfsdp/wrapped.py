@@ -46,6 +46,25 @@ def refuse_parallel_wrapper(model: nn.Module) -> None:
             )
 
 
+def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
+    """Refuse modules of torch.compile on a CPU, before minutes are spent on compiling them.
+
+    Raises:
+        ConfigError: there is one, and the graph would be one of a CPU.
+    """
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or type(module).__name__ == "OptimizedModule":
+            where = f"module {name!r}" if name else "the model"
+            raise ConfigError(
+                f"{where} is compiled by torch.compile; its kernels are invisible to a recording "
+                "on a CPU and would be missing from every replay. Remedy: capture the uncompiled "
+                "model on a CPU (on CUDA compiled kernels are captured)"
+            )
+
+
 def _is_wrapper(optimizer: object) -> bool:
     package = type(optimizer).__module__.partition(".")[0]
     inner = getattr(optimizer, "optimizer", None)
@@ -56,4 +75,4 @@ def _name(value: object) -> str:
     return f"{type(value).__module__.partition('.')[0]}'s {type(value).__name__}"
 
 
-__all__ = ["refuse_parallel_wrapper", "unwrap_optimizer"]
+__all__ = ["refuse_compiled_modules", "refuse_parallel_wrapper", "unwrap_optimizer"]
