@@ -138,6 +138,26 @@ def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -
 
 
 @needs_triton
+def test_interpreter_leaves_tritons_language_as_it_was() -> None:
+    """A changed one would make later compilations fail, unless Triton's cache has the kernel."""
+    import triton.language as tl
+
+    places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.standard)
+    before = [dict(vars(place)) for place in places]
+    dtypes = in_dtypes(FP32, (FP8, FP8))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_interpreter(monkeypatch)
+        make_case([(2, 300)], dtypes).launch(dtypes, None, Flags())
+    changed = [
+        f"{place.__name__}.{name}"
+        for place, kept in zip(places, before, strict=True)
+        for name, value in vars(place).items()
+        if kept.get(name) is not value and not name.startswith("__")
+    ]
+    assert not changed
+
+
+@needs_triton
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("pair", [(FP8, FP16), (FP16, FP8)])
 def test_interpreted_kernel_keeps_the_largest_moment_and_skips(
