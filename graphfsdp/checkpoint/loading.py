@@ -105,13 +105,8 @@ def load(
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
         _plan_objects(plan, objects or {}, files, members, rng=rng)
-        if plan.problems and strict:
-            listed = "\n".join(f"  {problem}" for problem in plan.problems)
-            raise CheckpointMismatchError(
-                f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
-                "Remedy: the model and optimizer that were saved, or strict=False, which leaves "
-                "as it is what does not fit"
-            )
+        if strict:
+            _refuse_problems(plan, folder)
         return plan
 
     plan = members.together(make_plan)
@@ -121,6 +116,16 @@ def load(
             action()
     _forget_gathered(model)
     return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
+
+
+def _refuse_problems(plan: LoadPlan, folder: Path) -> None:
+    if plan.problems:
+        listed = "\n".join(f"  {problem}" for problem in plan.problems)
+        raise CheckpointMismatchError(
+            f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
+            "Remedy: the model and optimizer that were saved, or strict=False, which leaves "
+            "as it is what does not fit"
+        )
 
 
 def _plan_extra(plan: LoadPlan) -> None:
