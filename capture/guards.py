@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards_hooks import HookGuard
-from graphfsdp._capture.guards_modules import Assignments, AttributeGuard, StructureGuard
+from graphfsdp._capture.guards_modules import AttributeGuard, StructureGuard
 from graphfsdp._capture.guards_optimizer import OptimizerGuard
 from graphfsdp._capture.guards_settings import SettingsGuard
 from graphfsdp._capture.guards_tensors import TensorGuard
@@ -60,13 +61,13 @@ class Guards:
         self._gradients = gradients
         self._optimizers = optimizers
         self._device = device
-        self._assignments = Assignments()
+        self._log = AttributeLog()
         self._guards: tuple[Guard, ...] = ()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
-        with self._assignments.noted():
+        with self._log.noting():
             yield
 
     def arm(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -75,7 +76,8 @@ class Guards:
         Args:
             was_read: Tells whether the recording has touched a tensor's storage.
         """
-        attributes = AttributeGuard(self._model, self._assignments.keys, was_read)
+        self._log.stop()
+        attributes = AttributeGuard(self._model, self._log, was_read)
         names = {id(param): name for name, param in self._named_params.items()}
         self._guards = (
             StructureGuard(self._model),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from graphfsdp._capture.guards_modules import same_objects
 from graphfsdp.changes import Change, ChangeKind
@@ -18,6 +19,10 @@ _MODULE_TABLES = (
     ("_forward_hooks", "forward hook"),
     ("_backward_pre_hooks", "backward pre-hook"),
     ("_backward_hooks", "backward hook"),
+)
+_PARAM_TABLES = (
+    ("_backward_hooks", "gradient hook"),
+    ("_post_accumulate_grad_hooks", "post-accumulate-grad hook"),
 )
 _STEP_TABLES = (("pre_hooks", "step pre-hook"), ("post_hooks", "step post-hook"))
 _OURS = "graphfsdp."
@@ -30,14 +35,21 @@ class Table:
     """One dict of hooks as torch keeps it.
 
     Attributes:
-        hooks: The live dict; torch adds and removes hooks in place.
+        holder: A module, parameter or optimizer, or the module of Python that has global ones.
+        attribute: Where the holder keeps the dict; a tensor without hooks has None there.
         kind: What hooks they are.
-        owner: What they are registered on.
+        owner: What they are registered on, for messages.
     """
 
-    hooks: Hooks
+    holder: Any
+    attribute: str
     kind: str
     owner: str
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks as they are now."""
+        return getattr(self.holder, self.attribute) or {}
 
 
 class HookGuard:
@@ -45,6 +57,11 @@ class HookGuard:
 
     Hooks on saving and loading state are none of an iteration's business. Nor are those of
     graphfsdp itself: another captured step over the same parameters has its own.
+
+    Note [Hook numbers]: each hook that torch registers, of whatever kind, takes the next number
+    of one counter. While that stands still nothing was added anywhere, and only dicts that had
+    hooks in them can have lost some: no need to look at a dict for each module and parameter. A
+    hook that was written into torch's private dicts by hand is seen once the counter moves.
     """
 
     def __init__(
@@ -69,14 +86,15 @@ class HookGuard:
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return not any(self._empty) and same_objects(self._filled, self._copies)
+        return RemovableHandle.next_id == self._next_id and same_objects(self._filled, self._copies)
 
     def changes(self) -> list[Change]:
         """Compare each table and name what has changed."""
         found = []
         for table, before in zip(self._tables, self._before, strict=True):
-            for key in dict.fromkeys((*before, *table.hooks)):
-                old, new = before.get(key), table.hooks.get(key)
+            now = table.hooks
+            for key in dict.fromkeys((*before, *now)):
+                old, new = before.get(key), now.get(key)
                 hook = old or new
                 if old is not new and hook is not None and not _is_ours(hook):
                     found.append(_change(table, hook, removed=new is None))
@@ -85,9 +103,10 @@ class HookGuard:
         return found
 
     def _arm(self) -> None:
-        self._before = [dict(table.hooks) for table in self._tables]
-        self._empty = [table.hooks for table in self._tables if not table.hooks]
-        self._filled = [table.hooks for table in self._tables if table.hooks]
+        self._next_id = RemovableHandle.next_id
+        live = [table.hooks for table in self._tables]
+        self._before = [dict(hooks) for hooks in live]
+        self._filled = [hooks for hooks in live if hooks]
         self._copies = [dict(hooks) for hooks in self._filled]
 
 
@@ -95,39 +114,22 @@ def _module_tables(model: nn.Module) -> Iterator[Table]:
     for path, module in model.named_modules():
         owner = f"module {path!r}" if path else "the model"
         for attribute, kind in _MODULE_TABLES:
-            yield Table(getattr(module, attribute), kind, owner)
+            yield Table(module, attribute, kind, owner)
     for attribute, kind in _MODULE_TABLES:
-        yield Table(getattr(torch_module, f"_global{attribute}"), kind, "all modules")
+        yield Table(torch_module, f"_global{attribute}", kind, "all modules")
 
 
 def _param_tables(named_params: Mapping[str, nn.Parameter]) -> Iterator[Table]:
-    # A tensor without hooks has None in the place of the dict. With an empty dict there, which
-    # torch fills once somebody registers a hook, a look at all dicts is a look at all tensors. It
-    # stays for ever, since another step over the same parameters may look at it as well.
     for name, param in named_params.items():
-        for kind, register, attribute in (
-            ("gradient hook", param.register_hook, "_backward_hooks"),
-            (
-                "post-accumulate-grad hook",
-                param.register_post_accumulate_grad_hook,
-                "_post_accumulate_grad_hooks",
-            ),
-        ):
-            if getattr(param, attribute) is None:
-                register(_nothing).remove()  # type: ignore[no-untyped-call]
-            yield Table(getattr(param, attribute), kind, f"parameter {name!r}")
+        for attribute, kind in _PARAM_TABLES:
+            yield Table(param, attribute, kind, f"parameter {name!r}")
 
 
 def _optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[Table]:
     owner = type(optimizer).__name__
     for suffix, kind in _STEP_TABLES:
-        yield Table(getattr(optimizer, f"_optimizer_step_{suffix}"), kind, owner)
-        everyone = getattr(torch_optimizer, f"_global_optimizer_{suffix}")
-        yield Table(everyone, kind, "all optimizers")
-
-
-def _nothing(tensor: object) -> None:
-    """Be a hook for a moment."""
+        yield Table(optimizer, f"_optimizer_step_{suffix}", kind, owner)
+        yield Table(torch_optimizer, f"_global_optimizer_{suffix}", kind, "all optimizers")
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:

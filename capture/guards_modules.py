@@ -2,17 +2,20 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp.changes import Change, ChangeKind
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
 _SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
+# What every module has and no forward pass depends on.
+_OWN = frozenset(vars(nn.Module())) - {"training"}
 # What torch's own layers keep for their repr: the forward pass takes it from the weights.
 _UNUSED_BY_TORCH = frozenset(
     {
@@ -23,8 +26,6 @@ _UNUSED_BY_TORCH = frozenset(
 )
 _MISSING = object()
 
-AttributeKey = tuple[int, str]  # id of a module, name of its attribute
-
 
 @dataclass(frozen=True)
 class Slots:
@@ -33,33 +34,6 @@ class Slots:
     path: str
     module: nn.Module
     tables: Mapping[str, dict[str, Any]]
-
-
-class Assignments:
-    """Which attributes of modules the recorded iteration assigns by itself.
-
-    The next eager forward pass would assign them anew before it reads them, or count on with them
-    (``self.calls += 1``); a replay does neither. So a change of them is no change of the recording.
-    """
-
-    def __init__(self) -> None:
-        self.keys: set[AttributeKey] = set()
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note assignments while the body runs."""
-        original = nn.Module.__setattr__
-        keys = self.keys
-
-        def noting(module: nn.Module, name: str, value: Any) -> None:
-            keys.add((id(module), name))
-            original(module, name, value)
-
-        nn.Module.__setattr__ = noting  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
 
 class StructureGuard:
@@ -75,22 +49,10 @@ class StructureGuard:
         self._empty = [table for table in live if not table]
         self._filled = [table for table in live if table]
         self._copies = [dict(table) for table in self._filled]
-        # Where the objects differ, comparing dicts asks the tensors whether they are equal, and a
-        # tensor of one element can answer yes. Those are compared by identity.
-        self._single = [
-            (table, name, value)
-            for table in self._filled
-            for name, value in table.items()
-            if isinstance(value, Tensor) and value.numel() == 1
-        ]
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return (
-            not any(self._empty)
-            and same_objects(self._filled, self._copies)
-            and all(table.get(name) is value for table, name, value in self._single)
-        )
+        return not any(self._empty) and same_objects(self._filled, self._copies)
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
@@ -105,23 +67,24 @@ class StructureGuard:
 class AttributeGuard:
     """Notices a changed mode, a changed number of a module, and a replaced ``forward``.
 
-    Note [Attributes]: a recording has every Python value baked in that the forward pass has read.
-    Which attributes it reads cannot be seen, so all public ones that are numbers, strings, dtypes,
-    devices, generators, or tuples of these are taken to be read, and tensors that are plain
-    attributes if the recording touched them. Not those that the iteration assigns, see Assignments.
+    Note [Attributes]: a recording has every Python value baked in that the iteration has read.
+    Guarded are the numbers, strings, dtypes, devices, generators, and tuples of these that it has
+    read and not assigned (see AttributeLog), tensors that are plain attributes if the recording
+    touched them, and the mode of every module. What it has not read, such as ``model.epoch`` of a
+    training loop, may change. Where reads cannot be seen, all public values are guarded.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        assigned: set[AttributeKey],
+        log: AttributeLog,
         was_read: Callable[[Tensor], bool],
     ) -> None:
         """Remember the values now.
 
         Args:
             model: The model.
-            assigned: Attributes that the recorded iteration has assigned.
+            log: What the recorded iteration has read and assigned.
             was_read: Tells whether the recording has touched a tensor's storage.
         """
         self._modules = list(model.named_modules())
@@ -133,11 +96,11 @@ class AttributeGuard:
         self._tensors: list[tuple[dict[str, Any], str, Tensor, str]] = []
         for path, module in self._modules:
             for name, value in vars(module).items():
-                if (id(module), name) in assigned:
+                if log.assigned(module, name):
                     continue
                 if isinstance(value, Tensor) and was_read(value):
                     self._tensors.append((vars(module), name, value, path))
-                elif _is_guarded(module, name, value):
+                elif _is_scalar(value) and _may_be_read(module, name, log):
                     dicts, values, paths = self._scalars.setdefault(name, ([], [], []))
                     dicts.append(vars(module))
                     values.append(value)
@@ -205,11 +168,27 @@ class AttributeGuard:
             yield Change(ChangeKind.MODE, name, words[old], words[not old], remedy)
 
 
+class _TensorsComparedError(Exception):
+    """Two different tensors met in a comparison."""
+
+
+class _NoTensorIsEqual(TorchFunctionMode):
+    """Ends a comparison that comes to two different tensors, before it asks for their values."""
+
+    def __torch_function__(self, *args: Any) -> Any:
+        raise _TensorsComparedError
+
+
 def same_objects(live: list[Any], copies: list[Any]) -> bool:
-    """Compare containers, identical elements being equal without a look at them."""
+    """Compare containers in one call; tensors are equal only to themselves.
+
+    Python takes identical elements for equal without a look at them, and asks others. A tensor of
+    one element would answer by its value, on a GPU even after waiting for it.
+    """
     try:
-        return live == copies
-    except Exception:  # two different tensors refuse to be compared as a whole
+        with _NoTensorIsEqual():
+            return live == copies
+    except Exception:  # _TensorsComparedError, or what the users' own objects raise
         return False
 
 
@@ -241,14 +220,22 @@ def _kind_of(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _is_guarded(module: nn.Module, name: str, value: object) -> bool:
-    if name.startswith("_"):
-        return False
-    if type(module).__module__.startswith("torch.nn.") and name in _UNUSED_BY_TORCH:
-        return False
+def _is_scalar(value: object) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(item, _SCALARS) for item in value)
     return isinstance(value, _SCALARS)
+
+
+def _may_be_read(module: nn.Module, name: str, log: AttributeLog) -> bool:
+    if name == "training":
+        return True
+    if name in _OWN:
+        return False
+    if log.sees_all:
+        return log.read(module, name)
+    if type(module).__module__.startswith("torch.nn.") and name in _UNUSED_BY_TORCH:
+        return False
+    return not name.startswith("_")
 
 
 def _equal(old: object, new: object) -> bool:
@@ -270,9 +257,7 @@ def _show(value: object) -> str:
 
 
 __all__ = [
-    "Assignments",
     "AttributeGuard",
-    "AttributeKey",
     "StructureGuard",
     "join",
     "same_objects",

@@ -1,6 +1,5 @@
 """Guard of the optimizer's tensors: its state, and the parameters in its groups."""
 
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,7 +44,6 @@ class OptimizerGuard:
             and now.param_groups is self._groups
             and same_objects([group["params"] for group in self._groups], self._params)
             and same_objects(list(self._state.values()), self._copies)
-            and self._singles_hold()
             and self._tensors.holds()
         )
 
@@ -68,21 +66,7 @@ class OptimizerGuard:
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
         self._copies = [dict(values) for values in self._state.values()]
-        # See StructureGuard: tensors of one element are compared by identity.
-        self._singles: dict[str, tuple[list[dict[str, Any]], list[Tensor]]] = {}
-        for values in self._state.values():
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.numel() == 1:
-                    holders, tensors = self._singles.setdefault(key, ([], []))
-                    holders.append(values)
-                    tensors.append(value)
         self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
-
-    def _singles_hold(self) -> bool:
-        return all(
-            all(map(operator.is_, map(operator.itemgetter(key), holders), tensors))
-            for key, (holders, tensors) in self._singles.items()
-        )
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for param, values in self._state.items():

@@ -1,5 +1,6 @@
 """What a replay does not depend on may change between two replays."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guard_net import Guarded, start
+from guard_net import Guarded, refused, start
 from helpers import same_bits
 
 
@@ -84,3 +85,28 @@ def test_an_attribute_that_the_iteration_assigns_is_not_guarded() -> None:
     guarded.model.body.temperature = 7.0
     guarded.step(guarded.batch())
     assert guarded.step.report().num_calls["replay"] == 2
+
+
+def test_a_closed_step_leaves_no_hook_dict_on_parameters() -> None:
+    guarded = start()
+    assert all(param._backward_hooks is None for param in guarded.model.parameters())
+    guarded.step.close()
+    for param in guarded.model.parameters():
+        assert param._backward_hooks is None
+        assert not param._post_accumulate_grad_hooks
+    copied = pickle.loads(pickle.dumps(guarded.model))
+    pairs = zip(guarded.model.parameters(), copied.parameters(), strict=True)
+    assert all(torch.equal(param, other) for param, other in pairs)
+
+
+def test_hooks_that_come_and_go_elsewhere_are_harmless() -> None:
+    """They move the counter of hooks, so that each of ours is looked at, and found."""
+    guarded = start()
+    elsewhere = torch.nn.Linear(2, 2)
+    for _ in range(3):
+        elsewhere.register_forward_hook(lambda *args: None)
+        guarded.step(guarded.batch())
+    handle = guarded.model.scale.register_hook(lambda grad: grad)
+    refused(guarded, "gradient hook .* of parameter 'scale'")
+    handle.remove()
+    guarded.step(guarded.batch())

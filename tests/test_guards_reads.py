@@ -1,0 +1,212 @@
+"""Numbers that the recorded iteration has read are guarded, however it reads them; others are free.
+
+Each reader is a way in which Python code comes by ``model.number``.
+"""
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import utils as dynamo_utils
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from helpers import number_of, same_bits
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Other tests of this process may have compiled; then every number counts as read."""
+    counters: Any = dynamo_utils.counters
+    before = dict(counters)
+    counters.clear()
+    yield
+    counters.clear()
+    counters.update(before)
+
+
+class Net(nn.Module):
+    """Multiplies by whatever the reader finds."""
+
+    def __init__(self, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.number = 2.0
+        self._private = 3.0
+        self.epoch = 0
+        self.num_seen = 0
+        self.read_by = [read]
+
+    @property
+    def from_property(self) -> float:
+        """The number."""
+        return self.number
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an attribute by its name."""
+        return getattr(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 4] to []."""
+        self.num_seen += 1
+        loss: Tensor = (self.layer(x) * self.read_by[0](self)).square().mean()
+        return loss
+
+
+class ReadsInBackward(torch.autograd.Function):
+    """Identity whose gradient is multiplied by the number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Any) -> Tensor:
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.model.number, None
+
+
+def batches() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    while True:
+        yield torch.randn(3, 4, generator=generator)
+
+
+def start(read: Callable[[Any], float], **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = Net(read)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1), **options)
+    for _ in range(5):
+        step(torch.ones(3, 4))
+    return step, model
+
+
+READERS: dict[str, Callable[[Any], float]] = {
+    "attribute": lambda model: model.number,
+    "getattr": lambda model: getattr(model, "num" + "ber"),
+    "attrgetter": operator.attrgetter("number"),
+    "property": lambda model: model.from_property,
+    "item": lambda model: model["number"],
+    "function_elsewhere": number_of,
+    "vars": lambda model: vars(model)["number"],
+    "dict": lambda model: model.__dict__["number"],
+    "copied": lambda model: float(vars(copy.copy(model))["number"]),
+    "method_of_a_class": lambda model: Net.from_property.fget(model),  # type: ignore[attr-defined]
+    "object": lambda model: {**vars(model)}["number"],
+    "hasattr_only": lambda model: 1.0 if hasattr(model, "number") else 2.0,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_number_that_was_read_is_guarded(name: str) -> None:
+    step, model = start(READERS[name])
+    model.number = 5.0
+    with pytest.raises(graphfsdp.GuardError, match=r"attribute 'number' was 2\.0 .* now 5\.0"):
+        step(torch.ones(3, 4))
+    model.number = 2.0
+    step(torch.ones(3, 4))
+
+
+def test_a_private_number_that_was_read_is_guarded() -> None:
+    step, model = start(lambda model: model._private)
+    model.number = 7.0  # nobody reads it here
+    step(torch.ones(3, 4))
+    model._private = 5.0
+    with pytest.raises(graphfsdp.GuardError, match=r"attribute '_private' was 3\.0"):
+        step(torch.ones(3, 4))
+
+
+def test_a_number_that_the_loss_function_reads_is_guarded() -> None:
+    step, model = start(lambda model: 1.0, loss_fn=lambda model, x: model(x) * model.number)
+    model.number = 5.0
+    with pytest.raises(graphfsdp.GuardError, match="'number'"):
+        step(torch.ones(3, 4))
+
+
+def test_a_number_that_a_hook_reads_is_guarded() -> None:
+    torch.manual_seed(1)
+    model = Net(lambda model: 1.0)
+    model.layer.register_forward_hook(lambda layer, args, out: out * model.number)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
+    for _ in range(5):
+        step(torch.ones(3, 4))
+    model.number = 5.0
+    with pytest.raises(graphfsdp.GuardError, match="'number'"):
+        step(torch.ones(3, 4))
+
+
+def test_a_number_that_a_backward_pass_reads_is_guarded() -> None:
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = ReadsInBackward.apply(model(x), model)  # type: ignore[no-untyped-call]
+        return loss
+
+    step, model = start(lambda model: 1.0, loss_fn=loss_fn)
+    model.number = 5.0
+    with pytest.raises(graphfsdp.GuardError, match="'number'"):
+        step(torch.ones(3, 4))
+
+
+def test_numbers_of_the_training_loop_are_free() -> None:
+    runs = []
+    for scope in ("none", "full_iteration"):
+        step, model = start(lambda model: model.number, scope=scope)
+        data = batches()
+        losses = []
+        for epoch in range(10):
+            model.epoch = epoch
+            model._private *= 2.0
+            model.num_seen = 0
+            losses.append(step(next(data)))
+        runs.append([*losses, model.layer.weight.detach().clone()])
+        expected = "eager" if scope == "none" else "replay"
+        assert step.report().num_calls[expected] >= 10
+    assert all(same_bits(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_an_evaluation_follows_what_its_own_forward_pass_reads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="graphfsdp")
+    step, model = start(lambda model: model.number if model.training else model.epoch + 1.0)
+    losses = [step.evaluate(torch.ones(3, 4)) for _ in range(3)]
+    model.number = 3.0
+    losses.append(step.evaluate(torch.ones(3, 4)))
+    assert all(same_bits(loss, losses[0]) for loss in losses)
+    assert "another graph" not in caplog.text
+    model.epoch = 1
+    assert float(step.evaluate(torch.ones(3, 4))) == pytest.approx(4 * float(losses[0]))
+    assert "another graph, attribute 'epoch' was 0" in caplog.text
+
+
+def test_reads_below_python_count_as_reads_of_everything() -> None:
+    """What is compiled reads past Python, so a public number nobody was seen to read counts."""
+    compiled = torch.compile(lambda x: x * 2.0, backend="eager")
+    compiled(torch.ones(2))
+    step, model = start(lambda model: 1.0)
+    model._private = 4.0
+    step(torch.ones(3, 4))
+    model.epoch = 3
+    with pytest.raises(graphfsdp.GuardError, match="'epoch'"):
+        step(torch.ones(3, 4))
+
+
+def test_a_recording_leaves_the_class_of_modules_as_it_was() -> None:
+    before = dict(vars(nn.Module))
+
+    def broken(model: Any) -> float:
+        if model.epoch == 3:
+            raise RuntimeError("broken on purpose")
+        return 1.0
+
+    step, model = start(broken)
+    step.close()
+    again = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1), warmup_steps=1)
+    again(torch.ones(3, 4))
+    model.epoch = 3
+    with pytest.raises(RuntimeError, match="on purpose"):
+        again(torch.ones(3, 4))
+    assert dict(vars(nn.Module)) == before
