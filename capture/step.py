@@ -29,7 +29,11 @@ class CapturedStep:
     ) -> None:
         self._runner = StepRunner(engine, options)
         if example is not None:
-            self._runner.capture_ahead(*example)
+            try:
+                self._runner.capture_ahead(*example)
+            except BaseException:  # nobody will ever hold this step, so nobody can close it
+                self._runner.release()
+                raise
         self._gate = CallGate()
         # Runs once: at close(), when nobody holds the step any more, or when Python ends.
         self._release = weakref.finalize(self, self._runner.release)

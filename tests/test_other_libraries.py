@@ -106,6 +106,31 @@ def test_fabric() -> None:
     assert_same_training(train)
 
 
+def test_fabric_s_mixed_precision_in_an_iteration_of_one_s_own() -> None:
+    """Fabric insists on ``fabric.backward`` there, so the loop's body is captured as it is."""
+    fabric_module = pytest.importorskip("lightning.fabric", reason="lightning is not installed")
+
+    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+        fabric = fabric_module.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        net, inner, _, loader = make_training()
+        model, optimizer = fabric.setup(net, inner)
+
+        def iteration(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_fn(model, x, y)
+            fabric.backward(loss)
+            optimizer.step()
+            return loss
+
+        batches = fabric.setup_dataloaders(loader)
+        if not captured:
+            return [iteration(model, optimizer, *b).detach() for b in batches], net, inner
+        with graphfsdp.capture(model, optimizer, iteration=iteration) as step:
+            return [step(*batch) for batch in batches], net, inner
+
+    assert_same_training(train)
+
+
 def hugging_face_models() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {
