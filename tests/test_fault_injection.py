@@ -180,7 +180,9 @@ def test_a_fault_at_any_operator_of_warm_up_and_capture_leaves_no_trace(name: st
     num_faults = []
     for index, (loss, state) in enumerate(reference):
         if index <= 2:  # two warm-ups and the capture
-            got, count = fail_everywhere(training, index)
+            # Of the larger models, whose recordings take longer, a part.
+            stride = 1 if name == "tiny" else (3, 3, 17)[index]
+            got, count = fail_everywhere(training, index, stride)
             num_faults.append(count)
         else:
             got = training.step(training.batch(index))
