@@ -31,16 +31,17 @@ class FusedAdam(DeviceOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         adam_w_mode: bool = True,
         bias_correction: bool = True,
+        capturable: bool = True,
         use_decoupled_grad: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
-        amsgrad: bool = False,
         maximize: bool = False,
         math: str = "torch",
         skip_nonfinite: bool = False,
@@ -56,8 +57,11 @@ class FusedAdam(DeviceOptimizer):
             betas: Decay rates of the two moments, each in [0, 1).
             eps: Added to the root of the second moment, after bias correction.
             weight_decay: Fraction of the weight removed per unit of learning rate.
+            amsgrad: Divide by the largest second moment so far.
             adam_w_mode: Decoupled weight decay (AdamW); otherwise decay joins the gradient.
             bias_correction: Correct the moments for their start at zero.
+            capturable: Changes nothing: every FusedAdam is. It is here because constructor calls
+                for torch and Transformer Engine have it.
             use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``, so that
                 the gradient's dtype need not be the parameter's.
             master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
@@ -67,10 +71,10 @@ class FusedAdam(DeviceOptimizer):
             exp_avg_sq_dtype: The same for the second moment.
             store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
                 that the parameter lacks, in int16: exact, and half of the memory.
-            amsgrad: Divide by the largest second moment so far.
             maximize: Climb instead of descending.
             math: Order of operations: "torch", or "te" for Transformer Engine's.
-            skip_nonfinite: Leave everything as it is where a gradient is not finite.
+            skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
+                in float32, is not finite.
             max_grad_norm: Clip the gradients' global norm, inside the update.
             norm_type: 2 or infinity.
             grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.

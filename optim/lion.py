@@ -50,7 +50,8 @@ class FusedLion(DeviceOptimizer):
             master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
             store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
                 that the parameter lacks, in int16.
-            skip_nonfinite: Leave everything as it is where a gradient is not finite.
+            skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
+                in float32, is not finite.
             max_grad_norm: Clip the gradients' global norm, inside the update.
             norm_type: 2 or infinity.
             grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.

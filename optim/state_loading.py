@@ -195,8 +195,8 @@ def _match_entries(
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     step = entries.get("step", saved_group.get("step"))
-    if step is None and settings.flags.rule == "sgd":
-        step = 1.0  # torch's SGD counts none; only the first step differs from the others
+    if step is None and settings.flags.rule in ("sgd", "lion"):
+        step = 1.0  # elsewhere they count none; only the first step of SGD is unlike the others
     if step is None:
         raise ConfigError(f"the saved state of {name} has no 'step'")
     found["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())

@@ -229,3 +229,14 @@ def test_a_common_norm_of_gradients_on_several_devices_is_refused_by_name(settin
     with pytest.raises(ConfigError, match="parameter 0 of group 1 on meta"):
         optimizer.add_param_group({"params": [there]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_norm_beyond_the_range_of_float32_is_skipped_as_the_document_says() -> None:
+    params = make_params()
+    before = copies_of(params)
+    optimizer = FusedAdam(params, lr=0.1, skip_nonfinite=True)
+    for param in params:
+        param.grad = torch.full_like(param, 1e25)
+    optimizer.step()
+    assert_equal(params, before)
+    assert optimizer.control.skipped_steps.item() == 1

@@ -171,3 +171,77 @@ def test_loading_keeps_addresses_and_dtypes_of_narrow_states(dtype: torch.dtype)
         for key, tensor in entries.items():
             assert torch.equal(tensor, saved["state"][index][key]), key
             assert tensor.dtype == saved["state"][index][key].dtype
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"foreach": True},
+        {"fused": True},
+        {"fused": True, "capturable": True},
+        {"fused": True, "lr": torch.tensor(0.05)},
+    ],
+    ids=["foreach", "fused", "capturable", "tensor_lr"],
+)
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_states_go_both_ways_between_torch_and_ours(make: Any, settings: dict[str, Any]) -> None:
+    twins = make_params()
+    theirs = make(twins, **{"lr": 0.05, "weight_decay": 0.1, **settings})
+    theirs._warned_capturable_if_run_uncaptured = True
+    set_grads(twins)
+    theirs.step()
+    params = copies_of(twins)
+    ours = FusedAdam(params, 0.3, (0.5, 0.5), 1e-3, 0.7, adam_w_mode=make is torch.optim.AdamW)
+    ours.load_state_dict(theirs.state_dict())
+    for _ in range(3):
+        set_grads(params, twins)
+        ours.step()
+        theirs.step()
+    back = copies_of(params)
+    third = make(back, lr=0.3)
+    third.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for _ in range(3):
+        set_grads(params, twins, back)
+        for optimizer in (ours, theirs, third):
+            optimizer.step()
+    for param, twin, other in zip(params, twins, back, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other, twin, rtol=1e-6, atol=1e-6)
+
+
+def test_a_main_weight_that_transformer_engine_keeps_beside_float32_parameters_is_not_read() -> (
+    None
+):
+    """Its capturable kernel never updates that one, so it is old."""
+    params = make_params()
+    theirs = FusedAdam(params, lr=0.1, math="te", master_weights=True)
+    set_grads(params)
+    theirs.step()
+    state = te_state_of(theirs, torch.tensor([1], dtype=torch.int32))
+    for param, entries in zip(params, state["state"].values(), strict=True):
+        entries["master_param"] = torch.zeros_like(param)
+    twins = copies_of(params)
+    ours = FusedAdam(twins, math="te", master_weights=True)
+    ours.load_state_dict(state)
+    assert_equal(params, twins)
+    set_grads(params, twins)
+    theirs.step()
+    ours.step()
+    assert_equal(params, twins)
+
+
+def test_constructor_calls_for_transformer_engine_work_as_they_are() -> None:
+    settings: dict[str, Any] = {
+        "bias_correction": True,
+        "adam_w_mode": True,
+        "capturable": True,
+        "master_weights": True,
+        "master_weight_dtype": torch.float32,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+        "use_decoupled_grad": True,
+        "store_param_remainders": True,
+    }
+    optimizer = FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, False, **settings)
+    assert "amsgrad" not in optimizer.param_groups[0]
+    assert FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, True).settings.amsgrad

@@ -246,6 +246,24 @@ def test_a_state_of_the_sgd_of_torch_loads(momentum: float) -> None:
             ours.load_state_dict(other.state_dict())
 
 
+def test_a_state_of_a_lion_that_counts_no_steps_loads() -> None:
+    params = make_params()
+    source = make_lion(params)
+    set_grads(params)
+    source.step()
+    state = copy.deepcopy(source.state_dict())
+    for entries in state["state"].values():
+        del entries["step"]
+    del state["control"]
+    twins = copies_of(params)
+    target = make_lion(twins)
+    target.load_state_dict(state)
+    set_grads(params, twins)
+    source.step()
+    target.step()
+    assert_equal(params, twins)
+
+
 def test_sgd_without_momentum_keeps_no_buffer_and_refuses_to_get_some() -> None:
     params = make_params()
     optimizer = FusedSGD(params)

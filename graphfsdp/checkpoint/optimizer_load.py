@@ -18,14 +18,20 @@ from graphfsdp.checkpoint.parts import whole
 from graphfsdp.checkpoint.values import Json, decode
 from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.state_loading import match_state_dict
 
 # They have the same states with the same meaning.
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
 # Say how a step is run, not what it computes.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
-_RULE_SETTINGS = ("amsgrad", "maximize", "bias_correction", "decoupled_weight_decay")
+_RULE_SETTINGS = (
+    "amsgrad",
+    "maximize",
+    "bias_correction",
+    "decoupled_weight_decay",
+    "nesterov",
+)
 
 
 @dataclass
@@ -61,7 +67,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     found.state_dict = {**current, "state": {}, "param_groups": []}
     num_problems = len(plan.problems)
     for group, here in zip(named, current["param_groups"], strict=True):
-        found.state_dict["param_groups"].append(_plan_group(plan, saved, group, here, kind))
+        found.state_dict["param_groups"].append(_plan_group(plan, saved, group, here, optimizer))
         for (name, param), index in zip(group, here["params"], strict=True):
             entries = current["state"].get(index, {})
             read = _StateReader(plan, saved["state"], name, param, entries, optimizer).read()
@@ -70,7 +76,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     _note_left_over(plan, saved, named)
     rest = decode(saved["rest"], lambda key: _read_whole(plan, key))
     found.state_dict |= {key: value for key, value in rest.items() if key in current}
-    if len(plan.problems) == num_problems and isinstance(optimizer, FusedAdam):
+    if len(plan.problems) == num_problems and isinstance(optimizer, DeviceOptimizer):
         try:
             match_state_dict(found.state_dict, optimizer.param_groups, optimizer.settings)
         except ConfigError as error:
@@ -84,7 +90,7 @@ def _plan_group(
     saved: Mapping[str, Json],
     group: Sequence[tuple[str, Tensor]],
     here: Mapping[str, Any],
-    kind: str,
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
     """Return the group with the hyper-parameters that its parameters were saved with."""
     row_of = {name: row for row, g in enumerate(saved["groups"]) for name in g["params"]}
@@ -108,7 +114,8 @@ def _plan_group(
     if not rows:
         return dict(here)
     chosen = next(iter(hypers.values()))
-    for setting in _RULE_SETTINGS if kind != "FusedAdam" else ():
+    compares = isinstance(optimizer, DeviceOptimizer)  # its state_dict does, with better words
+    for setting in _RULE_SETTINGS if not compares else ():
         default = setting == "bias_correction"
         if setting in chosen and chosen[setting] != here.get(setting, default):
             plan.problems.append(
@@ -116,7 +123,7 @@ def _plan_group(
                 f"{here.get(setting, default)}"
             )
     known = {key: value for key, value in chosen.items() if key not in _RUN_SETTINGS}
-    if kind != "FusedAdam":
+    if not compares:
         known = {k: v for k, v in known.items() if k in here or k not in _RULE_SETTINGS}
     return {**here, **known}
 
@@ -163,7 +170,7 @@ class _StateReader:
         self._complete = len(self._states) == len(names)
         self._wants_main = MAIN in entries
         self._main_dtype = torch.float32
-        if isinstance(optimizer, FusedAdam):
+        if isinstance(optimizer, DeviceOptimizer):
             dtypes = optimizer.settings.state_dtypes(param)
             self._wants_main = MAIN in dtypes
             self._main_dtype = dtypes.get(MAIN, torch.float32)
@@ -187,7 +194,7 @@ class _StateReader:
 
     def _never_stepped(self) -> dict[str, Any]:
         """Return a state of zeros if only that can hold a main weight that was saved wider."""
-        if not (isinstance(self._optimizer, FusedAdam) and self._wants_main):
+        if not (isinstance(self._optimizer, DeviceOptimizer) and self._wants_main):
             return {}
         found: dict[str, Any] = {}
         self._read_main(found)

@@ -16,7 +16,7 @@ from graphfsdp.checkpoint.named import (
 )
 from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.values import Json, StoreTensor, encode
-from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.device_optimizer import DeviceOptimizer
 
 
 @dataclass
@@ -76,8 +76,8 @@ def describe_optimizer(
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """Return what torch's Adam keeps in its groups and FusedAdam has once for all of them."""
-    if not isinstance(optimizer, FusedAdam):
+    """Return what torch's optimizers keep in their groups and ours have once for all of them."""
+    if not isinstance(optimizer, DeviceOptimizer):
         return {}
     settings = optimizer.settings
     return {
@@ -85,6 +85,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
         "maximize": settings.flags.maximize,
         "bias_correction": settings.flags.bias_correction,
         "decoupled_weight_decay": settings.flags.adam_w_mode,
+        "nesterov": settings.flags.nesterov,
     }
 
 
