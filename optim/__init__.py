@@ -6,9 +6,10 @@ if __name__ != "graphfsdp.optim":
         "write `from graphfsdp.optim import FusedAdam`"
     )
 
+from graphfsdp.optim.adam_by_name import make_adam as make_adam
 from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
 from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
 from graphfsdp.optim.lion import FusedLion as FusedLion
 from graphfsdp.optim.sgd import FusedSGD as FusedSGD
 
-__all__ = ["DeviceGradScaler", "FusedAdam", "FusedLion", "FusedSGD"]
+__all__ = ["DeviceGradScaler", "FusedAdam", "FusedLion", "FusedSGD", "make_adam"]
