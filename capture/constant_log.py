@@ -70,20 +70,20 @@ class ConstantLog:
         told: set[tuple[str, int]] = set()
         for mine, its in zip(self.entries, other.entries, strict=False):
             if mine.op != its.op:
-                yield ConstantDifference(its.op, its.site, _other_path(mine.op, its.op))
+                yield ConstantDifference(its.op, its.site, other_path(mine.op, its.op))
                 return
             if mine.values != its.values and (its.op, its.site) not in told:
                 told.add((its.op, its.site))
-                pairs = zip(mine.values, its.values, strict=False)
-                was, now = next(((a, b) for a, b in pairs if a != b), (len(mine.values), 0))
-                yield ConstantDifference(its.op, its.site, _changed(its.op, was, now))
+                refusal = baked_value(mine, its)
+                if refusal is not None:
+                    yield ConstantDifference(its.op, its.site, refusal)
         counts = len(self.entries), len(other.entries)
         if counts[0] != counts[1]:
             longer, index = max((self, other), key=lambda log: len(log.entries)), min(counts)
             extra = longer.entries[index]
             names = (extra.op, "nothing") if longer is self else ("nothing", extra.op)
             site = extra.site if longer is other else None
-            yield ConstantDifference(extra.op, site, _other_path(*names))
+            yield ConstantDifference(extra.op, site, other_path(*names))
 
 
 def _values(items: Sequence[Any]) -> list[Any]:
@@ -107,11 +107,21 @@ def _contents(tensor: Tensor) -> Any:
     return str(tensor.tolist()) if tensor.numel() <= 8 else hash(str(tensor.tolist()))
 
 
-def _changed(op: str, was: Any, now: Any) -> Refusal:
+def baked_value(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
+    """Return why a value that an operator is given differs between two runs; None if none does.
+
+    Args:
+        before: The call in one run.
+        now: The same call in the next one.
+    """
+    if before.values == now.values:
+        return None
+    pairs = zip(before.values, now.values, strict=False)
+    was, is_now = next(((a, b) for a, b in pairs if a != b), (len(before.values), 0))
     return Refusal(
-        f"{op} was given {was} in one run of the iteration and {now} in the next one, from the "
-        "same state and batch: a Python value (a counter, a clock, a random number) that a replay "
-        "would go on with unchanged",
+        f"{now.op} was given {was} in one run of the iteration and {is_now} in the next one, with "
+        "nothing on the device to explain it: a Python value (a counter, a clock, a random "
+        "number) that a replay would go on with unchanged",
         "keep it in a tensor that is changed in place (fill_, add_), pass it as a tensor of the "
         "batch, or draw it with torch.rand",
         HazardKind.BAKED_NUMBER,
@@ -134,15 +144,23 @@ def unseen_read(refusal: Refusal) -> Refusal:
     )
 
 
-def _other_path(was: str, now: str) -> Refusal:
+def other_path(was: str, now: str) -> Refusal:
+    """Return why two runs called different operators at the same point."""
     return Refusal(
-        f"the iteration ran {was} in one run and {now} at the same point of the next one, from "
-        "the same state and batch: a decision that Python takes anew each time (a counter, a "
-        "clock, a random number); a replay repeats one path for ever",
+        f"the iteration ran {was} in one run and {now} at the same point of the next one: a "
+        "decision that Python takes anew each time (a counter, a clock, a random number); a "
+        "replay repeats one path for ever",
         "decide on the device (torch.where), or outside the iteration with one captured step for "
         "each path",
         HazardKind.CONTROL_FLOW,
     )
 
 
-__all__ = ["ConstantDifference", "ConstantEntry", "ConstantLog", "unseen_read"]
+__all__ = [
+    "ConstantDifference",
+    "ConstantEntry",
+    "ConstantLog",
+    "baked_value",
+    "other_path",
+    "unseen_read",
+]

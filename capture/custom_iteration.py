@@ -18,6 +18,8 @@ from graphfsdp.nvtx import nvtx_range
 class CustomIteration:
     """Runs the user's function over static inputs. The same Python runs eagerly and recorded."""
 
+    steps_inside = True
+
     def __init__(
         self,
         function: Callable[..., Any],

@@ -1,12 +1,14 @@
 """Everything that an iteration needs, and one iteration of it over given inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.backend import GraphBackend
+from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards import Guards
 from graphfsdp._capture.iteration import AnyIteration
@@ -86,13 +88,20 @@ class Engine:
         if list(map(id, now)) != list(map(id, self._trained)):
             self.refresh()
 
-    def iterate(self, recording: Recording) -> list[Tensor]:
+    def iterate(
+        self, recording: Recording, watch: AbstractContextManager[None] | None = None
+    ) -> list[Tensor]:
         """Run what a graph holds; return its results as a flat list, the gradient norm last.
+
+        Args:
+            recording: Has the inputs.
+            watch: Entered around everything but our own step of the optimizer.
 
         Capture: everything in here.
         """
         self._replayed = None
-        output = self._iteration.forward_backward(recording.inputs, recording.num_microbatches)
+        with watch or nullcontext():
+            output = self._iteration.forward_backward(recording.inputs, recording.num_microbatches)
         results = recording.results.flatten(output)
         if self.full:
             grad_norm = self._iteration.optimizer_step()
@@ -113,6 +122,10 @@ class Engine:
         if not self.full:
             with self.backend.on_capture_stream():
                 self.grad_norm = self._iteration.optimizer_step()
+
+    def constant_watch(self) -> ConstantWatch:
+        """Return what compares the numbers of a warm-up and of the capture after it."""
+        return ConstantWatch(with_optimizer=self._iteration.steps_inside)
 
     def attempt(self) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails."""

@@ -31,7 +31,13 @@ def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class AnyIteration(Protocol):
-    """Something that trains once over static inputs, and can be recorded while it does."""
+    """Something that trains once over static inputs, and can be recorded while it does.
+
+    Attributes:
+        steps_inside: ``forward_backward`` steps the optimizer, too.
+    """
+
+    steps_inside: bool
 
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
         """Run forward and backward; return the results, detached."""
@@ -48,6 +54,8 @@ class AnyIteration(Protocol):
 
 class Iteration:
     """One training iteration over static inputs. The same Python runs eagerly and recorded."""
+
+    steps_inside = False
 
     def __init__(
         self,

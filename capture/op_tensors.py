@@ -17,6 +17,10 @@ SILENT_WRITERS = (
 RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
 
 
+# Python hands these a tensor whose data it has just filled in, outside any operator.
+LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
+
+
 def is_wrapper_subclass(kind: type) -> bool:
     """Tell whether a tensor type handles operators itself (DTensor, async collectives)."""
     handler = getattr(kind, "__torch_dispatch__", None)
@@ -73,6 +77,7 @@ def read_tensors(
 
 
 __all__ = [
+    "LITERAL_OPS",
     "RUNNING_STATISTICS",
     "SILENT_WRITERS",
     "computes_nothing",

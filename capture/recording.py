@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Graph
+from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards import Guards
 from graphfsdp._capture.results import Results
@@ -49,6 +50,7 @@ class Recording:
         results: The form of what the iteration returns.
         num_verified: Replays that were compared with an eager run.
         guards: What must be as it was when the graph was made; None before that.
+        constants: Compares the last warm-up with the capture; None before the last warm-up.
         landed: The gradients that the recorded iteration has reached.
         kept: What the recorded iteration has left in plain attributes of modules; a replay writes
             into these tensors.
@@ -62,6 +64,7 @@ class Recording:
         self.num_verified = 0
         self.graph: Graph | None = None
         self.guards: Guards | None = None
+        self.constants: ConstantWatch | None = None
         self.landed: Landed = []
         self.kept: list[Kept] = []
         self.results = Results()
@@ -75,6 +78,7 @@ class Recording:
         """Give the graph back."""
         graph, self.graph = self.graph, None
         self.guards, self.landed, self.kept = None, [], []
+        self.constants = None
         if graph is not None:
             graph.close()
 

@@ -239,8 +239,7 @@ class StepRunner:
         grad_norm, results = self._engine.grad_norm, recording.results
         recording.results = Results()
         self._agreement.begin()
-        warm = self._num_warmups >= self._options.warmup_steps
-        captures = warm and recording.num_eager >= min(self._options.warmup_steps, 1)
+        captures = self._captures_after(recording, 0)
         try:
             with attempt.watching():
                 return self._capture(recording, attempt) if captures else self._warm_up(recording)
@@ -248,6 +247,8 @@ class StepRunner:
             with DeferredInterrupts():
                 attempt.roll_back()
                 self._engine.grad_norm, recording.results = grad_norm, results
+                if recording.constants is not None and recording.constants.has_refused:
+                    recording.num_eager = 0  # once more, to have numbers to compare with
                 recording.close()
                 if not recording.num_eager:
                     self._recordings.remove(recording)
@@ -255,9 +256,18 @@ class StepRunner:
             self._agreement.fail(error)
             raise
 
+    def _captures_after(self, recording: Recording, num_more: int) -> bool:
+        """Tell whether so many warm-ups from now the next call captures."""
+        warm = self._num_warmups + num_more >= self._options.warmup_steps
+        return warm and recording.num_eager + num_more >= min(self._options.warmup_steps, 1)
+
     def _warm_up(self, recording: Recording) -> list[Tensor]:
+        watch = None
+        if self._captures_after(recording, 1):
+            recording.constants = self._engine.constant_watch()
+            watch = recording.constants.noting(is_first=not recording.num_eager)
         with nvtx_range("warm-up"), self._backend.on_capture_stream():
-            results = self._engine.iterate(recording)
+            results = self._engine.iterate(recording, watch)
         self._engine.step_outside()
         self._agreement.settle()
         recording.num_eager += 1
@@ -280,16 +290,17 @@ class StepRunner:
             engine.optimizer.before_replay()
             engine.optimizer.bake()
         before = kept_by(engine.model)
+        constants = recording.constants or engine.constant_watch()
         with nvtx_range("capture"), guards.recording():
             graph, results = self._backend.record(
-                lambda: engine.iterate(recording),
+                lambda: engine.iterate(recording, constants.comparing(engine.model)),
                 engine.model,
                 check,
                 collective=self._agreement.is_collective,
                 scratch=[*engine.gradients.storages(), *recording.inputs.tensors()],
             )
         recording.graph, recording.landed = graph, engine.gradients.landed()
-        recording.kept = new_of(kept_by(engine.model), before)
+        recording.kept, recording.constants = new_of(kept_by(engine.model), before), None
         if not engine.full:
             engine.step_outside()
             self._agreement.settle()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.function_rules import FunctionRules, is_fixed_one_hot, one_hot
 from graphfsdp._capture.host_watch import host_watch
-from graphfsdp._capture.op_tensors import flat_tensors, written_tensors
+from graphfsdp._capture.op_tensors import LITERAL_OPS, flat_tensors, written_tensors
 from graphfsdp._capture.recompute_rules import random_recompute
 from graphfsdp._capture.rules import (
     Refusal,
@@ -25,9 +25,6 @@ from graphfsdp._capture.stream_watch import StreamWatch
 from graphfsdp._capture.watch_modes import DispatchMode, FunctionMode
 from graphfsdp.errors import CaptureError
 from graphfsdp.hazards import HazardLog, SourceLine
-
-# Python hands these a tensor whose data it has just filled in, outside any operator.
-_LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
 
 Run = Callable[[], Any]
 
@@ -306,7 +303,7 @@ class Watcher:
     @staticmethod
     def is_literal(op: torch._ops.OpOverload) -> bool:
         """Tell whether an operator hands over data that Python has filled in (torch.tensor)."""
-        return op._schema.name in _LITERAL_OPS
+        return op._schema.name in LITERAL_OPS
 
 
 __all__ = ["Run", "Watcher"]

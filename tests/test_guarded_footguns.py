@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,29 @@ def test_zero_grad_does_no_harm(device: torch.device) -> None:
         runs.append((float(loss), model.layer.weight.grad.clone()))
     assert runs[0][0] == runs[1][0]
     assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_a_python_counter_raises(device: torch.device) -> None:
+    count = {"calls": 0}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        count["calls"] += 1
+        loss: Tensor = model(x) * count["calls"]
+        return loss
+
+    step, *_ = start(device, loss_fn)
+    for _ in range(3):
+        step(inputs(device))
+    with pytest.raises(graphfsdp.CaptureError, match=r"was given 3 .* and 4 .*Python value"):
+        step(inputs(device))
+
+
+def test_numpy_randomness_raises(device: torch.device) -> None:
+    step, *_ = start(device, lambda model, x: model(x) * float(numpy.random.rand()))
+    for _ in range(3):
+        step(inputs(device))
+    with pytest.raises(graphfsdp.CaptureError, match=r"Python value .* torch\.rand"):
+        step(inputs(device))
 
 
 def test_replaced_state_raises(device: torch.device) -> None:

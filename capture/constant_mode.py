@@ -1,0 +1,191 @@
+"""Compares the Python values of the last warm-up with those that the capture would bake in."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from graphfsdp._capture.constant_log import ConstantEntry, ConstantLog, baked_value, other_path
+from graphfsdp._capture.function_rules import is_fixed_one_hot, one_hot
+from graphfsdp._capture.op_tensors import LITERAL_OPS, computes_nothing, is_wrapper_subclass
+from graphfsdp._capture.source import ModuleTracker, user_line_in_backward, user_source_line
+from graphfsdp.errors import CaptureError
+
+
+class ConstantWatch:
+    """What Python gave to the operators of the iteration before a capture.
+
+    A number that differs between two iterations (a counter, a clock, an annealed weight) is one
+    that a replay would freeze without an error.
+
+    Attributes:
+        has_refused: The last capture was refused here.
+    """
+
+    def __init__(self, *, with_optimizer: bool) -> None:
+        """Prepare.
+
+        Args:
+            with_optimizer: The optimizer steps in what is watched. Its numbers are live, or
+                guarded, so operators without gradients are left out.
+        """
+        self.has_refused = False
+        self._with_optimizer = with_optimizer
+        self._expected: ConstantLog | None = None
+        self._is_settled = False
+
+    @contextmanager
+    def noting(self, *, is_first: bool) -> Iterator[None]:
+        """Note what the iteration in the body does.
+
+        Args:
+            is_first: Nothing like it has run before: it may make what is made once.
+        """
+        mode = _ConstantMode(only_gradients=self._with_optimizer)
+        with _SameFunctions(), mode:
+            yield
+        self._expected, self._is_settled, self.has_refused = mode.log, not is_first, False
+
+    @contextmanager
+    def comparing(self, model: nn.Module) -> Iterator[None]:
+        """Compare the iteration in the body, a capture, with the one that was noted.
+
+        Args:
+            model: Names the modules.
+
+        Raises:
+            CaptureError: when the iteration is over: it was given another value, or took another
+                path.
+        """
+        expected, self._expected = self._expected, None  # somebody may mend it before a next try
+        if expected is None:
+            yield
+            return
+        tracker = ModuleTracker(model)
+        mode = _ComparingMode(
+            expected,
+            tracker,
+            follows_path=self._is_settled,
+            only_gradients=self._with_optimizer,
+        )
+        with tracker.tracking(), mode:
+            yield
+        failure = mode.finish()
+        if failure is not None:
+            self.has_refused = True
+            raise failure
+
+
+class _SameFunctions(TorchFunctionMode):
+    """Calls what a recording calls instead of a function that looks at values."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_fixed_one_hot(func, args, kwargs):
+            return one_hot(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _ConstantMode(TorchDispatchMode):
+    """Notes operators."""
+
+    # So that torch.cond and its like are not refused here, but where their turn comes.
+    supports_higher_order_operators = True
+
+    def __init__(self, *, only_gradients: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = ConstantLog()
+        self._only_gradients = only_gradients
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if computes_nothing():
+            return func(*args, **kwargs)
+        if any(is_wrapper_subclass(kind) for kind in types):
+            return NotImplemented  # it desugars itself; its inner operators come back here
+        is_op = isinstance(func, torch._ops.OpOverload) and func.namespace != "profiler"
+        if is_op and not self._is_left_out():
+            self._note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _is_left_out(self) -> bool:
+        in_backward = torch._C._current_autograd_node() is not None
+        return self._only_gradients and not in_backward and not torch.is_grad_enabled()
+
+    def _note(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        is_literal = op._schema.name in LITERAL_OPS
+        # A look at the contents is none of the iteration's operators.
+        with _disable_current_modes() if is_literal else nullcontext():
+            self.log.add(op, args, kwargs, 0, is_literal=is_literal)
+
+
+class _ComparingMode(_ConstantMode):
+    """Compares each operator with what was noted, while the user's line can still be told."""
+
+    def __init__(
+        self,
+        expected: ConstantLog,
+        tracker: ModuleTracker,
+        *,
+        follows_path: bool,
+        only_gradients: bool,
+    ) -> None:
+        super().__init__(only_gradients=only_gradients)
+        self._expected = iter(expected.entries)
+        self._tracker = tracker
+        self._follows_path = follows_path
+        self._is_aligned = True
+        self._failure: CaptureError | None = None
+
+    def _note(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        super()._note(op, args, kwargs)
+        now = self.log.entries.pop()
+        if self._is_aligned and self._failure is None:
+            self._compare(next(self._expected, None), now)
+
+    def _compare(self, before: ConstantEntry | None, now: ConstantEntry | None) -> None:
+        op, was = (entry.op if entry else "nothing" for entry in (now, before))
+        if before is None or now is None or before.op != now.op:
+            self._is_aligned = False
+            refusal = other_path(was, op) if self._follows_path else None
+        else:
+            refusal = baked_value(before, now)
+        if refusal is not None:
+            in_backward = torch._C._current_autograd_node() is not None
+            self._failure = CaptureError(
+                refusal.message,
+                op=op if now else was,
+                module_path=self._tracker.path,
+                source=user_line_in_backward() if in_backward else user_source_line(),
+                kind=refusal.kind,
+            )
+
+    def finish(self) -> CaptureError | None:
+        """Return what was found; for the end, so that no collective is left out."""
+        left = next(self._expected, None)
+        if left is not None and self._is_aligned and self._failure is None:
+            self._compare(left, None)
+        return self._failure
+
+
+__all__ = ["ConstantWatch"]
