@@ -30,7 +30,7 @@ class AttributeLog:
 
     def __init__(self) -> None:
         self._assigned: set[tuple[int, str]] = set()  # id of a module, name of its attribute
-        self._read: set[tuple[int, str]] = set()
+        self._read: dict[int, set[str]] = {}
         self._opened: set[int] = set()  # modules whose dict was taken
         self._on = False
 
@@ -46,10 +46,14 @@ class AttributeLog:
     def read(self, module: nn.Module, name: str) -> bool:
         """Tell whether the iteration has read an attribute, as far as the log has seen it."""
         return (
-            (id(module), name) in self._read
+            name in self._read.get(id(module), ())
             or id(module) in self._opened
             or type(module).__getattribute__ is not nn.Module.__getattribute__
         )
+
+    def names_read(self, module: nn.Module) -> set[str]:
+        """Return the names that the iteration has asked a module for, found or not."""
+        return self._read.get(id(module), set())
 
     def stop(self) -> None:
         """Note no more; what is read from now on is no business of the iteration."""
@@ -72,7 +76,7 @@ class AttributeLog:
                     if not sys._getframe(1).f_globals.get("__name__", "").startswith(_PLUMBING):
                         opened.add(id(module))
                 else:
-                    read.add((id(module), name))
+                    read.setdefault(id(module), set()).add(name)
             return object.__getattribute__(module, name)
 
         nn.Module.__setattr__ = noting_set  # type: ignore[method-assign,assignment]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from graphfsdp._capture.guards_modules import AttributeGuard, StructureGuard
 from graphfsdp._capture.guards_optimizer import OptimizerGuard
 from graphfsdp._capture.guards_settings import SettingsGuard
 from graphfsdp._capture.guards_tensors import TensorGuard
+from graphfsdp._capture.guards_values import ValueGuard, contents
 from graphfsdp.changes import Change
 
 
@@ -62,11 +63,13 @@ class Guards:
         self._optimizers = optimizers
         self._device = device
         self._log = AttributeLog()
+        self._before: dict[int, tuple[Any, Any]] = {}  # containers of the model, with copies
         self._guards: tuple[Guard, ...] = ()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
+        self._before = contents(self._model)
         with self._log.noting():
             yield
 
@@ -87,6 +90,7 @@ class Guards:
                 addresses_only=True,
             ),
             attributes,
+            ValueGuard(self._model, self._log, self._before),
             HookGuard(self._model, self._named_params, self._optimizers),
             SettingsGuard(self._device.type),
             *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),

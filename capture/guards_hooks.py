@@ -106,7 +106,7 @@ class HookGuard:
         self._next_id = RemovableHandle.next_id
         live = [table.hooks for table in self._tables]
         self._before = [dict(hooks) for hooks in live]
-        self._filled = [hooks for hooks in live if hooks]
+        self._filled = [hooks for hooks in live if not all(map(_is_ours, hooks.values()))]
         self._copies = [dict(hooks) for hooks in self._filled]
 
 

@@ -13,9 +13,9 @@ from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp.changes import Change, ChangeKind
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
-_SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
+SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
 # What every module has and no forward pass depends on.
-_OWN = frozenset(vars(nn.Module())) - {"training"}
+OWN = frozenset((*vars(nn.Module()), *dir(nn.Module))) - {"training"}
 # What torch's own layers keep for their repr: the forward pass takes it from the weights.
 _UNUSED_BY_TORCH = frozenset(
     {
@@ -91,6 +91,9 @@ class AttributeGuard:
         self._root = model
         self._dicts = [vars(module) for _, module in self._modules]
         self._lengths = list(map(len, self._dicts))
+        self._absent = [
+            log.names_read(module) - vars(module).keys() - OWN for _, module in self._modules
+        ]
         self._forwards = [values.get("forward") for values in self._dicts]
         self._scalars: dict[str, tuple[list[dict[str, Any]], list[Any], list[str]]] = {}
         self._tensors: list[tuple[dict[str, Any], str, Tensor, str]] = []
@@ -100,7 +103,7 @@ class AttributeGuard:
                     continue
                 if isinstance(value, Tensor) and was_read(value):
                     self._tensors.append((vars(module), name, value, path))
-                elif _is_scalar(value) and _may_be_read(module, name, log):
+                elif is_scalar(value) and _may_be_read(module, name, log):
                     dicts, values, paths = self._scalars.setdefault(name, ([], [], []))
                     dicts.append(vars(module))
                     values.append(value)
@@ -143,6 +146,11 @@ class AttributeGuard:
         for (path, _), holder, forward in rows:
             if holder.get("forward") is not forward:
                 found.append(_attribute(path, "forward", "one method", "another one"))
+        for (path, _), holder, absent in zip(self._modules, self._dicts, self._absent, strict=True):
+            found += [
+                _attribute(path, name, "not the module's own", _show(holder[name]))
+                for name in sorted(absent & holder.keys())
+            ]
         if not found:
             self._lengths = list(map(len, self._dicts))  # what was added is not guarded
         return found
@@ -220,16 +228,17 @@ def _kind_of(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _is_scalar(value: object) -> bool:
+def is_scalar(value: object) -> bool:
+    """Tell whether a value is a number, string, dtype, device, generator, or a tuple of these."""
     if isinstance(value, tuple):
-        return all(isinstance(item, _SCALARS) for item in value)
-    return isinstance(value, _SCALARS)
+        return all(isinstance(item, SCALARS) for item in value)
+    return isinstance(value, SCALARS)
 
 
 def _may_be_read(module: nn.Module, name: str, log: AttributeLog) -> bool:
     if name == "training":
         return True
-    if name in _OWN:
+    if name in OWN:
         return False
     if log.sees_all:
         return log.read(module, name)
@@ -257,8 +266,11 @@ def _show(value: object) -> str:
 
 
 __all__ = [
+    "OWN",
+    "SCALARS",
     "AttributeGuard",
     "StructureGuard",
+    "is_scalar",
     "join",
     "same_objects",
 ]

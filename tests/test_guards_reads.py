@@ -210,3 +210,108 @@ def test_a_recording_leaves_the_class_of_modules_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         again(torch.ones(3, 4))
     assert dict(vars(nn.Module)) == before
+
+
+class Data:
+    """A configuration."""
+
+    def __init__(self) -> None:
+        self.gain = 2.0
+        self.table = {"k": 2.0}
+
+
+class Holder(Net):
+    """Holds numbers in all sorts of things, and reads them all."""
+
+    at_class = 2.0
+
+    def __init__(self) -> None:
+        super().__init__(lambda model: 1.0)
+        self.numbers = [2.0, 3.0]
+        self.options = {"gain": 2.0}
+        self.flags = {"on"}
+        self.nested = ((2.0, 3.0), 4.0)
+        self.data = Data()
+        self.function = torch.tanh
+        self.nothing: float | None = None
+        self.tensors = [torch.full((4,), 2.0)]
+        self.generators = [torch.Generator().manual_seed(1)]
+        self.counts = {"calls": 0}
+        self.unread = {"gain": 2.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 4] to []."""
+        self.counts["calls"] += 1
+        gain = self.numbers[0] * self.options["gain"] * self.nested[0][1] * self.at_class
+        gain *= self.data.gain * self.data.table["k"] * (2.0 if "on" in self.flags else 1.0)
+        gain *= 1.0 if self.nothing is None else self.nothing
+        out = self.function(self.layer(x)) * self.tensors[0]
+        out = out + torch.rand(out.shape, generator=self.generators[0])
+        return gain * out.square().mean()
+
+
+class OtherLinear(nn.Linear):
+    """A class to exchange a module's class for."""
+
+
+Values = tuple[Callable[[Holder], Any], str]
+VALUES: dict[str, Values] = {
+    "list_item": (lambda m: m.numbers.__setitem__(0, 9.0), r"0 of 'numbers' was 2\.0 .* now 9\.0"),
+    "list_replaced": (lambda m: setattr(m, "numbers", [9.0]), "attribute 'numbers'"),
+    "dict_item": (lambda m: m.options.update(gain=9.0), r"'gain' of 'options' was 2\.0"),
+    "dict_grown": (lambda m: m.options.update(new=9.0), "'new' of 'options' was missing"),
+    "set": (lambda m: m.flags.clear(), "flags was {'on'}"),
+    "tuple": (lambda m: setattr(m, "nested", ((2.0, 9.0), 4.0)), "attribute 'nested'"),
+    "data": (lambda m: setattr(m.data, "gain", 9.0), r"'gain' of 'data' was 2\.0"),
+    "data_nested": (lambda m: m.data.table.update(k=9.0), r"'k' of 'data\.table' was 2\.0"),
+    "data_replaced": (lambda m: setattr(m, "data", object()), "attribute 'data' was one Data"),
+    "function": (lambda m: setattr(m, "function", torch.sin), "'function' was tanh .* now sin"),
+    "none": (lambda m: setattr(m, "nothing", 9.0), r"'nothing' was None .* now 9\.0"),
+    "tensor": (lambda m: m.tensors.__setitem__(0, torch.ones(4)), "0 of 'tensors'"),
+    "generator": (lambda m: m.generators.__setitem__(0, torch.Generator()), "0 of 'generators'"),
+    "class": (lambda m: setattr(m.layer, "__class__", OtherLinear), "class of 'layer' was Linear"),
+    "shadow": (lambda m: setattr(m, "at_class", 9.0), r"'at_class' was not .* now 9\.0"),
+}
+
+
+def start_holder() -> tuple[Any, Holder]:
+    torch.manual_seed(1)
+    model = Holder()
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
+    for _ in range(5):
+        step(torch.ones(3, 4))
+    return step, model
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_modules_hold_and_the_iteration_reads_is_guarded(name: str) -> None:
+    change, match = VALUES[name]
+    step, model = start_holder()
+    change(model)
+    with pytest.raises(graphfsdp.GuardError, match=match):
+        step(torch.ones(3, 4))
+
+
+def test_a_number_of_a_class_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = start_holder()
+    monkeypatch.setattr(Holder, "at_class", 9.0)
+    with pytest.raises(graphfsdp.GuardError, match=r"Holder\.at_class was 2\.0 .* now 9\.0"):
+        step(torch.ones(3, 4))
+
+
+def test_a_forward_of_a_class_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = start_holder()
+    monkeypatch.setattr(Holder, "forward", lambda model, x: x.sum())
+    with pytest.raises(graphfsdp.GuardError, match=r"Holder\.forward was one function"):
+        step(torch.ones(3, 4))
+
+
+def test_containers_that_the_iteration_counts_in_or_does_not_read_are_free() -> None:
+    step, model = start_holder()
+    for _ in range(3):
+        model.unread.update(gain=9.0)
+        model.counts["calls"] = 0
+        model.tensors[0].fill_(3.0)
+        model.generators[0].manual_seed(3)
+        step(torch.ones(3, 4))
+    assert step.report().num_calls["replay"] == 4
