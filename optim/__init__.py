@@ -10,6 +10,7 @@ from graphfsdp.optim.adam_by_name import make_adam as make_adam
 from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
 from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
 from graphfsdp.optim.lion import FusedLion as FusedLion
+from graphfsdp.optim.muon import Muon as Muon
 from graphfsdp.optim.sgd import FusedSGD as FusedSGD
 
-__all__ = ["DeviceGradScaler", "FusedAdam", "FusedLion", "FusedSGD", "make_adam"]
+__all__ = ["DeviceGradScaler", "FusedAdam", "FusedLion", "FusedSGD", "Muon", "make_adam"]

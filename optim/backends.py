@@ -14,19 +14,21 @@ from graphfsdp.optim.baked_values import changed_groups
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.foreign_adapters import ForeignAdamAdapter, foreign_name
 from graphfsdp.optim.precision_guard import OptimizerFacts
+from graphfsdp.optim.tensor_optimizer import TensorOptimizer
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     """Return the adapter that fits an optimizer.
 
     Args:
-        optimizer: FusedAdam, FusedSGD or FusedLion; torch's AdamW, Adam or SGD; the FusedAdam of
-            Transformer Engine or apex; or any other, which is accepted with its numbers guarded.
+        optimizer: FusedAdam, FusedSGD, FusedLion or Muon; torch's AdamW, Adam or SGD; the
+            FusedAdam of Transformer Engine or apex; or any other, which is accepted with its
+            numbers guarded.
 
     Raises:
         ConfigError: it is no optimizer, or one that runs the model by itself.
     """
-    if isinstance(optimizer, DeviceOptimizer):
+    if isinstance(optimizer, (DeviceOptimizer, TensorOptimizer)):
         return NativeAdapter(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return TorchAdamAdapter(optimizer)
@@ -45,9 +47,9 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
 
 
 class NativeAdapter(Adapter):
-    """FusedAdam, FusedSGD or FusedLion, all of whose numbers are live in a replay."""
+    """FusedAdam, FusedSGD, FusedLion or Muon, all of whose numbers are live in a replay."""
 
-    def __init__(self, optimizer: DeviceOptimizer) -> None:
+    def __init__(self, optimizer: DeviceOptimizer | TensorOptimizer) -> None:
         super().__init__(
             optimizer,
             OptimizerFacts(
@@ -55,7 +57,7 @@ class NativeAdapter(Adapter):
                 use_decoupled_grad=optimizer.use_decoupled_grad,
                 main_weight_dtype=optimizer.main_weight_dtype,
                 mixed_gradients=True,
-                keeps_main_weights=True,
+                keeps_main_weights=isinstance(optimizer, DeviceOptimizer),
             ),
         )
         self._native = optimizer
@@ -66,6 +68,8 @@ class NativeAdapter(Adapter):
 
     def skipped_steps(self) -> Tensor:
         """Return [] float32, the steps that were skipped so far."""
+        if isinstance(self._native, TensorOptimizer):
+            return self._native.skipped_steps
         return self._native.control.skipped_steps
 
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
@@ -104,7 +108,7 @@ class NativeAdapter(Adapter):
         refuse(self.changes())
         self._native.upload_hyperparameters()
         # Schedulers warn when they have not seen a step, and a replay calls none.
-        self._native._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every persistent tensor of the optimizer with a name for messages."""
@@ -112,7 +116,10 @@ class NativeAdapter(Adapter):
         devices = {param.device for group in self._native.param_groups for param in group["params"]}
         for device in sorted(devices, key=str):
             yield f"hyper-parameter table on {device}", self._native.hyper_table(device)
-        yield from self._native.control.tensors()
+        if isinstance(self._native, TensorOptimizer):
+            yield "number of skipped steps", self._native.skipped_steps
+        else:
+            yield from self._native.control.tensors()
 
     def _layout(self) -> list[tuple[int, int | None]]:
         return [

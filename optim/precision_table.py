@@ -111,7 +111,7 @@ class PrecisionRow:
         )
 
 
-NATIVE = ("FusedAdam", "FusedSGD", "FusedLion")
+NATIVE = ("FusedAdam", "FusedSGD", "FusedLion", "Muon")
 TORCH = "torch Adam, AdamW"
 OTHER = "another torch.optim.Optimizer"
 TE = "Transformer Engine FusedAdam"
