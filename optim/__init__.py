@@ -6,6 +6,7 @@ if __name__ != "graphfsdp.optim":
         "write `from graphfsdp.optim import FusedAdam`"
     )
 
+from graphfsdp.optim.adafactor import Adafactor as Adafactor
 from graphfsdp.optim.adam_by_name import make_adam as make_adam
 from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
 from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
@@ -13,4 +14,12 @@ from graphfsdp.optim.lion import FusedLion as FusedLion
 from graphfsdp.optim.muon import Muon as Muon
 from graphfsdp.optim.sgd import FusedSGD as FusedSGD
 
-__all__ = ["DeviceGradScaler", "FusedAdam", "FusedLion", "FusedSGD", "Muon", "make_adam"]
+__all__ = [
+    "Adafactor",
+    "DeviceGradScaler",
+    "FusedAdam",
+    "FusedLion",
+    "FusedSGD",
+    "Muon",
+    "make_adam",
+]

@@ -21,9 +21,8 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     """Return the adapter that fits an optimizer.
 
     Args:
-        optimizer: FusedAdam, FusedSGD, FusedLion or Muon; torch's AdamW, Adam or SGD; the
-            FusedAdam of Transformer Engine or apex; or any other, which is accepted with its
-            numbers guarded.
+        optimizer: one of ours; torch's AdamW, Adam or SGD; the FusedAdam of Transformer Engine or
+            apex; or any other, which is accepted with its numbers guarded.
 
     Raises:
         ConfigError: it is no optimizer, or one that runs the model by itself.
@@ -47,7 +46,7 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
 
 
 class NativeAdapter(Adapter):
-    """FusedAdam, FusedSGD, FusedLion or Muon, all of whose numbers are live in a replay."""
+    """An optimizer of ours, all of whose numbers are live in a replay."""
 
     def __init__(self, optimizer: DeviceOptimizer | TensorOptimizer) -> None:
         super().__init__(

@@ -111,7 +111,7 @@ class PrecisionRow:
         )
 
 
-NATIVE = ("FusedAdam", "FusedSGD", "FusedLion", "Muon")
+NATIVE = ("FusedAdam", "FusedSGD", "FusedLion", "Muon", "Adafactor")
 TORCH = "torch Adam, AdamW"
 OTHER = "another torch.optim.Optimizer"
 TE = "Transformer Engine FusedAdam"

@@ -263,8 +263,7 @@ class TensorOptimizer(torch.optim.Optimizer):
             found[key] = torch.as_tensor(value)
         return found
 
-    @staticmethod
-    def _load_numbers(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    def _load_numbers(self, group: dict[str, Any], saved: Mapping[str, Any]) -> None:
         for key in group.keys() & saved.keys() - {"params", "param_names"}:
             value = saved[key]
             if isinstance(group[key], Tensor):

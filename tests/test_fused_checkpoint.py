@@ -1,4 +1,4 @@
-"""FusedSGD and FusedLion in checkpoints."""
+"""Optimizers beside FusedAdam in checkpoints."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import graphfsdp
-from adam_helpers import assert_equal, set_grads
-from graphfsdp.optim import FusedLion, FusedSGD
+from adam_helpers import assert_equal, make_groups, set_grads
+from graphfsdp.optim import Adafactor, FusedLion, FusedSGD, Muon
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 
 OPTIMIZERS: Mapping[str, tuple[Callable[..., DeviceOptimizer], dict[str, Any]]] = MappingProxyType(
@@ -47,6 +47,34 @@ def test_a_checkpoint_resumes_bit_for_bit(name: str, remainders: bool, tmp_path:
     graphfsdp.load(tmp_path, other, target)
     assert target.control.skipped_steps.item() == 1
     for _ in range(2):
+        set_grads(params, twins)
+        source.step()
+        target.step()
+    assert_equal(params, twins)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_checkpoint_of_whole_tensors_resumes_bit_for_bit(
+    name: str, has_stepped: bool, tmp_path: Path
+) -> None:
+    def make(module: nn.Linear) -> torch.optim.Optimizer:
+        if name == "adafactor":
+            return Adafactor(module.parameters(), lr=0.1)
+        rest = {"params": [module.bias], "use_muon": False}
+        return Muon(make_groups({"params": [module.weight]}, rest), lr=0.1)
+
+    model, other = nn.Linear(6, 4), nn.Linear(6, 4)
+    params, twins = list(model.parameters()), list(other.parameters())
+    source, target = make(model), make(other)
+    set_grads(params)
+    source.step()
+    if has_stepped:
+        set_grads(twins)
+        target.step()
+    graphfsdp.save(tmp_path, model, source, rng=False)
+    graphfsdp.load(tmp_path, other, target)
+    for _ in range(3):
         set_grads(params, twins)
         source.step()
         target.step()

@@ -23,6 +23,8 @@ from graphfsdp.optim.state_loading import match_state_dict
 
 # They have the same states with the same meaning.
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
+# Adafactor's, which have not the parameter's shape.
+_FACTORS = frozenset({"row_var", "col_var"})
 # Say how a step is run, not what it computes.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
 _RULE_SETTINGS = (
@@ -214,10 +216,15 @@ class _StateReader:
                     f"optimizer: the matrices in {self._name!r} have different {key!r}: {encoded}"
                 )
             found[key] = decode(encoded[0], _no_tensor)
-        elif self._members is None:
+        elif self._members is None or self._is_of_no_row(key, keys[0]):
             found[key] = _read_whole(self._plan, keys[0])
         else:
             self._read_tensor(key, keys, found)
+
+    def _is_of_no_row(self, key: str, saved_key: str) -> bool:
+        """Return whether a state belongs to all rows of its parameter."""
+        saved = self._plan.manifest.tensors[saved_key]
+        return key in _FACTORS and saved.shape[:1] != tuple(self._param.shape[:1])
 
     def _read_tensor(self, key: str, keys: Sequence[str], found: dict[str, Any]) -> None:
         assert self._members is not None
@@ -240,7 +247,7 @@ class _StateReader:
         existing = self._entries.get(key)
         if isinstance(existing, Tensor):
             return self._plan.model.part(self._param, existing).whole_shape
-        if key.endswith("_scale"):  # rows of their own length
+        if key.endswith("_scale") or key in _FACTORS:  # rows of their own length
             return (*self._param.shape[:1], *saved[1:])
         return tuple(self._param.shape)
 

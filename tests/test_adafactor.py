@@ -1,0 +1,170 @@
+"""Adafactor: torch's numbers, its replays, its states, and shards."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import graphfsdp
+from adam_helpers import assert_equal, copies_of, make_params, set_grads
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import Adafactor
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+from ranks import RankPool
+
+SHAPES: list[tuple[int, ...]] = [(20, 10), (10,), (3, 4, 5), (1, 7)]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1, "maximize": True, "d": 1.5},
+    "eps": {"eps": (1e-4, 1e-2), "beta2_decay": -0.5},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_steps_are_those_of_torch(name: str, foreach: bool) -> None:
+    params = make_params(SHAPES)
+    twins = copies_of(params)
+    ours = Adafactor(params, lr=0.1, **SETTINGS[name])
+    theirs = torch.optim.Adafactor(twins, lr=0.1, foreach=foreach, **SETTINGS[name])
+    for step in range(100):
+        set_grads(params, twins)
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=2e-5, atol=2e-6)
+        for key, value in theirs.state[twin].items():
+            torch.testing.assert_close(ours.state[param][key], value, rtol=2e-5, atol=1e-8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.second(nn.functional.gelu(self.first(x)))
+        return hidden.square().mean()
+
+
+def train(scope: str, device: str, dtype: torch.dtype, sharded: bool) -> list[dict[str, Tensor]]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = Net().to(device, dtype)
+    if sharded:
+        graphfsdp.fully_shard(model.first)
+        graphfsdp.fully_shard(model)
+    optimizer = Adafactor(model.parameters(), lr=0.05)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "skip_nonfinite": True}
+    with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
+        for index in range(14):
+            x = torch.randn(5, 6, generator=generator).to(device, dtype)
+            step(x * math.inf if index == 7 and rank == 0 else x)
+            group = optimizer.param_groups[0]
+            group["lr"], group["weight_decay"] = 0.05 / (index + 1), 0.01 * index
+            if sharded:
+                named = model.named_parameters()
+                found.append({k: p.detach().full_tensor().clone() for k, p in named})  # type: ignore[attr-defined]
+            else:
+                found.append(snapshot(model, optimizer))
+    assert optimizer.skipped_steps.item() == 1
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_equals_the_eager_step(device: torch.device, dtype: torch.dtype) -> None:
+    expected = train("none", device.type, dtype, False)
+    found = train("full_iteration", device.type, dtype, False)
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert_same_state(one, other, f"after call {index}")
+
+
+def test_a_sharded_replay_equals_the_eager_step(ranks2: RankPool) -> None:
+    runs = [
+        ranks2.run(train, scope, "cpu", torch.float32, True) for scope in ("none", "full_iteration")
+    ]
+    for expected, found in zip(*runs, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), name
+    for name, value in runs[0][0][-1].items():
+        assert not torch.equal(value, runs[0][0][8][name])
+
+
+def step_by_hand(sharded: bool) -> list[Tensor]:
+    """Return whole weights after steps on the same gradients; the last rank has no row of some."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def place(tensor: Tensor) -> Tensor:
+        return distribute_tensor(tensor, mesh, [Shard(0)]) if sharded else tensor
+
+    params: list[Any] = [nn.Parameter(place(torch.randn(shape))) for shape in SHAPES]
+    optimizer = Adafactor(params, lr=0.1, weight_decay=0.1)
+    for _ in range(5):
+        for param in params:
+            grad = place(torch.randn(param.shape))
+            local: Any = grad
+            empty = sharded and not local.to_local().numel()
+            param.grad = None if empty else grad
+        optimizer.step()
+    weights = [param.detach() for param in params]
+    return [weight.full_tensor() for weight in weights] if sharded else weights
+
+
+def test_shards_step_as_whole_parameters(ranks2: RankPool) -> None:
+    expected = ranks2.run(step_by_hand, False)[0]
+    for weights in ranks2.run(step_by_hand, True):
+        for left, right in zip(weights, expected, strict=True):
+            # Five steps of sums in another order.
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_of_torch_loads_in_place_and_goes_on() -> None:
+    params = make_params(SHAPES)
+    source = torch.optim.Adafactor(params, lr=0.1, eps=(None, 1e-2))
+    set_grads(params)
+    source.step()
+    twins = copies_of(params)
+    target = Adafactor(twins, lr=0.3)
+    set_grads(twins)
+    target.step()
+    with torch.no_grad():
+        for param, twin in zip(params, twins, strict=True):
+            twin.copy_(param)
+    addresses = [v.data_ptr() for state in target.state.values() for v in state.values()]
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert addresses == [v.data_ptr() for state in target.state.values() for v in state.values()]
+    assert (target.param_groups[0]["lr"], target.param_groups[0]["eps2"]) == (0.1, 1e-2)
+    fourth = copy.deepcopy(target)
+    others = fourth.param_groups[0]["params"]
+    for _ in range(3):
+        set_grads(params, twins, others)
+        for optimizer in (source, target, fourth):
+            optimizer.step()
+    assert_equal(twins, others)
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=2e-5, atol=2e-6)
+
+
+def test_wrong_numbers_are_refused_by_name() -> None:
+    params = make_params(SHAPES)
+    for settings, words in (
+        ({"d": 0.5}, "d of parameter group 0 must be at least 1"),
+        ({"beta2_decay": 0.1}, "beta2_decay of parameter group 0 must be at most 0"),
+        ({"eps": (-1.0, 1e-3)}, r"eps\[0\] of Adafactor must be"),
+        ({"lr": -1.0}, "lr of parameter group 0 must be"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Adafactor(params, **settings)
