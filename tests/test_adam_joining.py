@@ -1,0 +1,133 @@
+"""Parameters that join late, states that load under a live graph, and the loss scale of torch."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from adam_helpers import copies_of, make_params, set_grads
+from graphfsdp.errors import GuardError
+from graphfsdp.optim import DeviceGradScaler, FusedAdam
+
+
+@pytest.mark.parametrize("settings", [{}, {"amsgrad": True}, {"maximize": True}], ids=str)
+def test_gradients_that_come_late_and_go_again_step_as_in_torch(
+    device: torch.device, settings: dict[str, Any]
+) -> None:
+    params = make_params(device=device)
+    twins = copies_of(params)
+    ours = FusedAdam(params, lr=0.1, **settings)
+    theirs = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.0, **settings)
+    for step in range(12):
+        if step == 7:
+            late = make_params([(5, 2)], device=device)
+            others = copies_of(late)
+            ours.add_param_group({"params": late, "lr": 0.3})
+            theirs.add_param_group({"params": others, "lr": 0.3})
+            params, twins = [*params, *late], [*twins, *others]
+        set_grads(params, twins)
+        for index, steps in ((1, range(5)), (0, range(8, 10))):
+            if step in steps:
+                params[index].grad = twins[index].grad = None
+        ours.step()
+        theirs.step()
+    counts = [ours.state[param]["step"].item() for param in params]
+    assert counts == [10, 7, 12, 12, 12, 5]
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_that_is_added_after_the_capture_is_no_silent_matter() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = FusedAdam([model.weight], lr=0.1)
+    model.bias.requires_grad_(False)
+    with graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).square().mean()) as step:
+        for _ in range(5):
+            step(torch.randn(2, 4))
+        model.bias.requires_grad_(True)
+        optimizer.add_param_group({"params": [model.bias]})
+        with pytest.raises(GuardError, match="param_groups"):
+            step(torch.randn(2, 4))
+
+
+LIVE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "amsgrad": {"amsgrad": True},
+    "bf16": {"exp_avg_dtype": torch.bfloat16},
+    "fp8": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16},
+    "control": {"max_grad_norm": 0.1, "skip_nonfinite": True},
+    "remainders": {"master_weights": True, "store_param_remainders": True},
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_live_graph_goes_on_with_a_loaded_state_bit_for_bit(
+    device: torch.device, name: str
+) -> None:
+    dtype = torch.bfloat16 if name == "remainders" else torch.float32
+    model = nn.Linear(64, 64).to(device, dtype)
+    twin = copy.deepcopy(model)
+    ours, other = (FusedAdam(m.parameters(), lr=0.1, **LIVE[name]) for m in (model, twin))
+
+    def loss_fn(module: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = module(x).float().square().mean()
+        return loss
+
+    def batch() -> Tensor:
+        return torch.randn(3, 64).to(device, dtype)
+
+    with (
+        graphfsdp.capture(model, ours, loss_fn=loss_fn) as live,
+        graphfsdp.capture(twin, other, loss_fn=loss_fn, scope="none") as eager,
+    ):
+        for _ in range(8):
+            x = batch()
+            live(x)
+            eager(x)
+        weights, state = copy.deepcopy((twin.state_dict(), other.state_dict()))
+        addresses = [v.data_ptr() for entries in ours.state.values() for v in entries.values()]
+        for _ in range(4):
+            live(batch())
+        model.load_state_dict(weights)
+        ours.load_state_dict(state)
+        now = [v.data_ptr() for entries in ours.state.values() for v in entries.values()]
+        assert now == addresses
+        for _ in range(10):
+            x = batch()
+            assert torch.equal(live(x), eager(x))
+        assert live.report().num_captures == 1
+    for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_the_loss_scale_moves_as_that_of_torch_does(device: torch.device) -> None:
+    params = make_params(device=device)
+    twins = copies_of(params)
+    numbers: dict[str, Any] = {
+        "init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3,
+    }  # fmt: skip
+    scaler = DeviceGradScaler(**numbers, device=device)
+    ours = FusedAdam(params, lr=0.1, grad_scaler=scaler)
+    reference = torch.amp.GradScaler(device.type, **numbers)
+    theirs = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.0)
+    reference.scale(torch.zeros((), device=device))
+    for step in range(20):
+        set_grads(params, twins)
+        for param in [*params, *twins]:
+            assert param.grad is not None
+            param.grad *= scaler.scale
+        if step in (4, 9, 10):
+            for members in (params, twins):
+                assert members[1].grad is not None
+                members[1].grad[0] = math.inf
+        ours.step()
+        reference.step(theirs)
+        reference.update()
+        assert scaler.scale.item() == reference.get_scale(), step
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+    assert ours.control.skipped_steps.item() == 3
