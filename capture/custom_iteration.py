@@ -39,6 +39,7 @@ class CustomIteration:
             loss_fn: For evaluation.
         """
         self._function = function
+        self.functions: tuple[Callable[..., Any], ...] = (function, loss_fn)
         self._models = models
         self._optimizers = optimizers
         self._gradients = gradients

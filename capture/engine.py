@@ -138,6 +138,7 @@ class Engine:
             self._named_params,
             self.gradients,
             optimizers=self.optimizer.optimizers if self.full and trains else (),
+            functions=self._iteration.functions,
             device=self.backend.device,
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.guards_functions import FunctionGuard
 from graphfsdp._capture.guards_hooks import HookGuard
 from graphfsdp._capture.guards_modules import AttributeGuard, StructureGuard
 from graphfsdp._capture.guards_optimizer import OptimizerGuard
@@ -36,7 +37,7 @@ class Guards:
     A replay goes on with the memory, the modules, the numbers and the switches that it was
     recorded with, without an error. So each difference has to be found before it runs.
 
-    Not seen is what the loss function keeps to itself: closures, globals, containers.
+    Not seen are containers that the loss function writes to, and what lies in the user's objects.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Guards:
         gradients: PersistentGradients,
         *,
         optimizers: Sequence[torch.optim.Optimizer],
+        functions: Sequence[Callable[..., Any]],
         device: torch.device,
     ) -> None:
         """Prepare; ``arm`` comes when the iteration has been recorded.
@@ -55,12 +57,14 @@ class Guards:
             named_params: Trainable parameters by full name.
             gradients: Their persistent gradients.
             optimizers: Those that step inside the graph.
+            functions: The loss function, or the user's iteration.
             device: Where everything lies.
         """
         self._model = model
         self._named_params = named_params
         self._gradients = gradients
         self._optimizers = optimizers
+        self._functions = functions
         self._device = device
         self._log = AttributeLog()
         self._before: dict[int, tuple[Any, Any]] = {}  # containers of the model, with copies
@@ -92,6 +96,7 @@ class Guards:
             attributes,
             ValueGuard(self._model, self._log, self._before),
             HookGuard(self._model, self._named_params, self._optimizers),
+            FunctionGuard(self._functions),
             SettingsGuard(self._device.type),
             *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
         )

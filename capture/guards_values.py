@@ -146,7 +146,7 @@ def _walk(title: str, value: object, depth: int) -> Iterator[tuple[str, Any]]:
     """Yield the containers in a value, itself included, that hold data alone."""
     if depth > _MAX_DEPTH:
         return
-    live = value if isinstance(value, (*_CONTAINERS, tuple)) else _data_of(value)
+    live = value if isinstance(value, (*_CONTAINERS, tuple)) else data_of(value)
     if live is None or len(live) > _MAX_ITEMS:
         return
     pairs = list(live.items()) if isinstance(live, dict) else list(enumerate(live))
@@ -159,7 +159,7 @@ def _walk(title: str, value: object, depth: int) -> Iterator[tuple[str, Any]]:
         yield from _walk(dotted, item, depth + 1)
 
 
-def _data_of(value: object) -> dict[str, Any] | None:
+def data_of(value: object) -> dict[str, Any] | None:
     """Return the attributes of an object that is nothing but data, such as a configuration."""
     if isinstance(value, (nn.Module, Tensor, torch.Generator, *_FUNCTIONS)):
         return None
@@ -178,7 +178,7 @@ def _is_data(value: object) -> bool:
 
 
 def _is_container(value: object) -> bool:
-    return isinstance(value, (*_CONTAINERS, tuple)) or _data_of(value) is not None
+    return isinstance(value, (*_CONTAINERS, tuple)) or data_of(value) is not None
 
 
 def _difference(title: str, old: Any, new: Any) -> Change:
@@ -208,4 +208,4 @@ def _show(value: object) -> str:
     return f"one {type(value).__name__}"
 
 
-__all__ = ["ValueGuard", "contents"]
+__all__ = ["ValueGuard", "contents", "data_of"]

@@ -35,9 +35,11 @@ class AnyIteration(Protocol):
 
     Attributes:
         steps_inside: ``forward_backward`` steps the optimizer, too.
+        functions: The user's functions that it runs.
     """
 
     steps_inside: bool
+    functions: tuple[Callable[..., Any], ...]
 
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
         """Run forward and backward; return the results, detached."""
@@ -71,6 +73,7 @@ class Iteration:
         self._optimizer = optimizer
         self._gradients = gradients
         self._loss_fn = loss_fn
+        self.functions: tuple[Callable[..., Any], ...] = (loss_fn,)
         self._max_grad_norm = max_grad_norm
         self._skip_nonfinite = skip_nonfinite
 

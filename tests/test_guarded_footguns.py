@@ -78,6 +78,36 @@ def test_numpy_randomness_raises(device: torch.device) -> None:
         step(inputs(device))
 
 
+SCALE = 1.0
+
+
+def test_changed_globals_raise(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, *_ = start(device, lambda model, x: model(x) * SCALE)
+    losses = [float(step(inputs(device))) for _ in range(5)]
+    monkeypatch.setattr("test_guarded_footguns.SCALE", 2.0)
+    with pytest.raises(graphfsdp.GuardError, match=r"global variable 'SCALE' .* was 1\.0 .* 2\.0"):
+        step(inputs(device))
+    monkeypatch.undo()
+    assert float(step(inputs(device))) == losses[-1]
+
+
+def test_a_branch_on_python_state_raises(device: torch.device) -> None:
+    switch = {"on": False}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        return loss * 100 if switch["on"] else loss
+
+    step, *_ = start(device, loss_fn)
+    for _ in range(5):
+        step(inputs(device))
+    switch["on"] = True
+    with pytest.raises(
+        graphfsdp.GuardError, match=r"'on' of closure variable 'switch' .*False.*True"
+    ):
+        step(inputs(device))
+
+
 def test_replaced_state_raises(device: torch.device) -> None:
     def loss_fn(model: Any, x: Tensor) -> Tensor:
         model.average = model.average * 0.9 + x.mean()
