@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from graphfsdp._capture.compiled_code import has_compiled
+
 # Frames of these look into modules for reasons of their own.
 _PLUMBING = ("torch.nn.modules.module", "graphfsdp.")
 # Whoever takes these of a module gets all its attributes; copies and pickles take the last three.
@@ -37,7 +39,7 @@ class AttributeLog:
     @property
     def sees_all(self) -> bool:
         """Whether no read can have gone past the log."""
-        return not _has_compiled()
+        return not has_compiled()
 
     def assigned(self, module: nn.Module, name: str) -> bool:
         """Tell whether the iteration has assigned an attribute."""
@@ -101,11 +103,6 @@ class _Method:
 
     def __call__(self, module: nn.Module, name: str) -> Any:
         return self._function(module, name)
-
-
-def _has_compiled() -> bool:
-    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    return bool(counters.get("frames") or counters.get("stats"))
 
 
 __all__ = ["AttributeLog"]

@@ -1,5 +1,6 @@
 """Compares the Python values of the last warm-up with those that the capture would bake in."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -9,9 +10,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from graphfsdp._capture.compiled_code import has_compiled, has_compiled_regions
 from graphfsdp._capture.constant_log import ConstantEntry, ConstantLog, baked_value, other_path
 from graphfsdp._capture.function_rules import is_fixed_one_hot, one_hot
 from graphfsdp._capture.op_tensors import LITERAL_OPS, computes_nothing, is_wrapper_subclass
+from graphfsdp._capture.rules import Refusal
 from graphfsdp._capture.source import ModuleTracker, user_line_in_backward, user_source_line
 from graphfsdp.errors import CaptureError
 
@@ -26,14 +29,18 @@ class ConstantWatch:
         has_refused: The last capture was refused here.
     """
 
-    def __init__(self, *, with_optimizer: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, with_optimizer: bool) -> None:
         """Prepare.
 
         Args:
+            model: Names the modules.
+            device: Where it lies.
             with_optimizer: The optimizer steps in what is watched. Its numbers are live, or
                 guarded, so operators without gradients are left out.
         """
         self.has_refused = False
+        self._model = model
+        self._device = device
         self._with_optimizer = with_optimizer
         self._expected: ConstantLog | None = None
         self._is_settled = False
@@ -45,39 +52,54 @@ class ConstantWatch:
         Args:
             is_first: Nothing like it has run before: it may make what is made once.
         """
+        if self._may_run_compiled_code(is_first=is_first):
+            yield
+            return
         mode = _ConstantMode(only_gradients=self._with_optimizer)
         with _SameFunctions(), mode:
             yield
-        self._expected, self._is_settled, self.has_refused = mode.log, not is_first, False
+        self._expected, self._is_settled = mode.log, not is_first
 
     @contextmanager
-    def comparing(self, model: nn.Module) -> Iterator[None]:
+    def comparing(self) -> Iterator[None]:
         """Compare the iteration in the body, a capture, with the one that was noted.
 
-        Args:
-            model: Names the modules.
+        If the capture fails, a next one is compared as well: with this one where it has come to
+        its end, so that what was mended is not refused for ever, and else with the one before.
 
         Raises:
             CaptureError: when the iteration is over: it was given another value, or took another
                 path.
         """
-        expected, self._expected = self._expected, None  # somebody may mend it before a next try
+        self.has_refused = False
+        expected, follows_path = self._expected, self._is_settled
         if expected is None:
             yield
             return
-        tracker = ModuleTracker(model)
+        tracker = ModuleTracker(self._model)
         mode = _ComparingMode(
             expected,
             tracker,
-            follows_path=self._is_settled,
+            follows_path=follows_path,
             only_gradients=self._with_optimizer,
         )
+        self._is_settled = False  # if it fails, somebody may mend it, and that is another path
         with tracker.tracking(), mode:
             yield
+        self._expected, self._is_settled = mode.log, True
         failure = mode.finish()
         if failure is not None:
             self.has_refused = True
             raise failure
+
+    def _may_run_compiled_code(self, *, is_first: bool) -> bool:
+        # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be
+        # about to, once that part of torch is loaded. On a CPU they are refused.
+        return self._device.type != "cpu" and (
+            has_compiled_regions(self._model)
+            or has_compiled()
+            or (is_first and "torch._dynamo" in sys.modules)
+        )
 
 
 class _SameFunctions(TorchFunctionMode):
@@ -101,6 +123,11 @@ class _ConstantMode(TorchDispatchMode):
 
     # So that torch.cond and its like are not refused here, but where their turn comes.
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run compiled: torch would otherwise give up on them for good."""
+        return True
 
     def __init__(self, *, only_gradients: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,33 +186,35 @@ class _ComparingMode(_ConstantMode):
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         super()._note(op, args, kwargs)
-        now = self.log.entries.pop()
-        if self._is_aligned and self._failure is None:
-            self._compare(next(self._expected, None), now)
+        if self._is_aligned:
+            self._compare(next(self._expected, None), self.log.entries[-1])
 
     def _compare(self, before: ConstantEntry | None, now: ConstantEntry | None) -> None:
         op, was = (entry.op if entry else "nothing" for entry in (now, before))
         if before is None or now is None or before.op != now.op:
             self._is_aligned = False
-            refusal = other_path(was, op) if self._follows_path else None
+            refusal: Refusal | None = other_path(was, op)
         else:
             refusal = baked_value(before, now)
-        if refusal is not None:
-            in_backward = torch._C._current_autograd_node() is not None
-            self._failure = CaptureError(
-                refusal.message,
-                op=op if now else was,
-                module_path=self._tracker.path,
-                source=user_line_in_backward() if in_backward else user_source_line(),
-                kind=refusal.kind,
-            )
+        if refusal is None or self._failure is not None:
+            return
+        in_backward = torch._C._current_autograd_node() is not None
+        self._failure = CaptureError(
+            refusal.message,
+            op=op if now else was,
+            module_path=self._tracker.path,
+            source=user_line_in_backward() if in_backward else user_source_line(),
+            kind=refusal.kind,
+        )
 
     def finish(self) -> CaptureError | None:
         """Return what was found; for the end, so that no collective is left out."""
         left = next(self._expected, None)
-        if left is not None and self._is_aligned and self._failure is None:
+        if left is not None and self._is_aligned:
             self._compare(left, None)
-        return self._failure
+        # Operators that only the first run has called shift all that follow: then a value was
+        # compared with one of another place.
+        return self._failure if self._is_aligned or self._follows_path else None
 
 
 __all__ = ["ConstantWatch"]

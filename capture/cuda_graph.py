@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
+from graphfsdp._capture.compiled_code import has_compiled_regions
 from graphfsdp._capture.cuda_driver import find_driver
 from graphfsdp._capture.cuda_errors import explain
-from graphfsdp._capture.cuda_recorder import CudaRecorder, UnwatchedRecorder, has_compiled_regions
+from graphfsdp._capture.cuda_recorder import CudaRecorder, UnwatchedRecorder
 from graphfsdp._capture.host_copies import HostCopies
 from graphfsdp._capture.source import user_line_of
 from graphfsdp._capture.storages import refuse_dropped_tensors

@@ -142,13 +142,4 @@ class UnwatchedRecorder(CudaRecorder):
         return self._builder.build(())
 
 
-def has_compiled_regions(model: nn.Module) -> bool:
-    """Tell whether a module is made by torch.compile, or was compiled in place."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or type(module).__name__ == "OptimizedModule"
-        for module in model.modules()
-    )
-
-
-__all__ = ["CudaRecorder", "UnwatchedRecorder", "has_compiled_regions"]
+__all__ = ["CudaRecorder", "UnwatchedRecorder"]

@@ -125,7 +125,9 @@ class Engine:
 
     def constant_watch(self) -> ConstantWatch:
         """Return what compares the numbers of a warm-up and of the capture after it."""
-        return ConstantWatch(with_optimizer=self._iteration.steps_inside)
+        return ConstantWatch(
+            self.model, self.backend.device, with_optimizer=self._iteration.steps_inside
+        )
 
     def attempt(self) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails."""

@@ -3,6 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -74,13 +75,31 @@ class Recording:
         """Return one with the same inputs and no graph, for a run beside this one's."""
         return Recording(self.inputs, self.num_microbatches)
 
-    def close(self) -> None:
-        """Give the graph back."""
+    @property
+    def refused_values(self) -> bool:
+        """Whether the last capture was refused for values that differ from those before."""
+        return self.constants is not None and self.constants.has_refused
+
+    def noting(self, constants: ConstantWatch) -> AbstractContextManager[None]:
+        """Note the values of the warm-up in the body, for the capture that may be next."""
+        self.constants = constants
+        return constants.noting(is_first=not self.num_eager)
+
+    def comparing(self) -> AbstractContextManager[None]:
+        """Compare the capture in the body with the last warm-up, if that was noted."""
+        return nullcontext() if self.constants is None else self.constants.comparing()
+
+    def drop_graph(self) -> None:
+        """Give the graph back; another attempt may follow, and is compared as well."""
         graph, self.graph = self.graph, None
         self.guards, self.landed, self.kept = None, [], []
-        self.constants = None
         if graph is not None:
             graph.close()
+
+    def close(self) -> None:
+        """Give the graph back, for good or to begin anew."""
+        self.drop_graph()
+        self.constants = None
 
 
 class Recordings:

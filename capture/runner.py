@@ -247,10 +247,10 @@ class StepRunner:
             with DeferredInterrupts():
                 attempt.roll_back()
                 self._engine.grad_norm, recording.results = grad_norm, results
-                if recording.constants is not None and recording.constants.has_refused:
-                    recording.num_eager = 0  # once more, to have numbers to compare with
-                recording.close()
-                if not recording.num_eager:
+                recording.drop_graph()
+                # Warm up once more for other numbers, but never on some of the ranks only.
+                again = recording.refused_values and not self._agreement.is_collective
+                if again or not recording.num_eager:
                     self._recordings.remove(recording)
                 self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
             self._agreement.fail(error)
@@ -263,9 +263,8 @@ class StepRunner:
 
     def _warm_up(self, recording: Recording) -> list[Tensor]:
         watch = None
-        if self._captures_after(recording, 1):
-            recording.constants = self._engine.constant_watch()
-            watch = recording.constants.noting(is_first=not recording.num_eager)
+        if self._captures_after(recording, 1) or len(self._recordings) > 1:
+            watch = recording.noting(self._engine.constant_watch())
         with nvtx_range("warm-up"), self._backend.on_capture_stream():
             results = self._engine.iterate(recording, watch)
         self._engine.step_outside()
@@ -290,10 +289,9 @@ class StepRunner:
             engine.optimizer.before_replay()
             engine.optimizer.bake()
         before = kept_by(engine.model)
-        constants = recording.constants or engine.constant_watch()
         with nvtx_range("capture"), guards.recording():
             graph, results = self._backend.record(
-                lambda: engine.iterate(recording, constants.comparing(engine.model)),
+                lambda: engine.iterate(recording, recording.comparing()),
                 engine.model,
                 check,
                 collective=self._agreement.is_collective,

@@ -7,13 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import CaptureError, Phase
+from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp.hazards import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, quick_garbage_collection, snapshot
+from ranks import RankPool, rank_device
 
 Number = Callable[[], float]
 
@@ -173,3 +176,112 @@ def test_numbers_of_optimizers_inside_a_users_iteration_may_change() -> None:
         optimizer.param_groups[0]["lr"] = next(decay)
         step(torch.randn(8, 4))
     assert step.phase is Phase.REPLAY
+
+
+class Positions(nn.Module):
+    """Makes a cache for each length, with operators that the model calls as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.caches: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = len(x)
+        if length not in self.caches:
+            self.caches[length] = torch.arange(length, device=x.device).unsqueeze(1)
+        places = torch.arange(4 * length, device=x.device).view(length, 4)
+        loss: Tensor = (self.linear(x + places) * self.caches[length]).square().mean()
+        return loss
+
+
+def test_operators_that_only_the_first_run_calls_shift_nothing(device: torch.device) -> None:
+    x = torch.randn(8, 4, device=device)
+    step = make_step(Positions(), device, warmup_steps=1)
+    phases = [(step(x), step.phase)[1] for _ in range(2)]
+    assert phases == [Phase.WARMUP, Phase.REPLAY]
+    optimizer = FusedAdam((model := Positions().to(device)).parameters())
+    with graphfsdp.capture(
+        model, optimizer, example_batch=x, warmup_steps=1, on_change="recapture"
+    ) as step:
+        for length in (8, 6, 6, 6, 8):
+            step(x[:length])
+        assert step.report().num_captures == 2
+
+
+def test_a_retry_after_another_failure_is_compared_as_well(device: torch.device) -> None:
+    counter = itertools.count(1)
+    model = Scaled(lambda: float(next(counter)), "argument")
+    step = make_step(model, device)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(3):
+        step(x)
+    hook = model.linear.register_forward_hook(lambda module, args, out: float(out.sum()) and out)
+    with pytest.raises(CaptureError, match="on the host"):
+        step(x)
+    hook.remove()
+    with pytest.raises(CaptureError, match=r"was given 3\.0 .* and 5\.0"):
+        step(x)
+
+
+def test_a_retry_without_what_was_refused_is_captured_at_once(device: torch.device) -> None:
+    model = Scaled(lambda: 2.0, "argument").to(device)
+    hook = model.linear.register_forward_hook(lambda module, args, out: float(out.sum()) and out)
+    step = make_step(model, device)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(3):
+        step(x)
+    with pytest.raises(CaptureError, match="on the host"):
+        step(x)
+    hook.remove()  # now the iteration has fewer operators than the last warm-up
+    step(x)
+    assert step.phase is Phase.REPLAY
+
+
+def counts_on_one_rank() -> list[bool]:
+    counter = itertools.chain([1.0, 2.0, 3.0, 4.0], itertools.repeat(5.0))
+    numbers = counter if dist.get_rank() == 1 else itertools.repeat(5.0)
+    model = Scaled(lambda: next(numbers), "argument")
+    graphfsdp.fully_shard(model.to(rank_device()))
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01))
+    refused = []
+    for _ in range(8):
+        try:
+            step(torch.ones(8, 4, device=rank_device()))
+            refused.append(False)
+        except CaptureError:
+            refused.append(True)
+    assert step.phase is Phase.REPLAY
+    step.close()
+    return refused
+
+
+def test_what_one_rank_refuses_keeps_all_ranks_in_step(ranks2: RankPool) -> None:
+    # The value of the mended program is compared with that of the refused capture once more.
+    expected = [False] * 3 + [True] * 2 + [False] * 3
+    assert ranks2.run(counts_on_one_rank) == [expected, expected]
+
+
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # Python 3.13.0
+def test_compiled_code_stays_compiled_under_the_watch() -> None:
+    num_runs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            nonlocal num_runs
+            num_runs += 1
+            return graph(*args)
+
+        return run
+
+    model = nn.Linear(4, 4)
+    function = torch.compile(lambda x: model(x).relu(), backend=backend)
+    x = torch.randn(2, 4)
+    function(x)
+    for device, is_noted in ((torch.device("cpu"), True), (torch.device("cuda"), False)):
+        watch = ConstantWatch(model, device, with_optimizer=False)
+        with watch.noting(is_first=False):
+            assert bool(torch._C._len_torch_dispatch_stack()) is is_noted
+            function(x)
+        function(x)
+    assert num_runs == 5

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp._capture.cuda_recorder import UnwatchedRecorder, has_compiled_regions
+from graphfsdp._capture.compiled_code import has_compiled_regions
+from graphfsdp._capture.cuda_recorder import UnwatchedRecorder
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, assert_same_run, check_against_eager, run
 
