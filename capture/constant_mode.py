@@ -26,7 +26,7 @@ class ConstantWatch:
     that a replay would freeze without an error.
 
     Attributes:
-        has_refused: The last capture was refused here.
+        failure: Why the last capture was refused here; None if it was not.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, with_optimizer: bool) -> None:
@@ -38,7 +38,7 @@ class ConstantWatch:
             with_optimizer: The optimizer steps in what is watched. Its numbers are live, or
                 guarded, so operators without gradients are left out.
         """
-        self.has_refused = False
+        self.failure: CaptureError | None = None
         self._model = model
         self._device = device
         self._with_optimizer = with_optimizer
@@ -71,7 +71,7 @@ class ConstantWatch:
             CaptureError: when the iteration is over: it was given another value, or took another
                 path.
         """
-        self.has_refused = False
+        self.failure = None
         expected, follows_path = self._expected, self._is_settled
         if expected is None:
             yield
@@ -87,10 +87,9 @@ class ConstantWatch:
         with tracker.tracking(), mode:
             yield
         self._expected, self._is_settled = mode.log, True
-        failure = mode.finish()
-        if failure is not None:
-            self.has_refused = True
-            raise failure
+        self.failure = mode.finish()
+        if self.failure is not None:
+            raise self.failure
 
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
         # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be

@@ -14,9 +14,15 @@ from graphfsdp._capture.guards import Guards
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.recording import Recording
 from graphfsdp.capturable import CapturableOptimizer
-from graphfsdp.changes import Change
+from graphfsdp.changes import Change, ChangeKind
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.sharded import main_grads_of, sharded_roots
+
+# After such a change there are other gradients to keep.
+_REBUILT = (
+    *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
+    *(ChangeKind.ADDRESS, ChangeKind.LAYOUT),
+)
 
 
 class Engine:
@@ -74,6 +80,10 @@ class Engine:
             sharded=main_grads_of(self.model),
         )
         self._iteration = self._make_iteration(self.gradients)
+
+    def needs_refresh(self, changes: Sequence[Change]) -> bool:
+        """Tell whether there are other gradients to keep after such changes."""
+        return any(change.kind in _REBUILT for change in changes)
 
     def refresh(self) -> None:
         """Begin anew with the parameters and the numbers that there are now."""

@@ -66,6 +66,7 @@ class Recording:
         self.graph: Graph | None = None
         self.guards: Guards | None = None
         self.constants: ConstantWatch | None = None
+        self._has_waited = False
         self.landed: Landed = []
         self.kept: list[Kept] = []
         self.results = Results()
@@ -75,15 +76,24 @@ class Recording:
         """Return one with the same inputs and no graph, for a run beside this one's."""
         return Recording(self.inputs, self.num_microbatches)
 
-    @property
-    def refused_values(self) -> bool:
-        """Whether the last capture was refused for values that differ from those before."""
-        return self.constants is not None and self.constants.has_refused
+    def refused_values(self, error: BaseException) -> bool:
+        """Tell whether an error is the refusal of values that differ from those before."""
+        return self.constants is not None and self.constants.failure is error
+
+    def wait_once(self) -> bool:
+        """Begin warm-up anew, after other values than before; return False the second time.
+
+        Whoever changes something between two calls does so once, a counter always.
+        """
+        if self._has_waited:
+            return False
+        self._has_waited, self.num_eager = True, 0
+        return True
 
     def noting(self, constants: ConstantWatch) -> AbstractContextManager[None]:
         """Note the values of the warm-up in the body, for the capture that may be next."""
         self.constants = constants
-        return constants.noting(is_first=not self.num_eager)
+        return constants.noting(is_first=not self.num_eager and not self._has_waited)
 
     def comparing(self) -> AbstractContextManager[None]:
         """Compare the capture in the body with the last warm-up, if that was noted."""

@@ -23,19 +23,13 @@ from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.step_report import make_report
 from graphfsdp._capture.verification import Verifier
-from graphfsdp.changes import Change, ChangeKind, refuse
+from graphfsdp.changes import Change, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import PhaseError, VerificationError
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.sharded import sharded_roots
 
 _LOG = logging.getLogger("graphfsdp")
-
-# After such a change there are other gradients to keep.
-_REBUILT = (
-    *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
-    *(ChangeKind.ADDRESS, ChangeKind.LAYOUT),
-)
 
 
 class StepRunner:
@@ -202,7 +196,7 @@ class StepRunner:
         """
         if self._options.on_change is OnChange.RAISE:
             refuse(changes)
-        rebuilds = any(change.kind in _REBUILT for change in changes)
+        rebuilds = self._engine.needs_refresh(changes)
         what = "; ".join(str(change) for change in changes)
         if self._options.on_change is OnChange.EAGER and not rebuilds:
             _LOG.info("running eagerly: %s", what)
@@ -249,12 +243,16 @@ class StepRunner:
                 self._engine.grad_norm, recording.results = grad_norm, results
                 recording.drop_graph()
                 # Warm up once more for other numbers, but never on some of the ranks only.
-                again = recording.refused_values and not self._agreement.is_collective
-                if again or not recording.num_eager:
+                again = recording.refused_values(error) and not self._agreement.is_collective
+                waits = again and recording.wait_once()
+                if not waits and (again or not recording.num_eager):
                     self._recordings.remove(recording)
                 self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
-            self._agreement.fail(error)
-            raise
+            if not waits:
+                self._agreement.fail(error)
+                raise
+            _LOG.info("warming up once more: %s", error)
+        return self._attempt(recording)
 
     def _captures_after(self, recording: Recording, num_more: int) -> bool:
         """Tell whether so many warm-ups from now the next call captures."""

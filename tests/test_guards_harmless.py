@@ -68,9 +68,10 @@ def test_what_changes_before_the_capture_is_no_change() -> None:
     guarded.model.body.dropout.p = 0.1
     guarded.model.body.norm.eval()
     guarded.model.scale.register_hook(lambda grad: grad * 2)
-    for _ in range(4):
+    for _ in range(5):
         guarded.step(guarded.batch())
-    assert guarded.step.report().num_calls["replay"] == 3
+    # One more warm-up, since Python's numbers were not those of the last one.
+    assert guarded.step.report().num_calls == {"warmup": 4, "capture": 1, "replay": 3}
 
 
 def test_an_attribute_that_the_iteration_assigns_is_not_guarded() -> None:
