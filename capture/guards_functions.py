@@ -1,6 +1,5 @@
 """Guard of the numbers that the user's own functions take from around them."""
 
-import dis
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphfsdp._capture.code_names import names_of
 from graphfsdp._capture.guards_modules import is_scalar
 from graphfsdp._capture.guards_values import data_of
 from graphfsdp._capture.source import is_users_file
@@ -16,7 +16,6 @@ from graphfsdp.changes import Change, ChangeKind
 
 _MAX_DEPTH = 4
 _MISSING = object()
-_STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF")
 _REMEDY = (
     "pass what changes as a tensor of the batch, or hold it in a tensor and write into that "
     "(fill_), which replays see"
@@ -97,38 +96,45 @@ class _Search:
     def _of_code(
         self, function: types.FunctionType, owner: object, depth: int
     ) -> Iterator[_Number]:
-        names, stored, writes_items = _names(function.__code__)
+        names = names_of(function)
         where = f"of {function.__qualname__}"
         if owner is not None and not isinstance(owner, nn.Module | type):
             attributes = getattr(owner, "__dict__", {})
-            yield from _items(f"attribute {{}} {where}", attributes, names - stored)
+            yield from _items(f"attribute {{}} {where}", attributes, names.read_of_self(function))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         around = [
-            (f"closure variable {name!r} {where}", functools.partial(_content, cell))
+            (
+                f"closure variable {name!r} {where}",
+                functools.partial(_content, cell),
+                names.read_of(name, names.closures),
+            )
             for name, cell in cells
-            if name not in stored
+            if name not in names.stored
         ]
         around += [
             (
                 f"global variable {name!r} of {function.__module__}",
                 functools.partial(function.__globals__.get, name, _MISSING),
+                names.read_of(name, names.globals),
             )
-            for name in sorted((names - stored) & function.__globals__.keys())
+            for name in sorted((names.globals.keys() - names.stored) & function.__globals__.keys())
         ]
-        for title, look in around:
+        for title, look, read in around:
             value = look()
             if is_scalar(value):
                 yield _Number(title, look, value)
             elif isinstance(value, dict):
-                if not writes_items and not any(isinstance(v, Tensor) for v in value.values()):
+                if not names.writes_items and not any(
+                    isinstance(item, Tensor) for item in value.values()
+                ):
                     yield from _items(f"{{}} of {title}", value)
             elif isinstance(value, types.ModuleType):
                 if is_users_file(getattr(value, "__file__", None) or "<"):
-                    yield from _items(f"{{}} of {title}", vars(value), names - stored)
+                    yield from _items(f"{{}} of {title}", vars(value), read)
             elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
                 yield from self.of_function(value, depth + 1)
             elif (attributes := data_of(value)) is not None:
-                yield from _items(f"{{}} of {title}", attributes, names - stored)
+                yield from _items(f"{{}} of {title}", attributes, read)
 
 
 def _content(cell: types.CellType) -> Any:
@@ -145,25 +151,6 @@ def _items(
         if is_scalar(value) and (names is None or key in names):
             look = functools.partial(table.get, key, _MISSING)
             yield _Number(title.format(repr(key)), look, value)
-
-
-def _names(code: types.CodeType) -> tuple[set[str], set[str], bool]:
-    """Return the names that a function uses, those that it assigns, and whether it sets items.
-
-    Functions that are defined within it are part of it.
-    """
-    names, stored, writes_items = set(code.co_names), set[str](), False
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _STORES:
-            stored.add(instruction.argval)
-        writes_items = writes_items or instruction.opname == "STORE_SUBSCR"
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner_names, inner_stored, inner_writes = _names(constant)
-            names |= inner_names
-            stored |= inner_stored
-            writes_items = writes_items or inner_writes
-    return names, stored, writes_items
 
 
 __all__ = ["FunctionGuard"]

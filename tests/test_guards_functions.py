@@ -148,3 +148,56 @@ def test_what_a_function_assigns_itself_may_change(monkeypatch: pytest.MonkeyPat
         total = log["calls"] = trainer.num_calls = trainer.iteration = index * 10
         monkeypatch.setattr(f"{__name__}.UNUSED", float(index))
     assert step.phase is graphfsdp.Phase.REPLAY
+
+
+class Output:
+    """What a model of another library returns."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+loss = 0.0
+
+
+def reads_loss_of_the_output(model: nn.Module, x: Tensor) -> Tensor:
+    return Output(model(x)).loss
+
+
+class Program:
+    """Keeps its last loss under the name that the model's output has, too."""
+
+    def __init__(self) -> None:
+        self.settings = Settings()
+        self.mean = self.loss = 0.0
+
+    def loss_fn(self, model: nn.Module, x: Tensor) -> Tensor:
+        return Output(model(x) * self.settings.weight + x.mean()).loss
+
+
+def test_numbers_that_only_share_a_name_with_an_attribute_may_change() -> None:
+    program, settings = Program(), argparse.Namespace(weight=1.0, mean=0.0)
+
+    def by_settings(model: nn.Module, x: Tensor) -> Tensor:
+        return Output(model(x) * settings.weight + x.mean()).loss
+
+    for loss_fn in (reads_loss_of_the_output, program.loss_fn, by_settings):
+        step, *_ = start(torch.device("cpu"), loss_fn)
+        for _ in range(6):
+            value = float(step(inputs(torch.device("cpu"))))
+            globals()["loss"] = program.loss = program.mean = settings.mean = value
+        assert step.phase is graphfsdp.Phase.REPLAY
+
+
+def test_a_configuration_that_goes_by_another_name_is_seen() -> None:
+    settings = Settings()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        known_as = settings
+        loss: Tensor = (lambda value: value * known_as.weight)(model(x))
+        return loss
+
+    message = refused(
+        loss_fn, lambda: setattr(settings, "weight", 2.0), lambda: setattr(settings, "weight", 1.0)
+    )
+    assert "'weight' of closure variable 'settings'" in message
