@@ -179,6 +179,11 @@ class Engine:
         torch.autograd.graph.increment_version(self._trained)
         self.step_outside()
 
+    def close(self) -> None:
+        """Unhook the parameters, and forget the last replay."""
+        self._replayed = None
+        self.gradients.close()
+
     def abandon(self) -> None:
         """Let the sharded units forget an eager iteration that was interrupted."""
         for root in sharded_roots(self.model):

@@ -181,7 +181,7 @@ class StepRunner:
         self.phase = Phase.CLOSED
         self._evaluator.close()
         self._recordings.close()
-        self._engine.gradients.close()
+        self._engine.close()
 
     def _changes(self, recording: Recording) -> list[Change]:
         """Return what is not as it was when the graph was made."""
