@@ -1,10 +1,14 @@
-"""The host side of an optimizer's state: which tensors, groups and numbers it held."""
+"""The host side of an optimizer: which tensors, groups and numbers it held, its refusals."""
 
+import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.rules import Refusal
 from graphfsdp.errors import CaptureError
 from graphfsdp.hazards import HazardKind
 
@@ -65,6 +69,23 @@ class HostOptimizer:
                 )
 
 
+def of_optimizer(refusal: Refusal) -> Refusal:
+    """Return a refusal with the remedies for optimizers, if one is in its step just now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, torch.optim.Optimizer):
+            return dataclasses.replace(
+                refusal,
+                what=f"{type(owner).__name__}.step: {refusal.what}",
+                remedy="an optimizer that can be captured, such as those of graphfsdp.optim; "
+                "scope='forward_backward', which leaves any optimizer outside the graph; in one "
+                f"of your own: {refusal.remedy}",
+            )
+        frame = frame.f_back
+    return refusal
+
+
 def _numbers(values: Mapping[str, object]) -> dict[str, float]:
     return {
         key: value
@@ -73,4 +94,4 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-__all__ = ["HostOptimizer"]
+__all__ = ["HostOptimizer", "of_optimizer"]

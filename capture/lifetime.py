@@ -2,8 +2,10 @@
 
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphfsdp._capture.copy_on_write import is_undo_mode
@@ -58,12 +60,19 @@ class CallGate:
         self._lock.release()
 
 
-def refuse_surroundings(device: torch.device) -> None:
+def refuse_surroundings(device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
     """Refuse a call from where no iteration can run.
 
     Raises:
-        PhaseError: inference mode, or another capture is recording.
+        PhaseError: inference mode, another capture is recording, or a process group of the model
+            was destroyed.
     """
+    if groups and any(group not in dist.distributed_c10d._world.pg_names for group in groups):
+        raise PhaseError(
+            "the captured step was called after destroy_process_group, and the model is sharded "
+            "over a group that was destroyed. Remedy: step.close() first, then "
+            "destroy_process_group(); for another group shard the model and capture anew"
+        )
     if torch.is_inference_mode_enabled():
         raise PhaseError(
             "the captured step was called under torch.inference_mode, where nothing can be "

@@ -42,6 +42,7 @@ class StepRunner:
     Attributes:
         phase: What the next call does.
         device: Where the model lies.
+        groups: Process groups of the ranks that share the model.
         num_microbatches: Parts that the next batch is split into.
         breakage: Why the phase is BROKEN.
     """
@@ -59,8 +60,8 @@ class StepRunner:
         self._engine = engine
         self._backend = engine.backend
         self._options = options
-        groups = [g for root in sharded_roots(engine.model) for g in root.process_groups()]
-        self._agreement = Agreement(groups)
+        self.groups = [g for root in sharded_roots(engine.model) for g in root.process_groups()]
+        self._agreement = Agreement(self.groups)
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs)
         self._evaluator = Evaluator(engine, self._agreement, options.max_graphs)

@@ -212,7 +212,7 @@ class CapturedStep:
             raise PhaseError("this captured step is closed. Remedy: capture again")
         if self._runner.phase is Phase.BROKEN:
             raise PhaseError(f"this captured step is broken: {self._runner.breakage}")
-        refuse_surroundings(self._runner.device)
+        refuse_surroundings(self._runner.device, self._runner.groups)
 
 
 __all__ = ["CapturedStep"]

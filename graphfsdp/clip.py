@@ -27,10 +27,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         [] float32, the norm before clipping, equal on every rank.
 
     Raises:
-        ConfigError: ``max_norm`` is not positive.
+        ConfigError: ``max_norm`` is not positive, or ``model`` is no module.
 
     Capture: no host sync; one collective for each group of ranks that shares gradients.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}. Remedy: "
+            "clip_grad_norm_(model, max_norm): the module knows which gradients are sharded"
+        )
     if not max_norm > 0:
         raise ConfigError(f"max_norm must be a positive number, got {max_norm!r}")
     whole, sharded = _gradients(model)

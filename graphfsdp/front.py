@@ -23,6 +23,7 @@ from graphfsdp.preconditions import (
     only_device,
     precision_of,
     refuse_clipping_of_scaled_gradients,
+    refuse_foreign_optimizer,
     refuse_other_types,
     trainable_parameters,
 )
@@ -120,6 +121,8 @@ def capture(
     for item in inner:
         adopt_sharded_parameters(together, item)
         refuse_clipping_of_scaled_gradients(item, options)
+        if iteration is None:
+            refuse_foreign_optimizer(together, item)
     graph_backend = make_backend(backend, only_device(together, _trainable(together, inner)))
     if options.scope is not Scope.NONE:
         refuse_compiled_modules(together, graph_backend.device)

@@ -134,6 +134,23 @@ def trainable_parameters(
     return found
 
 
+def refuse_foreign_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has nothing to do with the model.
+
+    Raises:
+        ConfigError: the model has something to train, and the optimizer holds none of it.
+    """
+    trainable = {id(param) for param in model.parameters() if param.requires_grad}
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if trainable and not trainable & held:
+        raise ConfigError(
+            f"the optimizer ({type(optimizer).__name__}) holds none of the model's "
+            f"{len(trainable)} trainable parameters, so the model would never be trained. Remedy: "
+            "make the optimizer from the parameters that the model has now; a copy of a model, or "
+            "one that was made again, has others"
+        )
+
+
 def only_device(model: nn.Module, named_params: dict[str, nn.Parameter]) -> torch.device:
     """Return the device on which all of a model lies.
 
