@@ -123,7 +123,7 @@ def baked_value(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
         "nothing on the device to explain it: a Python value (a counter, a clock, a random "
         "number) that a replay would go on with unchanged",
         "keep it in a tensor that is changed in place (fill_, add_), pass it as a tensor of the "
-        "batch, or draw it with torch.rand",
+        "batch, or draw it with torch.rand; one that soon stays as it is needs more warmup_steps",
         HazardKind.BAKED_NUMBER,
     )
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from graphfsdp._capture.compiled_code import has_compiled, has_compiled_regions
 from graphfsdp._capture.constant_log import ConstantEntry, ConstantLog, baked_value, other_path
 from graphfsdp._capture.function_rules import is_fixed_one_hot, one_hot
+from graphfsdp._capture.host_optimizer import running_optimizer
 from graphfsdp._capture.op_tensors import LITERAL_OPS, computes_nothing, is_wrapper_subclass
 from graphfsdp._capture.rules import Refusal
 from graphfsdp._capture.source import ModuleTracker, user_line_in_backward, user_source_line
@@ -36,7 +37,7 @@ class ConstantWatch:
             model: Names the modules.
             device: Where it lies.
             with_optimizer: The optimizer steps in what is watched. Its numbers are live, or
-                guarded, so operators without gradients are left out.
+                guarded, so its operators are left out.
         """
         self.failure: CaptureError | None = None
         self._model = model
@@ -55,7 +56,7 @@ class ConstantWatch:
         if self._may_run_compiled_code(is_first=is_first):
             yield
             return
-        mode = _ConstantMode(only_gradients=self._with_optimizer)
+        mode = _ConstantMode(without_optimizer=self._with_optimizer)
         with _SameFunctions(), mode:
             yield
         self._expected, self._is_settled = mode.log, not is_first
@@ -81,7 +82,7 @@ class ConstantWatch:
             expected,
             tracker,
             follows_path=follows_path,
-            only_gradients=self._with_optimizer,
+            without_optimizer=self._with_optimizer,
         )
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
         with tracker.tracking(), mode:
@@ -128,10 +129,10 @@ class _ConstantMode(TorchDispatchMode):
         """Let compiled regions run compiled: torch would otherwise give up on them for good."""
         return True
 
-    def __init__(self, *, only_gradients: bool) -> None:
+    def __init__(self, *, without_optimizer: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = ConstantLog()
-        self._only_gradients = only_gradients
+        self._without_optimizer = without_optimizer
 
     def __torch_dispatch__(
         self,
@@ -151,8 +152,10 @@ class _ConstantMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _is_left_out(self) -> bool:
+        if not self._without_optimizer or torch.is_grad_enabled():
+            return False
         in_backward = torch._C._current_autograd_node() is not None
-        return self._only_gradients and not in_backward and not torch.is_grad_enabled()
+        return not in_backward and running_optimizer() is not None
 
     def _note(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -172,9 +175,9 @@ class _ComparingMode(_ConstantMode):
         tracker: ModuleTracker,
         *,
         follows_path: bool,
-        only_gradients: bool,
+        without_optimizer: bool,
     ) -> None:
-        super().__init__(only_gradients=only_gradients)
+        super().__init__(without_optimizer=without_optimizer)
         self._expected = iter(expected.entries)
         self._tracker = tracker
         self._follows_path = follows_path

@@ -69,21 +69,29 @@ class HostOptimizer:
                 )
 
 
-def of_optimizer(refusal: Refusal) -> Refusal:
-    """Return a refusal with the remedies for optimizers, if one is in its step just now."""
+def running_optimizer() -> torch.optim.Optimizer | None:
+    """Return the optimizer whose step is on this thread's stack; for what runs rarely."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if isinstance(owner, torch.optim.Optimizer):
-            return dataclasses.replace(
-                refusal,
-                what=f"{type(owner).__name__}.step: {refusal.what}",
-                remedy="an optimizer that can be captured, such as those of graphfsdp.optim; "
-                "scope='forward_backward', which leaves any optimizer outside the graph; in one "
-                f"of your own: {refusal.remedy}",
-            )
+            return owner
         frame = frame.f_back
-    return refusal
+    return None
+
+
+def of_optimizer(refusal: Refusal) -> Refusal:
+    """Return a refusal with the remedies for optimizers, if one is in its step just now."""
+    optimizer = running_optimizer()
+    if optimizer is None:
+        return refusal
+    return dataclasses.replace(
+        refusal,
+        what=f"{type(optimizer).__name__}.step: {refusal.what}",
+        remedy="an optimizer that can be captured, such as those of graphfsdp.optim; "
+        "scope='forward_backward', which leaves any optimizer outside the graph; in one "
+        f"of your own: {refusal.remedy}",
+    )
 
 
 def _numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -94,4 +102,4 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-__all__ = ["HostOptimizer", "of_optimizer"]
+__all__ = ["HostOptimizer", "of_optimizer", "running_optimizer"]

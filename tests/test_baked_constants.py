@@ -305,3 +305,38 @@ def test_compiled_code_stays_compiled_under_the_watch() -> None:
             function(x)
         function(x)
     assert num_runs == 5
+
+
+@pytest.mark.parametrize("decays", [False, True])
+@pytest.mark.parametrize("name", ["fused_adam", "sgd"])
+def test_a_decay_of_averaged_weights_that_python_computes_is_refused(
+    decays: bool, name: str, device: torch.device
+) -> None:
+    quick_garbage_collection()
+    model = Scaled(lambda: 2.0, "argument").to(device)
+    average = [param.detach().clone() for param in model.parameters()]
+    kind = FusedAdam if name == "fused_adam" else functools.partial(torch.optim.SGD, momentum=0.9)
+    num_calls = 0
+
+    def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        loss: Tensor = model(x)
+        loss.backward()
+        optimizer.step()
+        decay = (1 + num_calls) / (10 + num_calls) if decays else 0.9
+        with torch.no_grad():
+            for mean, param in zip(average, model.parameters(), strict=True):
+                mean.lerp_(param, 1 - decay)
+        return loss
+
+    step = graphfsdp.capture(model, kind(model.parameters(), lr=0.1), iteration=iteration)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(3):
+        step(x)
+    step(x)
+    if not decays:
+        assert step.phase is Phase.REPLAY
+        return
+    with pytest.raises(CaptureError, match=r"lerp.* was given .*Python value"):
+        step(x)
