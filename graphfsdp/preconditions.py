@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy
@@ -118,9 +119,15 @@ def trainable_parameters(
     """Return the trainable parameters of the model, and the optimizer's own, each once.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or a lazy module has not made its own yet.
     """
     found = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for name, param in found.items():
+        if is_lazy(param):
+            raise ConfigError(
+                f"parameter {name!r} of a lazy module has no shape yet. Remedy: run the model "
+                "once on a batch, then make the optimizer and capture"
+            )
     known = {id(param) for param in model.parameters()}
     for group_index, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):

@@ -19,6 +19,13 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     graphfsdp.capture(model, FusedAdam([model.bias])).close()  # a part of them will do
 
 
+def test_a_lazy_module_is_refused_by_the_name_of_its_parameter() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(graphfsdp.ConfigError, match=r"'0\.weight'.*no shape yet.*run the model"):
+        graphfsdp.capture(model, optimizer)
+
+
 @pytest.mark.parametrize("iteration", [False, True])
 def test_a_host_read_of_an_optimizer_comes_with_the_remedies_for_optimizers(
     iteration: bool,
