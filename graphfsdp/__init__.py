@@ -42,6 +42,44 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "AsyncSaver",
+    "BatchMismatchError",
+    "Buckets",
+    "CaptureError",
+    "CaptureReport",
+    "CapturedStep",
+    "CheckReport",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "ConfigError",
+    "FSDPModule",
+    "GraphFSDPError",
+    "GuardError",
+    "Hazard",
+    "HazardKind",
+    "InvalidLossError",
+    "MetricRing",
+    "MixedPrecisionPolicy",
+    "NotCopyableError",
+    "Phase",
+    "PhaseError",
+    "PrecisionError",
+    "Scope",
+    "ShardingStrategy",
+    "VerificationError",
+    "capture",
+    "check",
+    "clip_grad_norm_",
+    "fully_shard",
+    "load",
+    "masked_mean",
+    "recompute",
+    "recompute_contexts",
+    "save",
+]
+
 
 def __getattr__(name: str) -> Any:
     # DTensor takes about a second to import, which a run on one rank need not wait for, and so
@@ -55,3 +93,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(checkpoint, name)
     raise AttributeError(f"module 'graphfsdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "optim"]
