@@ -1,5 +1,6 @@
 """Activation recomputation that draws nothing twice, so that a graph can hold it."""
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
@@ -157,7 +158,7 @@ class _Drawn:
         return pytree.tree_unflatten(leaves, self._spec)
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode, abc.ABC):
     """Shows every operator to a subclass, wrapper tensors being taken apart first."""
 
     def __init__(self, drawn: list[_Drawn]) -> None:
@@ -178,6 +179,7 @@ class _Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         return self.on_op(func, args, kwargs, _written(func, args, kwargs))
 
+    @abc.abstractmethod
     def on_op(
         self,
         op: torch._ops.OpOverload,
@@ -185,7 +187,7 @@ class _Mode(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         written: Sequence[Tensor],
     ) -> Any:
-        raise NotImplementedError
+        """Take an operator call, and return its result."""
 
 
 class _Keep(_Mode):

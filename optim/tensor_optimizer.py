@@ -3,6 +3,7 @@
 Shapes: G = groups; [...] a parameter's shape, or this rank's rows of it.
 """
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class TensorMember(NamedTuple):
     row: int
 
 
-class TensorOptimizer(torch.optim.Optimizer):
+class TensorOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer whose numbers are live in a replay; subclasses say how a step is taken.
 
     ``param_groups`` hold ordinary Python numbers (lr may be a tensor), which ``step`` and every
@@ -56,22 +57,23 @@ class TensorOptimizer(torch.optim.Optimizer):
         self._skipped = torch.zeros(())
         super().__init__(params, defaults)
 
+    @abc.abstractmethod
     def _rule(self) -> Rule:
         """Return what reads and checks the numbers of a group."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _check_member(self, param: Tensor, group: Mapping[str, Any], name: str) -> None:
         """Refuse a parameter that the rule cannot step on.
 
         Raises:
             ConfigError: it is named.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state of a parameter that takes its first step."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _update(
         self,
         members: list[TensorMember],
@@ -79,7 +81,6 @@ class TensorOptimizer(torch.optim.Optimizer):
         grad_scale: Tensor | None,  # [] float
     ) -> None:
         """Take the step."""
-        raise NotImplementedError
 
     @property
     def skipped_steps(self) -> Tensor:
