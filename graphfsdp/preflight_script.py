@@ -215,7 +215,7 @@ def _arguments_of(made: object) -> dict[str, Any]:
     missing = [name for name in names[:3] if name not in found]
     if missing:
         raise ScriptError(
-            f"the function returned {type(made).__name__}; expected (model, optimizer, batch), "
+            f"the function returned a {type(made).__name__}; expected (model, optimizer, batch), "
             "(model, optimizer, batch, loss_fn), or a mapping with these keys and other arguments "
             "of graphfsdp.check"
         )
