@@ -1,0 +1,1 @@
+"""The benchmark behind ``graphfsdp bench``: workloads, contenders, measurements, reports."""

@@ -1,0 +1,141 @@
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphfsdp.bench import records
+from graphfsdp.bench.record_files import from_data, read_result, to_data, to_json, write_result
+from graphfsdp.bench.spread import Distribution, Spread, quantile
+from graphfsdp.errors import ConfigError
+
+
+def contender(name: str, *windows: tuple[float, ...]) -> records.ContenderResult:
+    return records.ContenderResult(
+        name=name,
+        description=f"{name} it is",
+        init=records.InitRecord(build_ms=1.5, warmup_ms=20.0, num_warmup_steps=5, num_nodes=7),
+        timing=records.TimingRecord(windows, (0.5,) * len(windows), (2.0,) * len(windows)),
+        parity=records.ParityRecord(10, 0.0, True, None, 0.0, 3.25),
+        memory=records.MemoryRecord("a process of its own", process_bytes=2**28),
+        notes=("a note",),
+    )
+
+
+def case(stated_tflops: float | None = None) -> records.CaseResult:
+    return records.CaseResult(
+        workload=records.WorkloadFacts(
+            name="gpt-tiny",
+            family="gpt",
+            dtype="fp32",
+            batch_size=4,
+            items_per_sample=32,
+            unit="tokens",
+            data="text",
+            num_parameters=1000,
+            flops_per_step=6e9,
+            flops_formula="6 N + 12 L C T",
+        ),
+        peak=records.PeakFacts(stated_tflops, 0.05, "the best of 5 products"),
+        contenders=(
+            contender("eager", (2.0, 4.0), (6.0, 6.0)),
+            contender("full_iteration", (1.0, 1.0), (2.0, 4.0)),
+        ),
+        not_run=(records.NotRun("compile", "torch.compile", "no compiler", "Traceback"),),
+    )
+
+
+def result(**changes: object) -> records.BenchResult:
+    environment = records.Environment(
+        date="2026-01-02T03:04:05",
+        commit=None,
+        python="3.11",
+        torch="2.13.0",
+        versions={"numpy": "2.0"},
+        system="Linux x86_64",
+        cpu="some CPU",
+        num_cpus=2,
+        num_threads=1,
+    )
+    made = records.BenchResult(
+        environment, {"seed": 0, "cases": ["a"]}, "bench", 0, (case(),), {"moe": "no time"}
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_a_result_file_reads_back_as_it_was(tmp_path: pathlib.Path) -> None:
+    write_result(result(), tmp_path / "result.json")
+    assert read_result(tmp_path / "result.json") == result()
+    assert read_result(tmp_path) == result()
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_lists_of_numbers_take_one_line() -> None:
+    assert "[2.0, 4.0]," in to_json(result())
+    assert json.loads(to_json(result())) == to_data(result())
+
+
+def test_what_is_not_finite_becomes_none() -> None:
+    parity = records.ParityRecord(1, math.nan, False, 0, math.inf, -math.inf)
+    data = to_data(parity)
+    assert data["max_difference"] is data["early_difference"] is data["last_loss"] is None
+    assert from_data(records.ParityRecord, data).max_difference is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "paired"}, "is not a result of graphfsdp bench"),
+        ({"schema_version": 2}, "schema version 2, this graphfsdp reads 1"),
+        ({"seed": "0"}, r"result\.json\.seed: expected int, got str"),
+        ({"speed": 1}, "unknown field 'speed'"),
+        ({"cases": [{}]}, r"cases\[0\].*workload"),
+        ({"left_out": {"a": 1}}, r"left_out\.a: expected str, got int"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused_by_name(
+    tmp_path: pathlib.Path, change: dict[str, object], message: str
+) -> None:
+    (tmp_path / "result.json").write_text(json.dumps({**to_data(result()), **change}))
+    with pytest.raises(ConfigError, match=message):
+        read_result(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"a"'])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: pathlib.Path, text: str) -> None:
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ConfigError, match="result of graphfsdp bench"):
+        read_result(tmp_path)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    assert case().ratios("full_iteration") == (3.0, 2.0)
+    assert case().speedup("full_iteration") == Spread(2.5, 2.0, 3.0)
+    assert case().ratios("compile") == ()
+    assert case().speedup("compile") is None
+
+
+def test_throughput_and_utilization_follow_from_the_median_step() -> None:
+    assert case().items_per_s("eager") == 4 * 32 / 5e-3
+    assert case().tflops("eager") == pytest.approx(6e9 / 5e-3 / 1e12)
+    assert case().mfu("eager") is None
+    assert case(stated_tflops=12.0).mfu("eager") == pytest.approx(0.1)
+    assert case().measured_utilization("eager") == pytest.approx(1.2 / 0.05)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40), st.floats(0, 1))
+def test_quantiles_are_those_of_numpy(values: list[float], share: float) -> None:
+    assert quantile(values, share) == pytest.approx(float(np.quantile(values, share)))
+
+
+def test_a_distribution_has_the_middle_and_the_tails() -> None:
+    values = [float(value) for value in range(1, 101)]
+    found = Distribution.of(values)
+    assert (found.num_steps, found.median, found.mean, found.maximum) == (100, 50.5, 50.5, 100.0)
+    assert (found.p5, found.p95, found.p99) == pytest.approx((5.95, 95.05, 99.01))
+    assert found.cv == pytest.approx(statistics.pstdev(values) / 50.5)
