@@ -23,8 +23,10 @@ help:  ## list the targets
 train: $(VENV)/.train  ## train the default GPT on Python's own source files (ARGS="..." for more)
 	$(bin)/python -m graphfsdp train --out "$(RUN)" $(ARGS)
 
+# Files are spread over processes: one per core, and few, since each has gloo ranks of its own.
+# ARGS="-n 0" runs all in one process, for --pdb and -s.
 test: $(VENV)/.dev  ## run the test suite (ARGS="-k name" for a part of it)
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy --strict
 	$(bin)/ruff check .
