@@ -12,6 +12,8 @@ from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
 from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
 from graphfsdp.optim.lion import FusedLion as FusedLion
 from graphfsdp.optim.muon import Muon as Muon
+from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
+from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler
 from graphfsdp.optim.sgd import FusedSGD as FusedSGD
 
 __all__ = [
@@ -21,5 +23,7 @@ __all__ = [
     "FusedLion",
     "FusedSGD",
     "Muon",
+    "ParamSchedule",
+    "ParamScheduler",
     "make_adam",
 ]

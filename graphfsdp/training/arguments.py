@@ -7,6 +7,11 @@ from typing import Any, NoReturn
 
 from graphfsdp.config import Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim.schedule import (
+    LR_DECAY_STYLES,
+    LR_WSD_DECAY_STYLES,
+    WEIGHT_DECAY_INCR_STYLES,
+)
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.presets import PRESETS, find_preset
 
@@ -42,6 +47,11 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     if strategy is not None:
         given["data_parallel_sharding_strategy"] = ShardingStrategy.parse(strategy).value
     preset = find_preset(given.get("preset", "default"))
+    if {"lr_warmup_iters", "lr_warmup_fraction"} <= given.keys():
+        raise ConfigError(
+            "--lr-warmup-iters and --lr-warmup-fraction both say how long the warm-up is; give "
+            "one of them"
+        )
     if "train_iters" in given:
         # A preset's warm-up is for the preset's length; a shorter run gets a shorter one.
         shortest = min(preset.lr_warmup_iters, given["train_iters"] // 10)
@@ -169,17 +179,30 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "optimizer and schedule")
     group.value("--lr", float, "learning rate after warm-up")
     group.choice(
-        "--lr-decay-style", ("constant", "linear", "cosine", "WSD"), "how the learning rate goes "
+        "--lr-decay-style", LR_DECAY_STYLES, "how the learning rate goes "
         "from --lr to --min-lr; the graph reads it from the device, so nothing is captured again",
     )  # fmt: skip
+    group.value("--lr-decay-iters", int, "when the rate has reached --min-lr; --train-iters if "
+                "not given")  # fmt: skip
     group.value("--lr-warmup-iters", int, "iterations over which the rate first rises")
+    group.value("--lr-warmup-fraction", float, "the same as a share of --lr-decay-iters")
+    group.value(
+        "--lr-warmup-init", float, "rate of the very first iteration; if not given, it has its "
+        "part of the rise already, where Megatron's has 0 and trains nothing",
+    )  # fmt: skip
     group.choice(
-        "--lr-wsd-decay-style", ("exponential", "linear", "cosine", "minus_sqrt"),
+        "--lr-wsd-decay-style", LR_WSD_DECAY_STYLES,
         "how the rate of --lr-decay-style WSD falls at the end",
     )  # fmt: skip
     group.value("--lr-wsd-decay-iters", int, "iterations over which that rate falls")
     group.value("--min-lr", float, "learning rate at the end")
     group.value("--weight-decay", float, "decoupled decay of matrices; vectors have none")
+    group.choice(
+        "--weight-decay-incr-style", WEIGHT_DECAY_INCR_STYLES, "how the decay goes from "
+        "--start-weight-decay to --end-weight-decay in --train-iters; constant is --weight-decay",
+    )  # fmt: skip
+    group.value("--start-weight-decay", float, "decay of matrices in the first iteration")
+    group.value("--end-weight-decay", float, "decay of matrices in the last one, no smaller")
     group.value("--adam-beta1", float, "decay of the gradient's running mean")
     group.value("--adam-beta2", float, "decay of the squared gradient's running mean")
     group.value("--adam-eps", float, "added to the root of the second moment")

@@ -9,7 +9,7 @@ import torch
 
 import graphfsdp
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim import FusedAdam
+from graphfsdp.optim import FusedAdam, ParamScheduler
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.corpus import Corpus, load_corpus
 from graphfsdp.training.data import BatchSampler
@@ -31,7 +31,7 @@ class TrainingRun:
     sampler: BatchSampler
     model: GPT
     optimizer: FusedAdam
-    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scheduler: ParamScheduler
     step: graphfsdp.CapturedStep
 
 
@@ -155,6 +155,9 @@ def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAd
         {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    if config.weight_decay_incr_style != "constant":
+        # Also where the decay begins at 0.
+        groups[0]["wd_mult"] = 1.0
     return FusedAdam(
         groups,
         lr=config.lr,

@@ -9,7 +9,6 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.ranks import Ranks
-from graphfsdp.training.schedule import learning_rate
 
 # Flags that change what is seen or kept of a run, or how it is computed, but not its numbers.
 _FREE = frozenset(
@@ -103,7 +102,7 @@ class RunCheckpoints:
                 f"{loaded.path} has {position.iteration} iterations already; give more "
                 f"--train-iters than {config.train_iters} to go on"
             )
-        self._apply_flags(position.iteration)
+        self._apply_flags()
         lines = [f"resumed from {loaded.path} after {position.iteration} iterations"]
         if self._state.differences:
             lines.append(
@@ -112,17 +111,17 @@ class RunCheckpoints:
             )
         return position, lines
 
-    def _apply_flags(self, iteration: int) -> None:
+    def _apply_flags(self) -> None:
         """Set the hyper-parameters that this run's flags ask for; the same where these are."""
         config, scheduler = self._run.config, self._run.scheduler
         scheduler.base_lrs = [config.lr for _ in scheduler.base_lrs]
         groups = self._run.optimizer.param_groups
         for group, decay in zip(groups, self._weight_decays, strict=True):
             group["initial_lr"] = config.lr
-            group["lr"] = config.lr * (learning_rate(config, iteration) / config.lr)
             group["betas"] = (config.adam_beta1, config.adam_beta2)
             group["eps"] = config.adam_eps
             group["weight_decay"] = decay
+        scheduler.apply()
 
     def save_if_due(self, position: Position) -> None:
         """Save after an iteration that ``--save-interval`` names, and after the last.

@@ -9,11 +9,13 @@ import torch
 
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
 DtypeName = Literal["fp32", "bf16"]
-LrDecayStyle = Literal["constant", "linear", "cosine", "WSD"]
+LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
 
@@ -78,11 +80,17 @@ class TrainConfig:
     # Optimizer and schedule.
     lr: float = 3e-3
     lr_decay_style: LrDecayStyle = "cosine"
+    lr_decay_iters: int | None = None
     lr_warmup_iters: int = 20
+    lr_warmup_fraction: float | None = None
+    lr_warmup_init: float | None = None
     lr_wsd_decay_style: LrWsdDecayStyle = "exponential"
     lr_wsd_decay_iters: int | None = None
     min_lr: float = 0.0
     weight_decay: float = 0.1
+    weight_decay_incr_style: WeightDecayIncrStyle = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
@@ -145,19 +153,28 @@ class TrainConfig:
         self._in_range("adam_beta2", 0 <= self.adam_beta2 < 1, "in [0, 1)")
         self._in_range("adam_eps", self.adam_eps >= 0, "at least 0")
         self._in_range("clip_grad", self.clip_grad >= 0, "at least 0 (0 turns clipping off)")
-        if self.lr_warmup_iters >= self.train_iters and self.lr_warmup_iters > 0:
+        if self.lr_warmup_init is not None:
+            in_range = 0 <= self.lr_warmup_init <= self.lr
+            self._in_range("lr_warmup_init", in_range, f"in [0, --lr {self.lr}]")
+        if self.lr_decay_iters is not None:
+            self._at_least("lr_decay_iters", 1)
+        if self._warmup_iters >= self.train_iters and self._warmup_iters > 0:
             raise ConfigError(
-                f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
+                f"--lr-warmup-iters {self._warmup_iters:g} leaves nothing of --train-iters "
                 f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
             )
-        if self.lr_decay_style == "WSD":
-            longest = self.train_iters - self.lr_warmup_iters
+        if self.lr_decay_style == "WSD" and self.lr_decay_iters is None:
+            longest = self.train_iters - math.ceil(self._warmup_iters)
             num_iters = self.lr_wsd_decay_iters
             if num_iters is None or not 1 <= num_iters <= longest:
                 raise ConfigError(
                     "--lr-decay-style WSD decays in the last --lr-wsd-decay-iters iterations; "
                     f"expected 1 to {longest}, what the warm-up leaves, got {num_iters}"
                 )
+        try:
+            _ = self.schedule
+        except ConfigError as error:
+            raise ConfigError(_in_flags(str(error))) from None
 
     def _check_precision(self) -> None:
         if self.main_params_dtype == "bf16" and not self.bf16:
@@ -235,6 +252,35 @@ class TrainConfig:
         )
 
     @property
+    def _warmup_iters(self) -> float:
+        if self.lr_warmup_fraction is None:
+            return self.lr_warmup_iters
+        return self.lr_warmup_fraction * (self.lr_decay_iters or self.train_iters)
+
+    @property
+    def schedule(self) -> ParamSchedule:
+        """How learning rate and weight decay go.
+
+        Raises:
+            ConfigError: they cannot go so.
+        """
+        return ParamSchedule(
+            lr_decay_iters=self.lr_decay_iters or self.train_iters,
+            lr_decay_style=self.lr_decay_style,
+            # A fraction that was given counts more than a preset's number.
+            lr_warmup_iters=0 if self.lr_warmup_fraction is not None else self.lr_warmup_iters,
+            lr_warmup_fraction=self.lr_warmup_fraction,
+            lr_warmup_init=self.lr_warmup_init,
+            min_lr=self.min_lr,
+            lr_wsd_decay_style=self.lr_wsd_decay_style,
+            lr_wsd_decay_iters=self.lr_wsd_decay_iters,
+            weight_decay_incr_style=self.weight_decay_incr_style,
+            start_weight_decay=self.start_weight_decay,
+            end_weight_decay=self.end_weight_decay,
+            weight_decay_incr_iters=self.train_iters,
+        )
+
+    @property
     def param_dtype(self) -> torch.dtype:
         """Dtype of the model weights, in which forward and backward compute."""
         return torch.bfloat16 if self.bf16 else torch.float32
@@ -272,8 +318,8 @@ def _flag(name: str) -> str:
 
 
 def _in_flags(message: str) -> str:
-    """Spell the fields of the model's shape as the flags that set them."""
-    for field in fields(GPTConfig):
+    """Spell fields of the model's shape and of the schedule as the flags that set them."""
+    for field in (*fields(GPTConfig), *fields(ParamSchedule)):
         message = re.sub(rf"\b{field.name}\b", _flag(field.name), message)
     return message
 
@@ -286,4 +332,5 @@ __all__ = [
     "LrWsdDecayStyle",
     "ScopeName",
     "TrainConfig",
+    "WeightDecayIncrStyle",
 ]

@@ -1,53 +1,23 @@
-"""The learning rate of each iteration, for torch's own scheduler."""
-
-import math
+"""Learning rate and weight decay of each iteration of a run."""
 
 import torch
 
+from graphfsdp.optim import ParamScheduler
 from graphfsdp.training.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, iteration: int) -> float:
     """Return the rate of an iteration, counted from 0: linear warm-up, then decay.
 
-    With the style WSD (warm-up, stable, decay) the rate stays at its height until the last
-    ``lr_wsd_decay_iters`` iterations of the run, and then decays as ``lr_wsd_decay_style`` says.
-
-    The last iteration of the run trains at nearly ``min_lr``; later ones stay at it.
+    The numbers are Megatron's, but that each iteration of the warm-up has the rate of Megatron's
+    next one unless ``--lr-warmup-init`` is given: there the first iteration has a rate of 0.
     """
-    if iteration < config.lr_warmup_iters:
-        return config.lr * (iteration + 1) / config.lr_warmup_iters
-    style: str = config.lr_decay_style
-    decay_iters = config.train_iters - config.lr_warmup_iters
-    if style == "WSD" and config.lr_wsd_decay_iters is not None:
-        style, decay_iters = config.lr_wsd_decay_style, config.lr_wsd_decay_iters
-    progress = (iteration - (config.train_iters - decay_iters)) / decay_iters
-    remaining = _remaining(style, min(max(progress, 0.0), 1.0))
-    return config.min_lr + (config.lr - config.min_lr) * remaining
+    return config.schedule.learning_rate(iteration, config.lr)
 
 
-def _remaining(style: str, progress: float) -> float:
-    """Return the share of the way to ``min_lr`` that is left.
-
-    Source: Megatron-LM, ``OptimizerParamScheduler.get_lr``; WSD: Hu et al. 2024 (arXiv:2404.06395).
-    """
-    remaining: dict[str, float] = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-        "exponential": 2.0 * 0.5**progress - 1.0,
-        "minus_sqrt": 1.0 - math.sqrt(progress),
-    }
-    return remaining[style]
-
-
-def make_scheduler(
-    config: TrainConfig, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a scheduler that sets the optimizer's rate to ``learning_rate``."""
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda iteration: learning_rate(config, iteration) / config.lr
-    )
+def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer) -> ParamScheduler:
+    """Return a scheduler that sets the optimizer's rate and weight decay."""
+    return ParamScheduler(optimizer, config.schedule)
 
 
 __all__ = ["learning_rate", "make_scheduler"]
