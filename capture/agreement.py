@@ -14,6 +14,10 @@ _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.05
 
 
+class WarmUpAgainError(Exception):
+    """Another rank wants this attempt undone and repeated, with one more warm-up before it."""
+
+
 class Agreement:
     """The ranks' exchange about warm-ups and captures.
 
@@ -48,19 +52,26 @@ class Agreement:
         self._attempt += 1
         self._stage = 0
 
-    def settle(self) -> None:
+    def settle(self, *, again: bool = False) -> bool:
         """Wait until every rank has come as far as this one.
+
+        Args:
+            again: This rank wants the attempt undone and repeated.
+
+        Returns:
+            Whether any rank wants that; all of them get the same answer.
 
         Raises:
             CaptureError: another rank failed; the message names it and says why.
         """
         key = self._next_key()
         for channel in self._channels:
-            failed = channel.wait(key)
+            failed, again = channel.wait(key, again=again)
             if failed is not None:
                 raise CaptureError(
                     f"{failed}. So no rank keeps this iteration; everything is as it was before"
                 )
+        return again
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one gave up; waits for nobody.
@@ -105,22 +116,24 @@ class _Channel:
         self._group = group
         self._prefix = ""
 
-    def wait(self, key: str) -> str | None:
-        """Wait for all ranks; return which one failed and why, None if none did."""
+    def wait(self, key: str, *, again: bool) -> tuple[str | None, bool]:
+        """Wait for all ranks; return which one failed and why, and whether any says "again"."""
         store = self._store()
         key = self._key(key)
+        if again:
+            store.set(f"{key}/again", "yes")
         if store.add(f"{key}/count", 1) == self._group.size():
             store.set(f"{key}/done", "all")
         pause = _FIRST_PAUSE_S
         deadline = time.monotonic() + _timeout(self._group).total_seconds()
         while not store.check([f"{key}/done"]):
             if time.monotonic() > deadline:
-                return "some rank has not answered within the process group's timeout"
+                return "some rank has not answered within the process group's timeout", again
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         if store.check([f"{key}/failure"]):
-            return bytes(store.get(f"{key}/failure")).decode()
-        return None
+            return bytes(store.get(f"{key}/failure")).decode(), again
+        return None, bool(store.check([f"{key}/again"]))
 
     def post(self, key: str, text: str) -> str | None:
         """Tell why this rank failed; return what a rank that failed earlier has said."""
@@ -161,4 +174,4 @@ def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "WarmUpAgainError"]

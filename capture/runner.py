@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.agreement import Agreement
+from graphfsdp._capture.agreement import Agreement, WarmUpAgainError
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
 from graphfsdp._capture.attempt import Attempt
-from graphfsdp._capture.backend import Effect, Graph, GraphFacts
+from graphfsdp._capture.backend import Graph, GraphFacts
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.interrupts import DeferredInterrupts
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.recording import Recording, Recordings, kept_by, new_of
+from graphfsdp._capture.replayer import Replayer
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.step_report import make_report
 from graphfsdp._capture.verification import Verifier
 from graphfsdp.changes import Change, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.errors import PhaseError, VerificationError
+from graphfsdp.errors import PhaseError
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.sharded import sharded_roots
 
@@ -66,6 +67,7 @@ class StepRunner:
         self._recordings = Recordings(options.max_graphs)
         self._evaluator = Evaluator(engine, self._agreement, options.max_graphs)
         self._verifier = Verifier(engine, self._agreement)
+        self._replayer = Replayer(engine, self._agreement, self._verifier, options.verify)
         self._facts: GraphFacts | None = None
         self._num_calls: Counter[str] = Counter()
         self._num_warmups = 0
@@ -243,15 +245,18 @@ class StepRunner:
                 attempt.roll_back()
                 self._engine.grad_norm, recording.results = grad_norm, results
                 recording.drop_graph()
-                # Warm up once more for other numbers, but never on some of the ranks only.
-                again = recording.refused_values(error) and not self._agreement.is_collective
-                waits = again and recording.wait_once()
-                if not waits and (again or not recording.num_eager):
+                refused = recording.refused_values(error)
+                waits = (refused or isinstance(error, WarmUpAgainError)) and recording.wait_once()
+                # Where there are others, the ones that were not refused keep theirs.
+                begins_anew = refused and not self._agreement.is_collective
+                if not waits and (begins_anew or not recording.num_eager):
                     self._recordings.remove(recording)
                 self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
             if not waits:
                 self._agreement.fail(error)
                 raise
+            if refused:  # no rank warms up once more unless all do
+                self._agreement.settle(again=True)
             _LOG.info("warming up once more: %s", error)
         return self._attempt(recording)
 
@@ -282,7 +287,8 @@ class StepRunner:
         def check(was_read: Callable[[Tensor], bool]) -> None:
             attempt.host_state.check_unchanged(was_read)
             guards.arm(was_read)
-            self._agreement.settle()
+            if self._agreement.settle():
+                raise WarmUpAgainError("another rank was given other numbers than before")
 
         if engine.full:
             engine.optimizer.before_replay()
@@ -310,34 +316,13 @@ class StepRunner:
         return results
 
     def _replay(self, recording: Recording) -> list[Tensor]:
-        graph = recording.graph
-        assert graph is not None
-        self._engine.before_replay(recording)
         try:
-            with nvtx_range("replay"):
-                if recording.num_verified < self._options.verify:
-                    results = self._verifier.replay(recording)
-                    recording.num_verified += 1
-                else:
-                    results = graph.replay()
-        except VerificationError:
-            raise
-        except BaseException as error:  # of an operator, of a collective, or no memory
-            self._after_failed_replay(graph.effect, error)
-            raise
-        self._engine.after_replay()
+            results = self._replayer.run(recording)
+        finally:
+            if self._replayer.breakage:
+                self.phase, self.breakage = self.phase.to(Phase.BROKEN), self._replayer.breakage
         self._num_calls["replay"] += 1
         return results
-
-    def _after_failed_replay(self, effect: Effect, error: BaseException) -> None:
-        """Say in what state a replay that raised has left everything."""
-        if effect is Effect.NONE:
-            self._engine.gradients.drop()
-        if effect is Effect.PART:
-            self.phase = self.phase.to(Phase.BROKEN)
-            self.breakage = f"{type(error).__name__}: {effect.value}"
-        error.add_note(f"graphfsdp: {effect.value}")
-        self._agreement.explain(error, self._num_calls["replay"])
 
     def _finish(self, recording: Recording, results: list[Tensor]) -> Any:
         output, grad_norm = recording.results.unflatten(results)

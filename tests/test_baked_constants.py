@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
@@ -16,7 +15,6 @@ from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp.hazards import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, quick_garbage_collection, snapshot
-from ranks import RankPool, rank_device
 
 Number = Callable[[], float]
 
@@ -256,30 +254,6 @@ def test_a_retry_without_what_was_refused_is_captured_at_once(device: torch.devi
     hook.remove()  # now the iteration has fewer operators than the last warm-up
     step(x)
     assert step.phase is Phase.REPLAY
-
-
-def counts_on_one_rank() -> list[bool]:
-    counter = itertools.chain([1.0, 2.0, 3.0, 4.0], itertools.repeat(5.0))
-    numbers = counter if dist.get_rank() == 1 else itertools.repeat(5.0)
-    model = Scaled(lambda: next(numbers), "argument")
-    graphfsdp.fully_shard(model.to(rank_device()))
-    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01))
-    refused = []
-    for _ in range(8):
-        try:
-            step(torch.ones(8, 4, device=rank_device()))
-            refused.append(False)
-        except CaptureError:
-            refused.append(True)
-    assert step.phase is Phase.REPLAY
-    step.close()
-    return refused
-
-
-def test_what_one_rank_refuses_keeps_all_ranks_in_step(ranks2: RankPool) -> None:
-    # The value of the mended program is compared with that of the refused capture once more.
-    expected = [False] * 3 + [True] * 2 + [False] * 3
-    assert ranks2.run(counts_on_one_rank) == [expected, expected]
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # Python 3.13.0
