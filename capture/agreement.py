@@ -30,15 +30,22 @@ class Agreement:
     others are still in a collective of the iteration, with which it would be mixed up. They come
     out of theirs at its timeout, or at once when the failed process ends, and then find the cause
     in the store.
+
+    Note [Agreement over a mesh]: where ranks share the model in groups along several axes of a
+    mesh, they settle along one axis after the other, and a rank that finds a failure along one
+    tells it along all. So no rank gets past the last axis unless every rank of the mesh has come
+    as far, and every rank hears of a failure, also if it shares no group with the rank that failed.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Prepare; talks to nobody.
 
         Args:
-            groups: The ranks that share the model; none if it lies on one rank only.
+            groups: The ranks that share the model, a group for each axis of their mesh, in the
+                same order on every rank; none if it lies on one rank only.
         """
-        self._channels = [_Channel(group) for group in groups if group.size() > 1]
+        once = dict.fromkeys(group for group in groups if group.size() > 1)
+        self._channels = [_Channel(group) for group in once]
         self._attempt = 0
         self._stage = 0
 
@@ -68,6 +75,8 @@ class Agreement:
         for channel in self._channels:
             failed, again = channel.wait(key, again=again)
             if failed is not None:
+                for other in self._channels:
+                    other.tell(key, failed)
                 raise CaptureError(
                     f"{failed}. So no rank keeps this iteration; everything is as it was before"
                 )
@@ -79,18 +88,16 @@ class Agreement:
         Raises:
             CaptureError: this rank failed in a collective because another had failed before.
         """
-        key = self._next_key()
-        for channel in self._channels:
-            earlier = channel.post(key, f"{type(error).__name__}: {error}")
-            if earlier is None:
-                continue
-            if _may_be_a_collective(error):
-                raise CaptureError(
-                    f"{earlier}. So this rank waited in vain, and the process group is of no use "
-                    "any more; parameters, buffers, gradients and optimizer state are as they "
-                    "were before. Remedy: mend the cause, and start all ranks again"
-                ) from error
-            error.add_note(f"graphfsdp: {earlier}")
+        earlier = self._tell(self._next_key(), error)
+        if earlier is None:
+            return
+        if _may_be_a_collective(error):
+            raise CaptureError(
+                f"{earlier}. So this rank waited in vain, and the process group is of no use "
+                "any more; parameters, buffers, gradients and optimizer state are as they "
+                "were before. Remedy: mend the cause, and start all ranks again"
+            ) from error
+        error.add_note(f"graphfsdp: {earlier}")
 
     def explain(self, error: BaseException, replay: int) -> None:
         """Exchange causes after a failed replay, in whose collectives the other ranks may be.
@@ -99,10 +106,21 @@ class Agreement:
             error: What this rank raises; a note is added if another rank failed before it.
             replay: Number of the replay, the same on all ranks.
         """
+        earlier = self._tell(f"replay{replay}", error)
+        if earlier is not None:
+            error.add_note(f"graphfsdp: {earlier}")
+
+    def _tell(self, key: str, error: BaseException) -> str | None:
+        """Tell all ranks why this one failed; return what one that failed earlier has said."""
+        text = f"{type(error).__name__}: {error}"
+        mine = f"{_this_rank()} failed: {text}"
+        earlier = None
         for channel in self._channels:
-            earlier = channel.post(f"replay{replay}", f"{type(error).__name__}: {error}")
-            if earlier is not None:
-                error.add_note(f"graphfsdp: {earlier}")
+            first = channel.tell(key, earlier or mine)
+            # Where all ranks fail alike, each has its own error to tell.
+            if first is not None and first.partition(": ")[2] != text:
+                earlier = earlier or first
+        return earlier
 
     def _next_key(self) -> str:
         self._stage += 1
@@ -135,17 +153,15 @@ class _Channel:
             return bytes(store.get(f"{key}/failure")).decode(), again
         return None, bool(store.check([f"{key}/again"]))
 
-    def post(self, key: str, text: str) -> str | None:
-        """Tell why this rank failed; return what a rank that failed earlier has said."""
-        mine = f"rank {self._group.rank()} of {self._group.size()} failed: {text}"
+    def tell(self, key: str, mine: str) -> str | None:
+        """Tell of a failure unless another was told of before; return which one counts."""
         try:
             store, key = self._store(), self._key(key)
             first = bytes(store.compare_set(f"{key}/failure", "", mine)).decode()
             store.set(f"{key}/done", "failed")
         except (RuntimeError, ValueError):  # the group is destroyed, or the store's host is gone
             return None
-        # Where all ranks fail alike, each has its own error to tell.
-        return None if first.partition(": ")[2] == text else first
+        return first
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_process_group_store(self._group)
@@ -156,6 +172,13 @@ class _Channel:
             number = self._store().add(f"graphfsdp/steps/{self._group.rank()}", 1)
             self._prefix = f"graphfsdp/step{number}"
         return f"{self._prefix}/{key}"
+
+
+def _this_rank() -> str:
+    try:
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    except (RuntimeError, ValueError):  # the process group is destroyed; nobody will hear it
+        return "this rank"
 
 
 def _may_be_a_collective(error: BaseException) -> bool:

@@ -5,11 +5,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from graphfsdp.dtensors import local_part, sharding_group, wrap_like
+from graphfsdp.dtensors import RankGroups, local_part, sharding_groups, wrap_like
 from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.flat_buffer import FlatBuffer
 from graphfsdp.sharded import MainGrad
@@ -54,9 +53,9 @@ class _Entry:
         self.binds_at_once = False
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other rows of the gradient; None if it is whole here."""
-        return sharding_group(self.view) if self.sharding is None else self.sharding.group
+    def groups(self) -> RankGroups:
+        """The ranks that hold the other parts of the gradient; none if it is whole here."""
+        return sharding_groups(self.view) if self.sharding is None else self.sharding.groups
 
     @property
     def bound(self) -> bool:
@@ -146,7 +145,6 @@ class PersistentGradients:
             ConfigError: this torch cannot hold a gradient of another dtype in ``.grad``.
         """
         sharded = sharded or {}
-        self._groups = {grad.group for grad in sharded.values() if grad.group is not None}
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
         entries: dict[str, _Entry] = {}
         for name, param in named_params.items():
@@ -166,7 +164,9 @@ class PersistentGradients:
                 binding = _binding(name, param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
         self._entries = [entries[name] for name in named_params]
-        self._groups.update(e.group for e in self._entries if e.group is not None)
+        # In the order of the parameters, which is that of every rank's collectives.
+        shared = [*(g.groups for g in sharded.values()), *(e.groups for e in self._entries)]
+        self._groups = tuple(dict.fromkeys(groups for groups in shared if groups))
         self._decoupled = use_decoupled_grad
         self._landed: Landed | None = None
         self._handles: list[RemovableHandle] = [
@@ -233,21 +233,19 @@ class PersistentGradients:
         views = [local_part(e.view) for e in self._entries if e.sharding is not None]
         return [*(buffer.flat for buffer in self.buffers), *views]
 
-    def landed_views(self) -> tuple[list[Tensor], dict[dist.ProcessGroup, list[Tensor]]]:
+    def landed_views(self) -> tuple[list[Tensor], dict[RankGroups, list[Tensor]]]:
         """Return what the last iteration wrote, as plain tensors.
 
         Returns:
-            The gradients that are whole on every rank, and this rank's rows of the others by the
-            group that shares them. Every group is named, also where no row is here.
+            The gradients that are whole on every rank, and this rank's part of the others by the
+            groups that share them. Every group is named, also where nothing is here.
         """
         whole: list[Tensor] = []
-        sharded: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in self._groups}
+        sharded: dict[RankGroups, list[Tensor]] = {groups: [] for groups in self._groups}
         for entry in self._entries:
             if entry.landed:
-                group = entry.group
-                (whole if group is None else sharded.setdefault(group, [])).append(
-                    local_part(entry.view)
-                )
+                held = sharded[entry.groups] if entry.groups else whole
+                held.append(local_part(entry.view))
         return whole, sharded
 
     def without_gradient(self) -> Sequence[str]:

@@ -14,6 +14,7 @@ from graphfsdp.model_shards import ModelShards
 from graphfsdp.shard_group import ShardGroup, UnitOptions
 from graphfsdp.sharded import MainGrad
 from graphfsdp.unit import Unit, cast_inputs
+from graphfsdp.unit_mesh import find_axes
 
 _UNIT = "_graphfsdp_unit"
 _SHARDS = "_graphfsdp_shards"
@@ -44,10 +45,23 @@ class FSDPModule:
     def set_is_last_microbatch(self, is_last: bool) -> None:
         """Tell all units below whether the coming backward pass ends the iteration.
 
-        Strategies that do not shard gradients reduce them only then.
+        Strategies that do not shard gradients reduce them only then. On a mesh with an outer axis
+        every strategy reduces over that axis only then, and ``.grad`` is bound only then.
         """
         for unit in _units(self, recurse=True):
             unit.is_last_microbatch = is_last
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Reduce over the outer axis of the mesh after each backward pass, or not yet.
+
+        Without an outer axis this changes nothing.
+
+        Args:
+            requires_all_reduce: False in all backward passes of an accumulation but the last.
+            recurse: Also the units below.
+        """
+        for unit in _units(self, recurse=recurse):
+            unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard: bool, *, recurse: bool = True) -> None:
         """Drop whole weights between forward and backward, or keep them."""
@@ -74,7 +88,7 @@ class FSDPModule:
                 assert item.main_grad is not None
                 found[item.param] = MainGrad(
                     view=item.main_grad,
-                    group=options.group if item.buffer.sharded else None,
+                    groups=options.mesh.cut_groups if item.buffer.sharded else (),
                     decoupled=options.policy.use_decoupled_grad,
                 )
         return found
@@ -93,9 +107,12 @@ class FSDPModule:
         return found
 
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of ranks that share the units, each once."""
-        groups = {unit.group.options.group: None for unit in _units(self, recurse=True)}
-        return list(groups)
+        """Return the groups of ranks that share the units, each once.
+
+        On a mesh of several axes one for each axis.
+        """
+        units = _units(self, recurse=True)
+        return list(dict.fromkeys(g for unit in units for g in unit.group.options.mesh.groups))
 
     def abandon_iteration(self) -> None:
         """Forget an iteration that an exception has ended somewhere in the middle.
@@ -122,6 +139,9 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
     gradient_reduction: str = "mean",
+    shard_axis: str | None = None,
+    replicate_axis: str | None = None,
+    outer_strategy: str = "no_shard",
 ) -> nn.Module:
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
@@ -132,19 +152,26 @@ def fully_shard(
 
     Args:
         module: Takes over all its parameters that no unit below has.
-        mesh: 1-D; None is all ranks of the default process group.
+        mesh: 1-D, or 2-D as (replicate, shard): the unit is cut over the ranks of the inner axis
+            and repeated on the outer one, where gradients are reduced in the last microbatch only.
+            None is all ranks of the default process group.
         strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3.
         mp_policy: Dtypes of the copies of each weight and gradient.
         reshard_after_forward: For "optim_grads_params": drop whole weights between forward and
             backward, and gather them again.
         gradient_reduction: "mean" over ranks, or "sum" for a loss that is already divided by
             the number of tokens on all ranks (a per-token loss).
+        shard_axis: Name of the inner axis, in a mesh with more axes than are wanted here.
+        replicate_axis: Likewise of the outer axis, if there is one.
+        outer_strategy: "no_shard", or "optim" to cut main weights, main grads and optimizer
+            state over the ranks of the outer axis too. Model weights are then gathered over that
+            axis once an iteration.
 
     Returns:
         The module, which is an ``FSDPModule`` now.
 
     Raises:
-        ConfigError: the module or the mesh cannot be used.
+        ConfigError: the module, the mesh or a combination of options cannot be used.
         PrecisionError: ``.grad`` would need another dtype than its parameter.
     """
     if not isinstance(module, nn.Module):
@@ -156,9 +183,15 @@ def fully_shard(
         )
     policy = mp_policy or MixedPrecisionPolicy()
     _check_precision(module, policy)
+    parsed = ShardingStrategy.parse(strategy)
     options = UnitOptions(
-        mesh=_check_mesh(mesh) if mesh is not None else _default_mesh(module),
-        strategy=ShardingStrategy.parse(strategy),
+        mesh=find_axes(
+            _default_mesh(module) if mesh is None else mesh,
+            shard_axis,
+            replicate_axis,
+            cuts_outside=_cuts_outside(outer_strategy, parsed),
+        ),
+        strategy=parsed,
         policy=policy,
         reshard_after_forward=reshard_after_forward,
         reduction=_check_reduction(gradient_reduction),
@@ -219,13 +252,19 @@ def _check_reduction(reduction: str) -> str:
     return reduction
 
 
-def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim != 1:
+def _cuts_outside(outer_strategy: str, strategy: ShardingStrategy) -> bool:
+    outer = ShardingStrategy.parse(outer_strategy)
+    if outer.stage > 1:
         raise ConfigError(
-            f"fully_shard takes a 1-D mesh, got one with {mesh.ndim} axes "
-            f"({mesh.mesh_dim_names}). Remedy: pass the axis to shard over, such as mesh['dp']"
+            f"outer_strategy must be 'no_shard' or 'optim', got {outer_strategy!r}: gradients and "
+            "weights are cut over the inner axis alone"
         )
-    return mesh
+    if outer.stage == 1 and strategy.stage == 0:
+        raise ConfigError(
+            "outer_strategy='optim' with strategy='no_shard' would cut over the outer axis what "
+            "is whole on the inner one. Remedy: strategy='optim' over a mesh that is cut over"
+        )
+    return outer.stage == 1
 
 
 def _default_mesh(module: nn.Module) -> DeviceMesh:

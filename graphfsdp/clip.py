@@ -1,10 +1,9 @@
 """Gradient clipping for sharded and whole parameters alike, with one collective per group."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp.dtensors import local_part, sharding_group
+from graphfsdp.dtensors import RankGroups, local_part, sharding_groups
 from graphfsdp.errors import ConfigError
 from graphfsdp.norms import global_norm
 from graphfsdp.sharded import MainGrad, sharded_roots
@@ -47,12 +46,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def _gradients(model: nn.Module) -> tuple[list[Tensor], dict[dist.ProcessGroup, list[Tensor]]]:
+def _gradients(model: nn.Module) -> tuple[list[Tensor], dict[RankGroups, list[Tensor]]]:
     managed: dict[nn.Parameter, MainGrad] = {}
     for root in sharded_roots(model):
         managed.update(root.main_grads())
-    sharded: dict[dist.ProcessGroup, list[Tensor]] = {
-        grad.group: [] for grad in managed.values() if grad.group is not None
+    sharded: dict[RankGroups, list[Tensor]] = {
+        grad.groups: [] for grad in managed.values() if grad.groups
     }
     whole: list[Tensor] = []
     for param in model.parameters():
@@ -60,9 +59,8 @@ def _gradients(model: nn.Module) -> tuple[list[Tensor], dict[dist.ProcessGroup, 
         grad = getattr(param, "decoupled_grad", None) if decoupled else param.grad
         if grad is None:
             continue
-        group = managed[param].group if param in managed else sharding_group(grad)
-        part = local_part(grad)
-        (whole if group is None else sharded.setdefault(group, [])).append(part)
+        groups = managed[param].groups if param in managed else sharding_groups(grad)
+        (sharded.setdefault(groups, []) if groups else whole).append(local_part(grad))
     return whole, sharded
 
 

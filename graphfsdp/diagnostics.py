@@ -7,14 +7,14 @@ iteration that is captured. ``shard_table`` and ``check_slices`` look at memory 
 Shapes: P = parameters; R = ranks of a group.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp.dtensors import local_part, sharding_group
+from graphfsdp.dtensors import RankGroups, local_part, mesh_groups, sharding_groups
 from graphfsdp.shard_table import ShardTable as ShardTable
 from graphfsdp.shard_table import check_slices as check_slices
 from graphfsdp.shard_table import shard_table as shard_table
@@ -65,14 +65,14 @@ class NonFinite:
 def parameter_norms(model: nn.Module) -> tuple[ParameterNorms, ...]:
     """Return the norms of every parameter and of its gradient, over all ranks.
 
-    One collective for each group of ranks, whatever the number of parameters. Sums of squares
-    are float64.
+    One collective for each mesh axis that they are cut over, whatever the number of parameters.
+    Sums of squares are float64.
     """
     named = _named(model)
     found: dict[str, ParameterNorms] = {}
-    for group, members in _by_group(named).items():
+    for groups, members in _by_groups(named, sharding_groups).items():
         sums = torch.stack([_squares(param) for _, param in members])  # [P, 3]
-        if group is not None:
+        for group in groups:
             dist.all_reduce(sums, group=group)
         for (name, _), (weight, grad, present) in zip(members, sums.tolist(), strict=True):
             found[name] = ParameterNorms(name, weight**0.5, grad**0.5 if present else None)
@@ -82,15 +82,14 @@ def parameter_norms(model: nn.Module) -> tuple[ParameterNorms, ...]:
 def find_nonfinite(model: nn.Module) -> tuple[NonFinite, ...]:
     """Return every weight and gradient that holds NaN or infinity, and on which rank.
 
-    Every rank returns the same, by parameter and then by rank. One collective for each group of
-    ranks.
+    Every rank of the model's mesh returns the same, by parameter and then by rank: ranks that
+    hold the same part of a parameter each tell what they hold. Two collectives for each mesh axis.
     """
     named = _named(model)
     found: dict[str, list[NonFinite]] = {name: [] for name, _ in named}
-    for group, members in _by_group(named).items():
+    for groups, members in _by_groups(named, mesh_groups).items():
         mine = torch.stack([_bad_counts(param) for _, param in members])  # [P, 4]
-        ranks, everyone = _gathered(mine, group)
-        for rank, counts in zip(ranks, everyone, strict=True):
+        for rank, counts in _gathered(mine, groups):
             for (name, _), row in zip(members, counts, strict=True):
                 for what, (num_nan, num_inf) in (("weight", row[:2]), ("gradient", row[2:])):
                     if num_nan or num_inf:
@@ -102,14 +101,14 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
-def _by_group(
-    named: Iterable[tuple[str, nn.Parameter]],
-) -> dict[dist.ProcessGroup | None, list[tuple[str, nn.Parameter]]]:
+def _by_groups(
+    named: Iterable[tuple[str, nn.Parameter]], groups_of: Callable[[Tensor], RankGroups]
+) -> dict[RankGroups, list[tuple[str, nn.Parameter]]]:
     """Return the parameters by the ranks that share them, in the same order on every rank."""
-    groups: dict[dist.ProcessGroup | None, list[tuple[str, nn.Parameter]]] = {}
+    found: dict[RankGroups, list[tuple[str, nn.Parameter]]] = {}
     for name, param in named:
-        groups.setdefault(sharding_group(param), []).append((name, param))
-    return groups
+        found.setdefault(groups_of(param), []).append((name, param))
+    return found
 
 
 def _gradient_of(param: nn.Parameter) -> Tensor | None:
@@ -143,15 +142,27 @@ def _bad_counts(param: nn.Parameter) -> Tensor:
 
 
 def _gathered(
-    mine: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Sequence[int], Iterator[list[list[int]]]]:
-    """Return global ranks, and what each of them has counted."""
-    if group is None and not dist.is_initialized():
-        return (_NO_RANK,), iter([mine.tolist()])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    ranks = range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
-    return ranks, (counts.tolist() for counts in everyone)
+    mine: Tensor,  # [P, 4]
+    groups: RankGroups,
+) -> list[tuple[int, list[list[int]]]]:
+    """Return global ranks in order, and what each of them has counted."""
+    if not dist.is_initialized():
+        return [(_NO_RANK, mine.tolist())]
+    ranks = torch.tensor([dist.get_rank()], device=mine.device)
+    counts = mine[None]  # [R, P, 4] in the end
+    # Plain parameters have no mesh: every rank has all of them.
+    for group in groups or (dist.group.WORLD,):
+        ranks, counts = (_joined(tensor, group) for tensor in (ranks, counts))
+    return sorted(zip(ranks.tolist(), counts.tolist(), strict=True))
+
+
+def _joined(
+    tensor: Tensor,  # [N, ...] of the same shape on each rank
+    group: dist.ProcessGroup | None,
+) -> Tensor:  # [ranks * N, ...]
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor, group=group)
+    return torch.cat(everyone)
 
 
 __all__ = [

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from graphfsdp.errors import ConfigError
 
+# One group for each mesh axis that a tensor is sharded over; () where each rank holds all of it.
+RankGroups = tuple[dist.ProcessGroup, ...]
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Tell whether a tensor is a DTensor, without importing torch.distributed."""
@@ -24,22 +27,44 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
+def sharding_groups(tensor: Tensor) -> RankGroups:
+    """Return the ranks that hold the other parts of a DTensor, a group per sharded mesh axis.
+
+    None of them for a plain tensor, and where each rank holds all of it.
+    """
+    if not is_dtensor(tensor):
+        return ()
+    dtensor: Any = tensor
+    mesh = dtensor.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, place in enumerate(dtensor.placements)
+        if not place.is_replicate()
+    )
+
+
 def sharding_group(tensor: Tensor) -> dist.ProcessGroup | None:
     """Return the ranks that hold the other parts of a DTensor; None if each holds all of it.
 
     Raises:
         ConfigError: it is sharded over several mesh axes at once.
     """
-    if not is_dtensor(tensor):
-        return None
-    dtensor: Any = tensor
-    axes = [axis for axis, place in enumerate(dtensor.placements) if not place.is_replicate()]
-    if len(axes) > 1:
+    groups = sharding_groups(tensor)
+    if len(groups) > 1:
+        dtensor: Any = tensor
         raise ConfigError(
-            f"a DTensor gradient is sharded over {len(axes)} mesh axes "
-            f"({dtensor.placements}); one axis is supported"
+            f"a DTensor is sharded over {len(groups)} mesh axes ({dtensor.placements}); one axis "
+            "is supported here"
         )
-    return dtensor.device_mesh.get_group(axes[0]) if axes else None
+    return groups[0] if groups else None
+
+
+def mesh_groups(tensor: Tensor) -> RankGroups:
+    """Return a group for each axis of a DTensor's mesh, also where ranks hold the same."""
+    if not is_dtensor(tensor):
+        return ()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
@@ -81,4 +106,13 @@ def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...
     )
 
 
-__all__ = ["is_dtensor", "local_part", "sharding_group", "wrap_like", "wrap_rows_like"]
+__all__ = [
+    "RankGroups",
+    "is_dtensor",
+    "local_part",
+    "mesh_groups",
+    "sharding_group",
+    "sharding_groups",
+    "wrap_like",
+    "wrap_rows_like",
+]

@@ -76,22 +76,30 @@ class ModelShards:
 
     def _refuse_other_structure(self) -> None:
         """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
-        for group in {unit.group.options.group: None for unit in self.units}:
+        groups = {group: None for unit in self.units for group in unit.group.options.mesh.groups}
+        problem: str | None = None
+        for group in groups:
             mine = [
                 line
                 for unit in self.units
-                if unit.group.options.group is group
+                if group in unit.group.options.mesh.groups
                 for line in unit.group.describe()
             ]
-            everyone: list[list[str]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(everyone, mine, group)
-            for rank, theirs in enumerate(everyone):
-                if theirs != everyone[0]:
-                    raise ConfigError(
-                        f"rank {rank} holds another model than rank 0, so their collectives "
-                        f"would not fit together: {_difference(everyone[0], theirs)}. Remedy: "
-                        "build the same model with the same dtypes and units on every rank"
+            # A rank that finds something goes on: those that share another group with it wait.
+            everyone: list[tuple[str | None, list[str]]] = [(None, [])] * group.size()
+            dist.all_gather_object(everyone, (problem, mine), group)
+            ranks = dist.get_process_group_ranks(group)
+            for rank, (theirs, lines) in zip(ranks, everyone, strict=True):
+                if problem is None and theirs is None and lines != everyone[0][1]:
+                    theirs = (
+                        f"rank {rank} holds another model than rank {ranks[0]}, so their "
+                        f"collectives would not fit together: "
+                        f"{_difference(everyone[0][1], lines, ranks[0])}. Remedy: build the same "
+                        "model with the same dtypes and units on every rank"
                     )
+                problem = problem or theirs
+        if problem is not None:
+            raise ConfigError(problem)
 
     def _move_together(self) -> None:
         kinds: dict[_Kind, list[ShardBuffer]] = {}
@@ -110,10 +118,10 @@ class ModelShards:
             unit.group.bind_views()
 
 
-def _difference(first: list[str], other: list[str]) -> str:
+def _difference(first: list[str], other: list[str], rank: int) -> str:
     for line, theirs in zip_longest(first, other, fillvalue="nothing"):
         if line != theirs:
-            return f"rank 0 has {line}, the other has {theirs}"
+            return f"rank {rank} has {line}, the other has {theirs}"
     return "they are equal"
 
 

@@ -1,7 +1,6 @@
 """The DTensor placement of a unit's parameters: whole rows, as many as happen to fall on a rank."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,30 +21,38 @@ class RowShard(Shard):
     their detached or saved copies.
 
     Attributes:
-        borders: First row of each rank, and behind the last one the number of rows.
+        borders: First row of each part, and behind the last one the number of rows.
+        order: Which part each rank holds; None if they are in the order of the ranks.
     """
 
     borders: tuple[int, ...]
+    order: tuple[int, ...] | None
 
-    def __init__(self, borders: Sequence[int]) -> None:
+    def __init__(self, borders: Sequence[int], order: Sequence[int] | None = None) -> None:
         super().__init__(0)
         self.borders = tuple(borders)
+        self.order = None if order is None else tuple(order)
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """Return the first row that a rank holds, and how many it holds."""
+        part = rank if self.order is None else self.order[rank]
+        return self.borders[part], self.borders[part + 1] - self.borders[part]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RowShard):
-            return self.borders == other.borders
+            return self.borders == other.borders and self.order == other.order
         return super().__eq__(other)  # maybe NotImplemented, which bool() would take for True
 
     def __hash__(self) -> int:
         # Unlike Shard(0) and other borders, so that torch does not reuse what it has worked out
         # for one of them.
-        return hash((type(self), self.borders))
+        return hash((type(self), self.borders, self.order))
 
     def __repr__(self) -> str:
-        return f"RowShard({self.borders})"
+        return f"RowShard({self.borders}{'' if self.order is None else f', {self.order}'})"
 
-    def __reduce__(self) -> tuple[type["RowShard"], tuple[tuple[int, ...]]]:
-        return (type(self), (self.borders,))
+    def __reduce__(self) -> tuple[type["RowShard"], tuple[Any, ...]]:
+        return (type(self), (self.borders, self.order))
 
     def _fits(self, num_rows: int, num_ranks: int) -> bool:
         """Return whether the borders are those of a tensor; views have other rows."""
@@ -58,7 +65,8 @@ class RowShard(Shard):
         if not self._fits(curr_local_size, num_chunks):
             size, offset = super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
             return size, offset
-        return self.borders[rank + 1] - self.borders[rank], self.borders[rank]
+        first, num_rows = self.rows_of(rank)
+        return num_rows, first
 
     def _to_replicate_tensor(
         self,
@@ -70,7 +78,7 @@ class RowShard(Shard):
         """Return the whole tensor; one exchange of rows."""
         group = mesh.get_group(mesh_dim)
         if self._fits(current_logical_shape[0], group.size()):
-            counts = [end - first for first, end in pairwise(self.borders)]
+            counts = [self.rows_of(rank)[1] for rank in range(group.size())]
         else:
             counts = _row_counts(local_tensor, group)
         longest = max(counts)
@@ -82,7 +90,14 @@ class RowShard(Shard):
             small = padded.dtype.itemsize == 1
             sent = [part.view(torch.uint8) if small else part for part in (padded, *parts)]
             dist.all_gather(sent[1:], sent[0], group=group)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        found = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        if self.order is not None:
+            found = [part for _, part in sorted(zip(self.order, found, strict=True), key=_first)]
+        return torch.cat(found)
+
+
+def _first(pair: tuple[int, Tensor]) -> int:
+    return pair[0]
 
 
 def _row_counts(local: Tensor, group: dist.ProcessGroup) -> list[int]:

@@ -1,6 +1,8 @@
 """One flat buffer of a unit, cut into one shard per rank: weights, gathered weights, gradients.
 
-Shapes: B = elements of the whole buffer; S = B / R = elements of one rank's shard; R = ranks.
+Shapes: B = elements of the whole buffer; S = elements of one rank's main weights; I = B / ranks of
+the inner axis = elements that a rank gives to an all-gather. I = S, unless the optimizer's part is
+cut over an outer axis as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from graphfsdp.collectives import all_gather_, all_reduce_, reduce_scatter_
 from graphfsdp.config import ShardingStrategy
-from graphfsdp.layout import BufferLayout, Slot
+from graphfsdp.layout import BufferLayout, LocalRows, Slot
+from graphfsdp.unit_mesh import UnitMesh
 from graphfsdp.unit_plan import BufferDtypes
 
 
@@ -36,7 +39,7 @@ class ShardBuffer:
         *,
         dtypes: BufferDtypes,
         device: torch.device,
-        group: dist.ProcessGroup,
+        mesh: UnitMesh,
         strategy: ShardingStrategy,
         trainable: bool,
     ) -> None:
@@ -44,14 +47,16 @@ class ShardBuffer:
         self.dtypes = dtypes
         self.trainable = trainable
         self._device = device
-        self.group = group
-        self._rank = group.rank()
+        self.mesh = mesh
+        self.group = mesh.inner
         self._strategy = strategy
         self.main = torch.zeros(self.main_numel, dtype=dtypes.main, device=device)
         self.grad = (
             torch.zeros(self.main_numel, dtype=dtypes.grad, device=device) if trainable else None
         )
         self.full = None
+        self._inner: Tensor | None = None  # [I] gathered over the outer axis
+        self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
         self._full_grad: Tensor | None = None  # [B] not yet reduced
         self._written: set[int] = set()  # slots of it that hold something, by index
 
@@ -64,6 +69,15 @@ class ShardBuffer:
     def main_numel(self) -> int:
         """Elements of this rank's main weights."""
         return self.layout.shard_numel if self.sharded else self.layout.total_numel
+
+    @property
+    def inner_numel(self) -> int:
+        """Elements that this rank gives to an all-gather over the inner axis."""
+        return self.main_numel * (self.mesh.num_outer if self._cuts_outside else 1)
+
+    @property
+    def _cuts_outside(self) -> bool:
+        return self.sharded and self.mesh.cuts_outside
 
     def move(self, main: Tensor, grad: Tensor | None) -> None:
         """Continue in other memory, where the shards of all units are neighbours.
@@ -82,7 +96,7 @@ class ShardBuffer:
         """Return this rank's rows of one parameter, as a view of ``main`` or ``grad``."""
         if not self.sharded:
             return self.full_view(flat, slot)
-        rows = self.layout.local_rows(slot, self._rank)
+        rows = self.local_rows(slot)
         part = flat.narrow(0, rows.shard_offset, rows.numel)
         return part.view(self.local_shape(slot))
 
@@ -90,7 +104,13 @@ class ShardBuffer:
         """Return the shape of this rank's rows of one parameter."""
         if not self.sharded:
             return slot.shape
-        return (self.layout.local_rows(slot, self._rank).num_rows, *slot.shape[1:])
+        return (self.local_rows(slot).num_rows, *slot.shape[1:])
+
+    def local_rows(self, slot: Slot) -> LocalRows:
+        """Return which rows of a parameter this rank holds; all where nothing is sharded."""
+        if not self.sharded:
+            return LocalRows(0, slot.num_rows, slot.offset, slot.numel)
+        return self.layout.local_rows(slot, self.mesh.part)
 
     @staticmethod
     def full_view(flat: Tensor, slot: Slot) -> Tensor:
@@ -108,21 +128,22 @@ class ShardBuffer:
             if not self.sharded:
                 local.copy_(value)
                 continue
-            rows = self.layout.local_rows(slot, self._rank)
+            rows = self.local_rows(slot)
             local.copy_(value.narrow(0, rows.first_row, rows.num_rows))
 
     def unshard(self) -> Tensor:
         """Return [B] gathered weights in the compute dtype, gathering them if need be.
 
         Capture: one cast if the dtypes differ, one all-gather; the result of ZeRO-3 is from the
-            graph's pool.
+            graph's pool. Where the optimizer's part is cut over the outer axis too, one more
+            all-gather over that axis, once an iteration.
         """
         if self.full is not None:
             return self.full
-        source = self.main.to(self.dtypes.compute)  # the main weights themselves, if they fit
         if not self.sharded:
-            self.full = source
+            self.full = self.main.to(self.dtypes.compute)  # the main weights, if they fit
         else:
+            source = self._unshard_outside()
             self.full = torch.empty(
                 self.layout.total_numel, dtype=self.dtypes.compute, device=self._device
             )
@@ -130,9 +151,29 @@ class ShardBuffer:
                 all_gather_(self.full, source, self.group)
         return self.full
 
-    def reshard(self) -> None:
-        """Drop the gathered weights."""
+    def _unshard_outside(self) -> Tensor:
+        """Return [I], this rank's part for an all-gather over the inner axis."""
+        if self._inner is not None:
+            return self._inner
+        source = self.main.to(self.dtypes.compute)  # the main weights themselves, if they fit
+        if not self._cuts_outside or self.mesh.outer is None or not source.numel():
+            return source
+        inner = torch.empty(self.inner_numel, dtype=self.dtypes.compute, device=self._device)
+        all_gather_(inner, source, self.mesh.outer)
+        if self._strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
+            self._inner = inner  # for the other gathers of the iteration
+        return inner
+
+    def reshard(self, *, outside: bool = False) -> None:
+        """Drop the gathered weights.
+
+        Args:
+            outside: Also what was gathered over the outer axis, as when the main weights have
+                changed.
+        """
         self.full = None
+        if outside:
+            self._inner = None
 
     def add_gradients(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
         """Add one backward pass's gradients to what is to be reduced.
@@ -177,7 +218,8 @@ class ShardBuffer:
         return self.full_view(self._full_grad, slot)
 
     def _new_full_grad(self, *, accumulate: bool) -> Tensor:
-        if self.grad is not None and not self.sharded and not accumulate and self._comm_is_main:
+        free = not accumulate and self._partial is None
+        if self.grad is not None and not self.sharded and free and self._comm_is_main:
             return self.grad
         numel = self.layout.total_numel
         full = torch.empty(numel, dtype=self.dtypes.comm, device=self._device)
@@ -190,44 +232,87 @@ class ShardBuffer:
     def _comm_is_main(self) -> bool:
         return self.dtypes.comm == self.dtypes.grad
 
-    def reduce(self, *, accumulate: bool, reduction: str) -> None:
+    def reduce(self, *, accumulate: bool, reduction: str, outside: bool = True) -> None:
         """Reduce the gathered gradients over all ranks into the main grads.
 
         Args:
             accumulate: Add to the main grads instead of overwriting them.
             reduction: "mean" or "sum".
+            outside: Where there is an outer axis, reduce over it too; else the gradients wait,
+                reduced over the inner axis alone, for a call that does.
 
         Capture: one collective; the first of an iteration writes straight into the main grads.
+            With an outer axis one more for its last microbatch.
         """
         full, self._full_grad = self._full_grad, None
         self._written.clear()
         if full is None or self.grad is None or not full.numel():
             return
-        direct = not accumulate and self._comm_is_main
+        if self.mesh.outer is None:
+            adds = accumulate and full is not self.grad
+            self._reduce_inside(full, self.grad, adds=adds, reduction=reduction)
+            return
+        held = self._partial
+        if held is None:
+            # Main grads that hold something must not be reduced over the outer axis again.
+            held = self.grad
+            if accumulate or self._cuts_outside:
+                held = torch.empty(self.inner_numel, dtype=held.dtype, device=self._device)
+        self._reduce_inside(full, held, adds=self._partial is not None, reduction=reduction)
+        self._partial = held
+        if outside:
+            self._reduce_outside(self.mesh.outer, accumulate=accumulate, reduction=reduction)
+
+    def _reduce_inside(self, full: Tensor, target: Tensor, *, adds: bool, reduction: str) -> None:
+        """Reduce [B] gradients over the inner axis into [I] ``target``, or onto it."""
         if not self.sharded:
             all_reduce_(full, self.group, reduction=reduction)
             reduced = full
-        else:
-            reduced = (
-                self.grad
-                if direct
-                else torch.empty(self.main_numel, dtype=self.dtypes.comm, device=self._device)
-            )
+        elif not adds and self._comm_is_main:
+            reduced = target
             reduce_scatter_(reduced, full, self.group, reduction=reduction)
-        if accumulate and reduced is not self.grad:
-            self.grad.add_(reduced)
-        elif reduced is not self.grad:
-            self.grad.copy_(reduced)
+        else:
+            reduced = torch.empty(self.inner_numel, dtype=self.dtypes.comm, device=self._device)
+            reduce_scatter_(reduced, full, self.group, reduction=reduction)
+        _put(reduced, target, adds=adds)
+
+    def _reduce_outside(
+        self, outer: dist.ProcessGroup, *, accumulate: bool, reduction: str
+    ) -> None:
+        """Reduce what waits for it over the outer axis into the main grads."""
+        partial, self._partial = self._partial, None
+        assert partial is not None
+        assert self.grad is not None
+        adds = accumulate and partial is not self.grad
+        reduced = partial.to(self.dtypes.comm)  # the same tensor if they agree
+        if not self._cuts_outside:
+            all_reduce_(reduced, outer, reduction=reduction)
+        else:
+            sent = reduced
+            reduced = self.grad
+            if adds or not self._comm_is_main:
+                reduced = torch.empty(self.main_numel, dtype=sent.dtype, device=self._device)
+            reduce_scatter_(reduced, sent, outer, reduction=reduction)
+        _put(reduced, self.grad, adds=adds)
 
     def abandon_gradients(self) -> None:
         """Forget gradients that wait to be reduced."""
         self._full_grad = None
+        self._partial = None
         self._written.clear()
 
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return self._full_grad is not None
+        return self._full_grad is not None or self._partial is not None
+
+
+def _put(value: Tensor, target: Tensor, *, adds: bool) -> None:
+    """Write a value over the target or onto it; nothing if it is there already."""
+    if adds:
+        target.add_(value)
+    elif value is not target:
+        target.copy_(value)
 
 
 def _gaps(layout: BufferLayout) -> Iterator[tuple[int, int]]:

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.flat_buffer import contiguous_stride
 from graphfsdp.layout import Slot
-from graphfsdp.row_shard import RowShard
 from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.unit_mesh import UnitMesh
 from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
 
 
@@ -47,16 +45,11 @@ class ManagedParameter:
 class UnitOptions:
     """How a unit is sharded; see ``fully_shard``."""
 
-    mesh: DeviceMesh
+    mesh: UnitMesh
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool
     reduction: str = "mean"
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that share the unit."""
-        return self.mesh.get_group()
 
 
 class ShardGroup:
@@ -91,7 +84,7 @@ class ShardGroup:
             kinds,
             policy=options.policy,
             strategy=options.strategy,
-            num_ranks=options.group.size(),
+            num_ranks=options.mesh.num_parts,
         )
         for plan in plans:
             self._take(found, plan)
@@ -103,7 +96,7 @@ class ShardGroup:
             plan.layout,
             dtypes=plan.dtypes,
             device=whole.device,
-            group=options.group,
+            mesh=options.mesh,
             strategy=plan.strategy,
             trainable=plan.trainable,
         )
@@ -156,15 +149,18 @@ class ShardGroup:
             assert item.buffer.full is not None
             yield item, item.buffer.full_view(item.buffer.full, item.slot)
 
-    def reshard(self) -> None:
-        """Drop the gathered weights of every buffer."""
+    def reshard(self, *, outside: bool = False) -> None:
+        """Drop the gathered weights of every buffer; see ``ShardBuffer.reshard``."""
         for buffer in self.buffers:
-            buffer.reshard()
+            buffer.reshard(outside=outside)
 
     def describe(self) -> list[str]:
         """Return one line per parameter with all that must be equal on every rank."""
         options = self.options
         kind = f"{options.strategy.value}, reshard_after_forward={options.reshard_after_forward}"
+        if options.mesh.outer is not None:
+            kind += f", {options.mesh.num_outer} outer ranks"
+            kind += " with a part of the optimizer each" if options.mesh.cuts_outside else ""
         lines = [f"unit {self.name!r} ({kind})"]
         for item in self.managed:
             dtypes = item.buffer.dtypes
@@ -208,8 +204,8 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
 def _as_dtensor(local: Tensor, slot: Slot, buffer: ShardBuffer, options: UnitOptions) -> DTensor:
     return DTensor.from_local(
         local,
-        options.mesh,
-        [RowShard(buffer.layout.borders(slot)) if buffer.sharded else Replicate()],
+        options.mesh.mesh,
+        options.mesh.placements(buffer.layout, slot, sharded=buffer.sharded),
         run_check=False,
         shape=torch.Size(slot.shape),
         stride=contiguous_stride(slot.shape),

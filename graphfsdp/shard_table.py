@@ -128,7 +128,7 @@ def shard_table(model: nn.Module) -> ShardTable:
                     unit=name,
                     buffer=number,
                     strategy=options.strategy.value if buffer.sharded else "no_shard",
-                    num_ranks=options.group.size() if buffer.sharded else 1,
+                    num_ranks=buffer.layout.num_ranks,
                     shard_numel=layout.shard_numel,
                     num_padding=layout.num_padding,
                     dtypes=(dtypes.compute, dtypes.main, dtypes.grad, dtypes.comm),
@@ -222,9 +222,6 @@ def named_units(model: nn.Module) -> list[tuple[str, Unit]]:
 
 def _row(unit_name: str, number: int, unit: Unit, item: ManagedParameter) -> ShardRow:
     local = local_part(item.param).detach()
-    rank = unit.group.options.group.rank()
-    sharded = item.buffer.sharded
-    first_row = item.buffer.layout.local_rows(item.slot, rank).first_row if sharded else 0
     grad = None if item.main_grad is None else local_part(item.main_grad)
     shape = item.slot.shape
     return ShardRow(
@@ -233,7 +230,7 @@ def _row(unit_name: str, number: int, unit: Unit, item: ManagedParameter) -> Sha
         buffer=number,
         shape=shape,
         offset=item.slot.offset,
-        first_row=first_row,
+        first_row=item.buffer.local_rows(item.slot).first_row,
         num_rows=local.shape[0] if shape else 1,
         local_offset=int(local.storage_offset()) * local.element_size(),
         weight_bytes=local.nbytes,
@@ -253,16 +250,14 @@ def _slices(units: list[tuple[str, Unit]], kind: str) -> Iterator[tuple[int, int
 
 
 def _check_owners(unit_name: str, unit: Unit) -> None:
-    group = unit.group.options.group
     sharded = [item for item in unit.group.managed if item.buffer.sharded and item.slot.numel]
     if not sharded:
         return
     counts_here = [local_part(item.param).shape[0] for item in sharded]
     mine = torch.tensor(counts_here, device=sharded[0].buffer.main.device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    for index, item in enumerate(sharded):
-        num_rows = sum(int(counts[index]) for counts in everyone)
+    for group in unit.group.options.mesh.cut_groups:
+        dist.all_reduce(mine, group=group)
+    for item, num_rows in zip(sharded, mine.tolist(), strict=True):
         if num_rows != item.slot.num_rows:
             raise GraphFSDPError(
                 f"parameter {_join(unit_name, item.name)!r} has {item.slot.num_rows} rows, but "

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphfsdp.dtensors import RankGroups
+
 
 @dataclass(frozen=True)
 class MainGrad:
@@ -14,12 +16,13 @@ class MainGrad:
 
     Attributes:
         view: DTensor over this rank's rows of the persistent buffer, maybe none.
-        group: The ranks that hold the other rows; None if every rank holds the whole gradient.
+        groups: The ranks that hold the other parts, a group for each mesh axis that it is cut
+            over; none if every rank holds the whole gradient.
         decoupled: Bound to ``param.decoupled_grad`` instead of ``param.grad``.
     """
 
     view: Tensor
-    group: dist.ProcessGroup | None
+    groups: RankGroups
     decoupled: bool
 
 

@@ -55,7 +55,9 @@ class Unit:
         module: The module.
         group: Its parameters and buffers.
         requires_gradient_sync: Reduce gradients after backward; off while accumulating.
-        is_last_microbatch: Strategies that reduce once an iteration do it now.
+        is_last_microbatch: Strategies that reduce once an iteration do it now, and every strategy
+            reduces over the outer axis of its mesh.
+        requires_all_reduce: False: not yet over the outer axis.
         phase: What the unit is doing.
     """
 
@@ -64,6 +66,7 @@ class Unit:
         self.group = group
         self.requires_gradient_sync = True
         self.is_last_microbatch = True
+        self.requires_all_reduce = True
         self.reshard_after_forward = group.options.reshard_after_forward
         self.phase = UnitPhase.IDLE
         self.pinned = False  # unsharded by hand: stays whole until reshard()
@@ -120,19 +123,19 @@ class Unit:
         self._install([item.param for item in self.group.managed])
         keeps = self.group.options.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS
         if not (keeps or (torch.is_grad_enabled() and not self.reshard_after_forward)):
-            self.group.reshard()
+            self.group.reshard(outside=not torch.is_grad_enabled() and not self._fresh)
 
     def unshard(self) -> None:
         """Hold whole weights in the module until ``reshard``."""
         self.pinned = True
-        self.group.reshard()
+        self.group.reshard(outside=True)
         with torch.no_grad():
             self._install([view for _, view in self.group.full_views()])
 
     def reshard(self) -> None:
         """Put the sharded parameters back and drop the whole weights."""
         self.pinned = False
-        self.group.reshard()
+        self.group.reshard(outside=True)
         self._install([item.param for item in self.group.managed])
 
     def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
@@ -154,12 +157,14 @@ class Unit:
         self._added_by_layer.clear()
         stage = self.group.options.strategy.stage
         sync = self.requires_gradient_sync and (stage >= 2 or self.is_last_microbatch)
+        outside = self.is_last_microbatch and self.requires_all_reduce
+        reduction = self.group.options.reduction
         for buffer in self.group.buffers:
             if buffer.trainable:
                 buffer.add_gradients(per_buffer[id(buffer)], accumulate=accumulate)
                 if sync:
-                    buffer.reduce(accumulate=accumulate, reduction=self.group.options.reduction)
-        if sync:
+                    buffer.reduce(accumulate=accumulate, reduction=reduction, outside=outside)
+        if sync and (outside or self.group.options.mesh.outer is None):
             self._bind_gradients()
         # Until then no optimizer step can have come between, so gathered weights stay good.
         self._fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
@@ -172,7 +177,7 @@ class Unit:
             self._install([item.param for item in self.group.managed])
         stage_three = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         if stage_three and not self.pinned and self.phase is UnitPhase.IDLE:
-            self.group.reshard()
+            self.group.reshard(outside=not self._fresh)
 
     def abandon_iteration(self) -> None:
         """Go back to rest from wherever an exception has left the unit.
@@ -190,7 +195,7 @@ class Unit:
         for buffer in self.group.buffers:
             buffer.abandon_gradients()
         if not self.pinned:
-            self.group.reshard()
+            self.group.reshard(outside=True)
             self._install([item.param for item in self.group.managed])
 
     @property
@@ -241,7 +246,7 @@ class Unit:
         """Forget gathered weights that the optimizer may have made stale."""
         if self._fresh or self.pinned or is_in_backward():
             return  # a forward inside backward is a recomputation: nothing has been stepped
-        self.group.reshard()
+        self.group.reshard(outside=True)
 
     def _differentiable_views(self) -> list[Tensor]:
         if not (torch.is_grad_enabled() and self.group.trainable):

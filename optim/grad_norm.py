@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.collectives import all_reduce_
-from graphfsdp.dtensors import sharding_group
-from graphfsdp.norms import global_norm
+from graphfsdp.dtensors import RankGroups, sharding_groups
+from graphfsdp.norms import global_norm, reduce_parts
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
@@ -20,17 +18,17 @@ class NormParts(NamedTuple):
 
     Attributes:
         whole: [...] each, the same on every rank.
-        sharded: [...] each, this rank's part, by the group that holds the others.
+        sharded: [...] each, this rank's part, by the groups that hold the others.
     """
 
     whole: list[Tensor]
-    sharded: dict[dist.ProcessGroup, list[Tensor]]
+    sharded: dict[RankGroups, list[Tensor]]
 
 
 def norm_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> NormParts:
-    """Sort gradients by the group that their parameter is sharded over.
+    """Sort gradients by the groups that their parameter is sharded over.
 
-    A group is there also where this rank holds no gradient of it: every rank must take part.
+    They are there also where this rank holds no gradient of them: every rank must take part.
 
     Args:
         params: All parameters of the optimizer.
@@ -38,8 +36,8 @@ def norm_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Norm
     """
     parts = NormParts([], {})
     for param, grad in zip(params, grads, strict=True):
-        group = sharding_group(param)
-        found = parts.whole if group is None else parts.sharded.setdefault(group, [])
+        groups = sharding_groups(param)
+        found = parts.sharded.setdefault(groups, []) if groups else parts.whole
         if grad is not None and grad.numel():
             found.append(grad)
     return parts
@@ -57,13 +55,12 @@ def grad_norm(parts: NormParts, device: torch.device, norm_type: float) -> Tenso
     """
     if norm_type == 2:
         return global_norm(parts.whole, parts.sharded, device)
-    norm = _largest(parts.whole, device)
-    for group, tensors in parts.sharded.items():
-        # Not every backend's maximum keeps a NaN.
-        part = _largest(tensors, device).nan_to_num(nan=math.inf)
-        all_reduce_(part, group, reduction="max")
-        norm = torch.maximum(norm, part)
-    return norm
+    # Not every backend's maximum keeps a NaN.
+    found = {(): _largest(parts.whole, device)} | {
+        groups: _largest(tensors, device).nan_to_num(nan=math.inf)
+        for groups, tensors in parts.sharded.items()
+    }
+    return reduce_parts(found, torch.maximum, reduction="max")
 
 
 def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:

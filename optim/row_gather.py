@@ -4,7 +4,7 @@ Shapes: A, B = rows and columns of a matrix; S = elements of one rank's rows of 
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,16 +15,17 @@ from graphfsdp.collectives import all_gather_
 from graphfsdp.dtensors import sharding_group
 
 
-def row_counts(param: Tensor, num_ranks: int) -> list[int]:
-    """Return how many rows of a DTensor with ``Shard(0)`` each rank holds."""
+def row_ranges(param: Tensor, num_ranks: int) -> list[tuple[int, int]]:
+    """Return the first row of a DTensor with ``Shard(0)`` on each rank, and how many it holds."""
     dtensor: Any = param
     for place in dtensor.placements:
-        borders = getattr(place, "borders", None)  # fully_shard's own placement
-        if borders is not None:
-            return [end - first for first, end in pairwise(borders)]
+        rows_of = getattr(place, "rows_of", None)  # fully_shard's own placement
+        if rows_of is not None:
+            return [rows_of(rank) for rank in range(num_ranks)]
     num_rows = param.shape[0]
     chunk = -(-num_rows // num_ranks)  # torch.chunk's
-    return [max(0, min(chunk, num_rows - rank * chunk)) for rank in range(num_ranks)]
+    firsts = [min(rank * chunk, num_rows) for rank in range(num_ranks)]
+    return [(first, min(chunk, num_rows - first)) for first in firsts]
 
 
 def gather_rows(
@@ -53,19 +54,19 @@ def own_rows(param: Tensor, whole: Tensor) -> Tensor:
     group = sharding_group(param)
     if group is None:
         return whole
-    counts, rank = row_counts(param, group.size()), group.rank()
-    return whole.narrow(0, sum(counts[:rank]), counts[rank])
+    first, num_rows = row_ranges(param, group.size())[group.rank()]
+    return whole.narrow(0, first, num_rows)
 
 
 def _gather_group(
     params: Sequence[Tensor], rows: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[Tensor]:
     num_ranks = group.size()
-    counts = [row_counts(param, num_ranks) for param in params]
+    ranges = [row_ranges(param, num_ranks) for param in params]
     columns = [param.shape[1] for param in params]
     # Where each matrix begins among the rows of each rank.
     starts = [
-        [0, *accumulate(count[rank] * width for count, width in zip(counts, columns, strict=True))]
+        [0, *accumulate(held[rank][1] * width for held, width in zip(ranges, columns, strict=True))]
         for rank in range(num_ranks)
     ]
     shard_numel = max(start[-1] for start in starts)
@@ -76,12 +77,17 @@ def _gather_group(
     return [
         torch.cat(
             [
-                everyone.narrow(0, rank * shard_numel + starts[rank][index], count * width)
-                for rank, count in enumerate(counts[index])
+                everyone.narrow(0, rank * shard_numel + starts[rank][index], num_rows * width)
+                for _, num_rows, rank in _by_row(ranges[index])
             ]
-        ).view(sum(counts[index]), width)
+        ).view(sum(num_rows for _, num_rows in ranges[index]), width)
         for index, width in enumerate(columns)
     ]
 
 
-__all__ = ["gather_rows", "own_rows", "row_counts"]
+def _by_row(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return first row, number of rows and rank, in the order of the rows."""
+    return sorted((first, num_rows, rank) for rank, (first, num_rows) in enumerate(ranges))
+
+
+__all__ = ["gather_rows", "own_rows", "row_ranges"]

@@ -3,6 +3,7 @@
 Shapes: N = sequences of the whole batch, P = positions, V = vocabulary.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
 from graphfsdp._fully_shard import unit_of
@@ -25,6 +27,7 @@ VOCABULARY = 17
 NUM_SEQUENCES = 12  # divisible by 4 ranks times 3 microbatches
 NUM_POSITIONS = 5
 MAX_NORM = 0.5
+HYBRID_AXES = ("dp_replicate", "dp_shard")
 ADAM_EPS = 1e-2  # large, so that Adam does not magnify the rounding of tiny gradients
 
 
@@ -119,6 +122,17 @@ def make_net(strategy: str | None, dropout: float = 0.0, **options: Any) -> nn.M
     torch.manual_seed(0)
     model = Net(dropout=dropout).to(rank_device())
     return model if strategy is None else shard(model, strategy, **options)
+
+
+@functools.cache  # every call makes new process groups
+def hybrid_mesh(
+    shape: tuple[int, ...] = (2, 2), names: tuple[str, ...] = HYBRID_AXES
+) -> DeviceMesh:
+    return init_device_mesh(rank_device().type, shape, mesh_dim_names=names)
+
+
+def hybrid_net(strategy: str, outer: str, **options: Any) -> Any:
+    return make_net(strategy, mesh=hybrid_mesh(), outer_strategy=outer, **options)
 
 
 def units(model: nn.Module) -> list[Unit]:

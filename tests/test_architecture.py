@@ -38,7 +38,7 @@ SHARD_LEG = frozenset(
     {
         *("_fully_shard", "buffer_pool", "materialize", "model_shards"),
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
-        *("diagnostics", "shard_table", "unit_plan"),
+        *("diagnostics", "shard_table", "unit_mesh", "unit_plan"),
     }
 )
 ROOF = frozenset(

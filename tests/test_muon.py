@@ -13,7 +13,7 @@ import graphfsdp
 from adam_helpers import assert_equal, copies_of, make_groups, make_params, set_grads
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import Muon
-from graphfsdp.optim.row_gather import row_counts
+from graphfsdp.optim.row_gather import row_ranges
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from ranks import RankPool
 
@@ -172,7 +172,7 @@ def step_sharded(sharded: bool) -> list[Tensor]:
             grad = torch.randn(param.shape)
             if sharded:
                 rank, group = dist.get_rank(), dist.get_world_size()
-                counts = row_counts(param, group)
+                counts = [num_rows for _, num_rows in row_ranges(param, group)]
                 rows = grad.narrow(0, sum(counts[:rank]), counts[rank])
                 # A rank without rows has no gradient.
                 local = torch.distributed.tensor.DTensor.from_local(

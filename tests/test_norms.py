@@ -69,7 +69,7 @@ def mixed_norms() -> tuple[float, float, int]:
     on = rank_device()
     local = [part.to(on) for part in rows[rank]]
     with OpNames() as seen:
-        got = global_norm([part.to(on) for part in whole], {group(): local}, on)
+        got = global_norm([part.to(on) for part in whole], {(group(),): local}, on)
     num_collectives = sum("all_reduce" in name for name in seen.names)
     return (
         float(got),
@@ -92,7 +92,7 @@ def special_values() -> list[float]:
     found = []
     for value in (math.inf, math.nan):
         rows = [torch.tensor([1.0, value if dist.get_rank() == 1 else 2.0], device=rank_device())]
-        found.append(float(global_norm([], {group(): rows}, rank_device())))
+        found.append(float(global_norm([], {(group(),): rows}, rank_device())))
     return found
 
 

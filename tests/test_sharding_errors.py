@@ -43,7 +43,7 @@ def wrong_arguments() -> list[str]:
         lambda: graphfsdp.fully_shard(linear, strategy=4),
         lambda: graphfsdp.fully_shard(
             linear,
-            init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("outer", "inner")),
+            init_device_mesh("cpu", (1, 1, dist.get_world_size())),
         ),
         lambda: graphfsdp.fully_shard(graphfsdp.fully_shard(nn.Linear(2, 2))),
     ]
@@ -61,7 +61,7 @@ def test_wrong_arguments_are_named(ranks2: RankPool) -> None:
         assert "'zero'" in name
         assert "'optim_grads_params' (3)" in name
         assert "unknown sharding strategy 4" in number
-        assert "2 axes" in mesh
+        assert "which of a mesh of shape (1, 1, 2) with axes that have no names" in mesh
         assert "twice" in twice
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.checkpoint.fused import FusedWeight, Member, members_of
@@ -180,9 +179,7 @@ def _first_rows(model: nn.Module) -> dict[int, int]:
             )
         for item in unit.group.managed:
             if item.buffer.sharded:
-                rank = dist.get_rank(unit.group.options.group)
-                rows = item.buffer.layout.local_rows(item.slot, rank)
-                found[id(item.param)] = rows.first_row
+                found[id(item.param)] = item.buffer.local_rows(item.slot).first_row
     return found
 
 
