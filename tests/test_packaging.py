@@ -103,8 +103,10 @@ def test_annotations_and_the_page_of_the_report_are_shipped() -> None:
     assert document["tool"]["setuptools"]["package-data"] == {
         "graphfsdp": ["py.typed"],
         "graphfsdp._capture": ["report_page/*"],
+        "graphfsdp.training": ["mllog_rules.yaml"],
     }
     assert (ROOT / "graphfsdp" / "py.typed").is_file()
+    assert (ROOT / "graphfsdp" / "training" / "mllog_rules.yaml").is_file()
     assert {path.name for path in (ROOT / "capture" / "report_page").iterdir()} == {
         *("page.css", "page.html", "page.js"),
     }

@@ -9,7 +9,8 @@ import torch
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import ModelPlan, plan_model
 from graphfsdp.planning.time_estimate import Speeds, TimeEstimate, estimate_time
-from graphfsdp.training.config import IterationBatch, TrainConfig
+from graphfsdp.training.batch import IterationBatch
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.utilization import flops_per_token
 

@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_ranks,
         _add_checkpoints,
         _add_run,
+        _add_mllog,
     ):
         add_flags(parser)
     return parser
@@ -97,6 +98,10 @@ class _Group:
         """Add a flag that takes a value."""
         metavar = {int: "N", float: "X", str: "PATH"}[kind]
         self._add(flag, explanation, type=kind, metavar=metavar)
+
+    def word(self, flag: str, explanation: str) -> None:
+        """Add a flag that takes a name."""
+        self._add(flag, explanation, metavar="NAME")
 
     def choice(self, flag: str, choices: Sequence[str], explanation: str) -> None:
         """Add a flag that takes one of a few words."""
@@ -286,6 +291,24 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.value("--eval-iters", int, "micro-batches of a validation, the same each time")
     group.value("--sample-tokens", int, "tokens to generate at the end; 0 for none")
     group.plain_switch("--no-progress", "no progress bar (a pipe or a file gets none anyway)")
+
+
+def _add_mllog(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "time to a target, in the style of MLPerf (docs/bench.md)")
+    group.value("--target-loss", float, "end after the first validation whose loss is at most this")
+    group.value(
+        "--mllog", str, "new file for MLLOG lines of the package mlperf-logging: the graph is "
+        "captured on made-up tokens and everything put back, then the clock starts, and only "
+        "then is the data touched",
+    )  # fmt: skip
+    group.word("--mllog-benchmark", "name of the benchmark, such as llama31_8b")
+    group.word("--mllog-org", "who has run it")
+    group.word("--mllog-platform", "on what; number and name of the devices if not given")
+    group.choice("--mllog-division", ("closed", "open"), "whose rules the run follows")
+    group.choice("--mllog-status", ("onprem", "cloud", "research"), "how others can get the like")
+    group.plain_switch(
+        "--mllog-cache-cleared", "whoever started this run has emptied the system's caches before"
+    )
 
 
 __all__ = ["make_parser", "parse_train_arguments"]

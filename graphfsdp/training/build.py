@@ -6,15 +6,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import graphfsdp
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import FusedAdam, ParamScheduler
-from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
-from graphfsdp.training.corpus import Corpus, load_corpus
+from graphfsdp.training.batch import IterationBatch
+from graphfsdp.training.config import DeviceChoice, TrainConfig
+from graphfsdp.training.corpus import BYTES_VOCAB_SIZE, Corpus, load_corpus
 from graphfsdp.training.data import BatchSampler
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.ranks import Ranks
+from graphfsdp.training.run_log import RunLog
 from graphfsdp.training.schedule import make_scheduler
 from graphfsdp.training.sharding import shard_model
 
@@ -35,15 +38,29 @@ class TrainingRun:
     step: graphfsdp.CapturedStep
 
 
-def build_run(config: TrainConfig, ranks: Ranks, device: torch.device) -> TrainingRun:
+@dataclass(frozen=True)
+class _Program:
+    """What is captured; made without looking at the data."""
+
+    model: GPT
+    optimizer: FusedAdam
+    step: graphfsdp.CapturedStep
+
+
+def build_run(
+    config: TrainConfig, ranks: Ranks, device: torch.device, log: RunLog | None = None
+) -> TrainingRun:
     """Make every part, the cheapest to refuse first; all ranks together, in a process group.
+
+    With ``--mllog`` the graph is captured on made-up tokens before the data is touched, and the
+    clock starts in between.
 
     Raises:
         ConfigError: a part cannot be made, or two do not fit; the message names the flag.
     """
     batch = config.batch(ranks.size)
 
-    def make_local_parts() -> tuple[Corpus, BatchSampler, GPT]:
+    def load_data() -> tuple[Corpus, BatchSampler]:
         corpus = load_corpus(config.data)
         sampler = BatchSampler(
             corpus,
@@ -54,12 +71,51 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device) -> Traini
             rank=ranks.rank,
             num_ranks=ranks.size,
         )
-        torch.manual_seed(config.seed)
-        dtype = config.main_dtype if ranks.launched else config.param_dtype
-        return corpus, sampler, make_model(config, corpus, device, dtype)
+        _vocab_size(config, corpus)
+        return corpus, sampler
 
-    corpus, sampler, model = ranks.decide(make_local_parts)
-    ranks.refuse_differences(_common_facts(config, corpus))
+    if config.mllog is None:
+        corpus, sampler = ranks.decide(load_data)
+        ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
+        program = _make_program(config, ranks, device, _vocab_size(config, corpus), None)
+    else:
+        ranks.refuse_differences(_flag_values(config))
+        vocab_size = _vocab_size_without_data(config)
+        example = _made_up_batch(batch, vocab_size, device)
+        program = _make_program(config, ranks, device, vocab_size, example)
+        try:
+            if log is not None:
+                log.run_starts(program.step)
+            corpus, sampler = ranks.decide(load_data)
+            ranks.refuse_differences(_corpus_facts(corpus))
+        except BaseException:  # whatever ends it, a graph must not outlive the process group
+            program.step.close()
+            raise
+    return TrainingRun(
+        config=config,
+        ranks=ranks,
+        batch=batch,
+        device=device,
+        corpus=corpus,
+        sampler=sampler,
+        model=program.model,
+        optimizer=program.optimizer,
+        scheduler=make_scheduler(config, program.optimizer),
+        step=program.step,
+    )
+
+
+def _make_program(
+    config: TrainConfig,
+    ranks: Ranks,
+    device: torch.device,
+    vocab_size: int,
+    example: tuple[Tensor, Tensor] | None,
+) -> _Program:
+    """Make model, optimizer and step; with an example batch, the graph too."""
+    dtype = config.main_dtype if ranks.launched else config.param_dtype
+    torch.manual_seed(config.seed)
+    model = ranks.decide(lambda: make_model(config, vocab_size, device, dtype))
     ranks.copy_first(model)
     if ranks.rank > 0:
         # Other dropout than the other ranks; rank 0 draws what a single process would.
@@ -73,23 +129,13 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device) -> Traini
             optimizer,
             scope=config.cuda_graph_scope,
             warmup_steps=config.cuda_graph_warmup_steps,
-            microbatches=batch.num_microbatches,
+            microbatches=config.batch(ranks.size).num_microbatches,
             # An infinite limit measures the norm without clipping.
             max_grad_norm=config.clip_grad or float("inf"),
+            example_batch=example,
             mp_policy=config.mp_policy,
         )
-    return TrainingRun(
-        config=config,
-        ranks=ranks,
-        batch=batch,
-        device=device,
-        corpus=corpus,
-        sampler=sampler,
-        model=model,
-        optimizer=optimizer,
-        scheduler=make_scheduler(config, optimizer),
-        step=step,
-    )
+    return _Program(model, optimizer, step)
 
 
 def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
@@ -120,25 +166,57 @@ def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
 
 
 def make_model(
-    config: TrainConfig, corpus: Corpus, device: torch.device, dtype: torch.dtype
+    config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype
 ) -> GPT:
-    """Return the model on its device, its weights drawn from torch's global generator.
-
-    Raises:
-        ConfigError: the corpus has tokens that the vocabulary lacks.
-    """
-    vocab_size = config.vocab_size or corpus.vocab_size
-    if vocab_size < corpus.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} is too small: {corpus.name} has tokens up to "
-            f"{corpus.vocab_size - 1}; give --vocab-size {corpus.vocab_size} or more"
-        )
+    """Return the model on its device, its weights drawn from torch's global generator."""
     # Drawn on the CPU, so that a seed means the same weights on every device.
     model = GPT(config.gpt(vocab_size))
     # Parameters alone: buffers such as RoPE's tables stay in float32.
     for param in model.parameters():
         param.data = param.data.to(dtype)
     return model.to(device)
+
+
+def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
+    """Return the size of the embedding.
+
+    Raises:
+        ConfigError: the corpus has tokens that it lacks.
+    """
+    vocab_size = config.vocab_size or (
+        corpus.vocab_size if config.mllog is None else _vocab_size_without_data(config)
+    )
+    if vocab_size < corpus.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {vocab_size} is too small: {corpus.name} has tokens up to "
+            f"{corpus.vocab_size - 1}; give --vocab-size {corpus.vocab_size} or more"
+        )
+    return vocab_size
+
+
+def _vocab_size_without_data(config: TrainConfig) -> int:
+    """Return the size of the embedding where the data may not be looked at yet.
+
+    Raises:
+        ConfigError: only the data would tell.
+    """
+    if config.vocab_size is None and config.data is not None and config.data.endswith(".bin"):
+        raise ConfigError(
+            f"--mllog makes the model before the clock starts, and --data {config.data} must not "
+            "be touched until then; say with --vocab-size how many tokens there are"
+        )
+    return config.vocab_size or BYTES_VOCAB_SIZE
+
+
+def _made_up_batch(
+    batch: IterationBatch, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return random tokens and targets, [B, T], shaped like one rank's part of a batch."""
+    size = (batch.num_microbatches * batch.micro_batch_size, batch.seq_length + 1)
+    # A generator of its own: torch's global one draws the same as in a run without this.
+    windows = torch.randint(vocab_size, size, generator=torch.Generator().manual_seed(0))
+    windows = windows.to(device)
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAdam:
@@ -169,11 +247,14 @@ def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAd
     )
 
 
-def _common_facts(config: TrainConfig, corpus: Corpus) -> dict[str, object]:
+def _flag_values(config: TrainConfig) -> dict[str, object]:
+    """Return the flags, which must be equal on every rank."""
+    return {f"--{name.replace('_', '-')}": value for name, value in asdict(config).items()}
+
+
+def _corpus_facts(corpus: Corpus) -> dict[str, object]:
     """Return what must be equal on every rank, by the name that a message gives it."""
-    flags = {f"--{name.replace('_', '-')}": value for name, value in asdict(config).items()}
     return {
-        **flags,
         "a number of training tokens of": len(corpus.train),
         "a unigram entropy of the corpus of": corpus.unigram_entropy,
     }

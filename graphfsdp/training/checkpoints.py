@@ -16,7 +16,9 @@ _FREE = frozenset(
         *("preset", "out", "no_progress", "log_interval", "eval_interval", "eval_iters"),
         *("sample_tokens", "save", "load", "save_interval", "async_save", "keep_last"),
         *("cuda_graph_scope", "cuda_graph_warmup_steps", "device", "micro_batch_size"),
-        *("data_parallel_sharding_strategy", "distributed_timeout_minutes"),
+        *("data_parallel_sharding_strategy", "distributed_timeout_minutes", "target_loss"),
+        *("mllog", "mllog_benchmark", "mllog_org", "mllog_platform", "mllog_division"),
+        *("mllog_status", "mllog_cache_cleared"),
     }
 )
 
@@ -123,7 +125,7 @@ class RunCheckpoints:
             group["weight_decay"] = decay
         scheduler.apply()
 
-    def save_if_due(self, position: Position) -> None:
+    def save_if_due(self, position: Position, *, is_last: bool) -> None:
         """Save after an iteration that ``--save-interval`` names, and after the last.
 
         Raises:
@@ -133,7 +135,7 @@ class RunCheckpoints:
 
         run, config, done = self._run, self._run.config, position.iteration
         due = config.save_interval > 0 and done % config.save_interval == 0
-        if config.save is None or not (due or done == config.train_iters):
+        if config.save is None or not (due or is_last):
             return
         self._state.position = position
         write = save if self._saver is None else self._saver.save

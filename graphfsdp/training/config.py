@@ -10,6 +10,7 @@ import torch
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import ParamSchedule
+from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
 DtypeName = Literal["fp32", "bf16"]
@@ -18,33 +19,8 @@ LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
-
-
-@dataclass(frozen=True)
-class IterationBatch:
-    """How the sequences of one iteration are cut over ranks and micro-batches.
-
-    Attributes:
-        micro_batch_size: Sequences of one forward and backward on one rank.
-        num_microbatches: Forwards and backwards of an iteration, on each rank.
-        num_ranks: Ranks that train on different parts.
-        seq_length: Tokens of a sequence.
-    """
-
-    micro_batch_size: int
-    num_microbatches: int
-    num_ranks: int
-    seq_length: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of the iteration, all ranks together."""
-        return self.micro_batch_size * self.num_microbatches * self.num_ranks
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the iteration, all ranks together."""
-        return self.num_sequences * self.seq_length
+MllogDivision = Literal["closed", "open"]
+MllogStatus = Literal["onprem", "cloud", "research"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +96,15 @@ class TrainConfig:
     sample_tokens: int = 200
     out: str | None = None
     no_progress: bool = False
+    # A log in the style of MLPerf.
+    target_loss: float | None = None
+    mllog: str | None = None
+    mllog_benchmark: str = "graphfsdp_gpt"
+    mllog_org: str = "unverified"
+    mllog_platform: str | None = None
+    mllog_division: MllogDivision = "closed"
+    mllog_status: MllogStatus = "research"
+    mllog_cache_cleared: bool = False
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -128,6 +113,7 @@ class TrainConfig:
         self._check_precision()
         self._check_sharding()
         self._check_checkpoints()
+        self._check_mllog()
 
     def _check_model(self) -> None:
         try:
@@ -158,13 +144,13 @@ class TrainConfig:
             self._in_range("lr_warmup_init", in_range, f"in [0, --lr {self.lr}]")
         if self.lr_decay_iters is not None:
             self._at_least("lr_decay_iters", 1)
-        if self._warmup_iters >= self.train_iters and self._warmup_iters > 0:
+        if self.warmup_iters >= self.train_iters and self.warmup_iters > 0:
             raise ConfigError(
-                f"--lr-warmup-iters {self._warmup_iters:g} leaves nothing of --train-iters "
+                f"--lr-warmup-iters {self.warmup_iters:g} leaves nothing of --train-iters "
                 f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
             )
         if self.lr_decay_style == "WSD" and self.lr_decay_iters is None:
-            longest = self.train_iters - math.ceil(self._warmup_iters)
+            longest = self.train_iters - math.ceil(self.warmup_iters)
             num_iters = self.lr_wsd_decay_iters
             if num_iters is None or not 1 <= num_iters <= longest:
                 raise ConfigError(
@@ -197,6 +183,15 @@ class TrainConfig:
         for name in ("save_interval", "async_save", "keep_last"):
             if getattr(self, name) and self.save is None:
                 raise ConfigError(f"{_flag(name)} needs --save DIR, which says where to")
+
+    def _check_mllog(self) -> None:
+        if self.target_loss is not None:
+            self._in_range("target_loss", self.target_loss > 0, "greater than 0")
+        if self.mllog is not None and self.load is not None:
+            raise ConfigError(
+                "--mllog times a run from its first iteration, and --load goes on with another "
+                "one; give one of them"
+            )
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, getattr(self, name) >= minimum, f"at least {minimum}")
@@ -252,7 +247,8 @@ class TrainConfig:
         )
 
     @property
-    def _warmup_iters(self) -> float:
+    def warmup_iters(self) -> float:
+        """Iterations over which the learning rate first rises."""
         if self.lr_warmup_fraction is None:
             return self.lr_warmup_iters
         return self.lr_warmup_fraction * (self.lr_decay_iters or self.train_iters)
@@ -327,9 +323,10 @@ def _in_flags(message: str) -> str:
 __all__ = [
     "DeviceChoice",
     "DtypeName",
-    "IterationBatch",
     "LrDecayStyle",
     "LrWsdDecayStyle",
+    "MllogDivision",
+    "MllogStatus",
     "ScopeName",
     "TrainConfig",
     "WeightDecayIncrStyle",

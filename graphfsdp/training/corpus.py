@@ -15,6 +15,7 @@ TokenArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 # The last part of the corpus, never trained on.
 VALIDATION_FRACTION = 0.05
+BYTES_VOCAB_SIZE = 256
 # Counting tokens converts them to 64-bit integers, so large files are counted in pieces.
 _PIECE_NUMEL = 1 << 24
 _SKIPPED_IN_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -131,10 +132,10 @@ def _split(name: str, tokens: TokenArray, *, is_bytes: bool) -> Corpus:
         name=name,
         train=tokens[:border],
         validation=tokens[border:],
-        vocab_size=256 if is_bytes else int(counts.nonzero()[0][-1]) + 1,
+        vocab_size=BYTES_VOCAB_SIZE if is_bytes else int(counts.nonzero()[0][-1]) + 1,
         unigram_entropy=float(0.0 - (seen * np.log(seen)).sum()),
         is_bytes=is_bytes,
     )
 
 
-__all__ = ["VALIDATION_FRACTION", "Corpus", "load_corpus"]
+__all__ = ["BYTES_VOCAB_SIZE", "VALIDATION_FRACTION", "Corpus", "load_corpus"]

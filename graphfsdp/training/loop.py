@@ -17,8 +17,10 @@ from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
 from graphfsdp.training.evaluation import generate_sample, validation_loss
 from graphfsdp.training.metrics import Metrics, peak_memory_bytes
+from graphfsdp.training.mllog import UNVERIFIED, is_success, make_run_log, reached
 from graphfsdp.training.ranks import find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
+from graphfsdp.training.run_log import RunLog
 from graphfsdp.training.sharding import whole_state
 from graphfsdp.training.utilization import flops_per_token, peak_tflops
 
@@ -46,6 +48,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     Raises:
         ConfigError: the run cannot start; nothing was written then.
     """
+    began_ms = time.time_ns() // 1_000_000
     ranks = find_ranks()
     config.batch(ranks.size)  # refused here, before anything takes time
     device = choose_device(config.device, ranks)
@@ -62,7 +65,9 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
                 lambda: refuse_used_directory(path, resumes=resumes) if ranks.is_first else None
             )
         ranks.decide(lambda: refuse_unusable_folder(config, ranks))
-        run = build_run(config, ranks, device)
+        log = ranks.decide(lambda: make_run_log(config, ranks, device, began_ms=began_ms))
+        stack.enter_context(log)
+        run = build_run(config, ranks, device, log)
         stack.callback(run.step.close)
         checkpoints = _open_checkpoints(run, stack)
         start, lines = checkpoints.resume() if checkpoints is not None else (Position(), [])
@@ -70,11 +75,13 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         if directory is not None:
             stack.enter_context(directory)
         out.banner(run)
+        if config.mllog is not None:
+            out.line(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
         for line in lines:
             out.line(line)
         with out.progress:
             out.advance(start.iteration)
-            metrics = _iterate(run, out, directory, checkpoints, start)
+            metrics = _iterate(run, out, directory, checkpoints, start, log)
         if checkpoints is not None:
             checkpoints.close()
         if config.out is not None:
@@ -83,6 +90,9 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
                 directory.write_model(state)
         assert metrics.val_loss is not None
         out.summary(run, metrics.val_loss)
+        if config.target_loss is not None:
+            what = "reached" if reached(config, metrics.val_loss) else "not reached"
+            out.line(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
         if config.sample_tokens > 0:
             out.sample(
                 *generate_sample(
@@ -124,9 +134,11 @@ def _iterate(
     directory: RunDirectory | None,
     checkpoints: RunCheckpoints | None,
     start: Position,
+    log: RunLog,
 ) -> Metrics:
     """Run every iteration from a position on and return the last one's metrics."""
     config, step = run.config, run.step
+    log.block_starts(start.iteration * run.batch.num_sequences)
     window = _Window(run)
     for iteration in range(start.iteration, config.train_iters):
         tokens, targets = run.sampler.training_batch(iteration)
@@ -139,13 +151,22 @@ def _iterate(
         out.advance()
         done = iteration + 1
         position = Position(done, start.tokens + (done - start.iteration) * run.batch.num_tokens)
-        evaluates = done == config.train_iters or _is_due(done, config.eval_interval)
+        is_last = done == config.train_iters
+        evaluates = is_last or _is_due(done, config.eval_interval)
         first = done in (1, start.iteration + 1)
         if evaluates or first or _is_due(done, config.log_interval):
             phase = graphfsdp.Phase.CAPTURE if captured else phase_before
             metrics = window.measure(position, loss, lr, phase)
             if evaluates:
-                metrics = dataclasses.replace(metrics, val_loss=_validate(run))
+                val_loss = _validate(run, done, log)
+                metrics = dataclasses.replace(metrics, val_loss=val_loss)
+                is_last = is_last or reached(config, val_loss)
+                if is_last:
+                    log.run_stops(
+                        done * run.batch.num_sequences, success=is_success(config, val_loss)
+                    )
+                else:
+                    log.block_starts(done * run.batch.num_sequences)
             out.log(metrics)
             if directory is not None:
                 directory.add(metrics)
@@ -154,8 +175,10 @@ def _iterate(
             window = _Window(run)  # so that the speed of replay does not include the capture
         if checkpoints is not None:
             began = time.perf_counter()
-            checkpoints.save_if_due(position)
+            checkpoints.save_if_due(position, is_last=is_last)
             window.leave_out(began)
+        if is_last:
+            break
     return metrics
 
 
@@ -163,8 +186,10 @@ def _is_due(done: int, interval: int) -> bool:
     return interval > 0 and done % interval == 0
 
 
-def _validate(run: TrainingRun) -> float:
-    return validation_loss(
+def _validate(run: TrainingRun, done: int, log: RunLog) -> float:
+    num_samples = done * run.batch.num_sequences
+    log.block_stops(num_samples)
+    loss = validation_loss(
         run.model,
         run.sampler,
         num_batches=run.config.eval_iters,
@@ -172,6 +197,8 @@ def _validate(run: TrainingRun) -> float:
         device=run.device,
         ranks=run.ranks,
     )
+    log.validated(num_samples, loss)
+    return loss
 
 
 class _Window:

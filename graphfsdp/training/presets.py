@@ -1,6 +1,6 @@
 """Named starting points of a training run; every flag overrides its value of the preset."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig
@@ -93,6 +93,30 @@ def _llama3(
     )
 
 
+def _mlperf_llama31_8b() -> TrainConfig:
+    """Return the run of MLPerf's benchmark of that name, at its smallest global batch.
+
+    What its data are (C4, tokenized for Llama 3.1) is for ``--data`` to say.
+
+    Source: rules of mlperf_logging 4.1.68 for training 6.1.0, closed division, and its reference
+    convergence points (learning rate 4e-4 and 256 samples of warm-up at 16 sequences).
+    """
+    return replace(
+        _llama3("llama31-8b-mlperf", 32, 4096, 32, 14336),
+        global_batch_size=16,
+        train_iters=1_200_000,
+        lr=4e-4,
+        lr_warmup_iters=16,
+        min_lr=4e-5,
+        adam_eps=1e-5,
+        eval_interval=768,
+        eval_iters=1024,
+        sample_tokens=0,
+        target_loss=3.3,
+        mllog_benchmark="llama31_8b",
+    )
+
+
 PRESETS = (
     Preset(TrainConfig(), "about two minutes on two CPU cores"),
     Preset(
@@ -118,6 +142,7 @@ PRESETS = (
     Preset(_llama("llama-160m", 12, 768, 12, 2048), "Llama style, small"),
     Preset(_llama("llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
     Preset(_llama3("llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
+    Preset(_mlperf_llama31_8b(), "the same to a loss of 3.3, as MLPerf's llama31_8b asks for it"),
     Preset(_llama3("llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
     Preset(_llama3("llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"),
 )
