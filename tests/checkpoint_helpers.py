@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.remainders import join_remainder
-from sharding_helpers import STRATEGIES, Net, adam, batches, my_part, shard
+from sharding_helpers import STRATEGIES, Net, adam, batches, hybrid_mesh, my_part, shard
 
 
 class Setup(NamedTuple):
@@ -21,10 +21,12 @@ class Setup(NamedTuple):
         strategy: Of ``fully_shard``; None for a model on one device.
         precision: "fp32", or "bf16" with float32 main weights: in the model where it is sharded,
             else in the optimizer; "remainder" keeps them there as int16.
+        outer: Of a mesh of 2 x 2 ranks, what is cut over the outer axis; None for a 1-D mesh.
     """
 
     strategy: str | None
     precision: str = "fp32"
+    outer: str | None = None
 
 
 SETUPS = tuple(Setup(strategy, p) for strategy in STRATEGIES for p in ("fp32", "bf16"))
@@ -40,7 +42,10 @@ def make(
     if setup.strategy is not None:
         dtype = torch.bfloat16 if setup.precision == "bf16" else None
         policy = graphfsdp.MixedPrecisionPolicy(param_dtype=dtype)
-        model = shard(model, setup.strategy, mp_policy=policy)
+        axes: dict[str, Any] = {}
+        if setup.outer is not None:
+            axes = {"mesh": hybrid_mesh(), "outer_strategy": setup.outer}
+        model = shard(model, setup.strategy, mp_policy=policy, **axes)
     elif setup.precision != "fp32":
         model = model.to(torch.bfloat16)
         options["master_weights"] = True
