@@ -143,6 +143,33 @@ def test_a_full_disk_is_explained_and_leaves_the_checkpoint_before(
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(UNFINISHED)]
 
 
+def test_a_failure_of_a_sync_that_began_early_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells it once: the last sync of the same file succeeds."""
+    model, optimizer = model_of(1)
+    graphfsdp.save(tmp_path, model, optimizer, step=1)
+    monkeypatch.setattr("graphfsdp.checkpoint.early_sync._INTERVAL_BYTES", 1)
+    answers: list[OSError | None] = []
+
+    def fdatasync(handle: int) -> None:
+        answer = answers.pop()
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync, raising=False)
+    failed = OSError(5, "Input/output error")
+    for good_before in (0, 1):
+        answers[:] = [None] * 100 + [failed] + [None] * good_before
+        with pytest.raises(graphfsdp.CheckpointError, match=r"Input/output error.*untouched"):
+            graphfsdp.save(tmp_path, *model_of(2), step=2)
+        assert loaded_step(tmp_path) == 1
+    answers[:] = [None] * 100
+    graphfsdp.save(tmp_path, *model_of(2), step=2)
+    assert len(answers) < 100  # a sync did begin early
+    assert loaded_step(tmp_path) == 2
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model, optimizer = model_of(1)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from graphfsdp.checkpoint.early_sync import EarlySync
 from graphfsdp.checkpoint.manifest import (
     BLOCK_BYTES,
     Manifest,
@@ -114,13 +115,14 @@ class FolderWriter(StorageWriter):
         order = order_of(tensors)
         begin, starts = make_header(tensors, order, {"format": "pt"})
         file_name = data_file(self._rank)
-        with (self._folder / file_name).open("xb") as file:
+        with (self._folder / file_name).open("xb") as file, EarlySync(file) as early:
             file.write(begin)
             for name in order:
                 content = raw_bytes(tensors[name])
-                crc32 = _write_blocks(file, content)
+                crc32 = _write_blocks(file, content, early)
                 place = (file_name, starts[name], crc32)
                 results.append(WriteResult(item_of[name].index, len(content), place))
+            early.finish()
             _sync(file)
             size = file.tell()
         head = SavedFile(size, len(begin), zlib.crc32(begin))
@@ -178,12 +180,13 @@ def _name_of(item: WriteItem, tensor: Tensor) -> str:
     return f"{key}[{','.join(ranges)}]"
 
 
-def _write_blocks(file: BinaryIO, content: memoryview) -> tuple[int, ...]:
+def _write_blocks(file: BinaryIO, content: memoryview, early: EarlySync) -> tuple[int, ...]:
     crc32 = []
     for start in range(0, len(content), BLOCK_BYTES):
         block = content[start : start + BLOCK_BYTES]
         crc32.append(zlib.crc32(block))
         file.write(block)
+        early.wrote(len(block))
     return tuple(crc32)
 
 
