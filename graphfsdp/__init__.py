@@ -36,6 +36,7 @@ from graphfsdp.preflight_report import CheckReport as CheckReport
 if TYPE_CHECKING:
     from graphfsdp._fully_shard import FSDPModule as FSDPModule
     from graphfsdp._fully_shard import fully_shard as fully_shard
+    from graphfsdp._materialize import materialize as materialize
     from graphfsdp.checkpoint import AsyncSaver as AsyncSaver
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
@@ -75,6 +76,7 @@ __all__ = [
     "fully_shard",
     "load",
     "masked_mean",
+    "materialize",
     "recompute",
     "recompute_contexts",
     "save",
@@ -88,6 +90,10 @@ def __getattr__(name: str) -> Any:
         from graphfsdp import _fully_shard as module
 
         return getattr(module, name)
+    if name == "materialize":
+        from graphfsdp._materialize import materialize
+
+        return materialize
     if name in ("AsyncSaver", "load", "save"):
         from graphfsdp import checkpoint
 

@@ -1,11 +1,12 @@
 """`fully_shard`: ZeRO on a module, in FSDP2's words."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
@@ -14,6 +15,7 @@ from graphfsdp.model_shards import ModelShards
 from graphfsdp.shard_group import ShardGroup, UnitOptions
 from graphfsdp.sharded import MainGrad
 from graphfsdp.unit import Unit, cast_inputs
+from graphfsdp.unit_memory import give_shards_memory, set_aside
 from graphfsdp.unit_mesh import find_axes
 
 _UNIT = "_graphfsdp_unit"
@@ -25,7 +27,8 @@ class FSDPModule:
 
     def unshard(self) -> None:
         """Gather the whole weights of this unit and hold them until ``reshard``."""
-        _shards_of(self)
+        shards_of(self)
+        unit_of(self).group.check_memory()
         unit_of(self).unshard()
 
     def reshard(self) -> None:
@@ -122,13 +125,44 @@ class FSDPModule:
         for unit in _units(self, recurse=True):
             unit.abandon_iteration()
 
+    def to_empty(self, *, device: torch.device | str | int, recurse: bool = True) -> Any:
+        """Give memory without values to what is on the meta device, for values of your own.
+
+        What is not on it keeps its values and is moved. Floating-point weights hold NaN until
+        they are set: by ``graphfsdp.load``, or by functions that write to sharded parameters.
+        ``graphfsdp.materialize`` gives memory and values, the same on any number of ranks.
+
+        Args:
+            device: Where to.
+            recurse: Also the modules below.
+        """
+
+        def empty(tensor: Tensor) -> Tensor:
+            keep = not tensor.is_meta
+            return tensor.to(device) if keep else torch.empty_like(tensor, device=device)
+
+        return self._apply(empty, recurse)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        group = unit_of(self).group
+        parent: Any = super()
+        if not group.awaits_values:
+            return parent._apply(fn, recurse)
+        with set_aside(group, fn) as device:
+            if device is not None:
+                found: ModelShards | None = getattr(self, _SHARDS, None)
+                if found is not None:
+                    found.move_to(device)
+                give_shards_memory(group, device)
+            return parent._apply(fn, recurse)
+
     def prepare_shards(self) -> None:
         """Move the shards of all units together; the first forward does it otherwise.
 
         Raises:
             ConfigError: a unit is in the middle of work, or two units share a parameter.
         """
-        _shards_of(self)
+        shards_of(self)
 
 
 def fully_shard(
@@ -211,11 +245,17 @@ def unit_of(module: object) -> Unit:
     return unit
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of the user's class, which ``fully_shard`` has derived one of."""
+    bases = type(module).__bases__
+    return (bases[1] if FSDPModule in bases else type(module)).__name__
+
+
 def _add_hooks(module: nn.Module, unit: Unit) -> None:
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        _shards_of(module)
+        shards_of(module)
         unit.enter_forward()
         return cast_inputs(args, kwargs, unit.group.options.policy.param_dtype)
 
@@ -226,7 +266,7 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(after, always_call=True)
 
 
-def _shards_of(module: object) -> ModelShards:
+def shards_of(module: object) -> ModelShards:
     """Return the shards that a unit belongs to; make them if it is the root of what runs."""
     found: ModelShards | None = getattr(module, _SHARDS, None)
     if found is not None:
@@ -273,9 +313,11 @@ def _default_mesh(module: nn.Module) -> DeviceMesh:
             "fully_shard needs a process group: torch.distributed is not initialised. Remedy: "
             "start with torchrun and call torch.distributed.init_process_group(), or pass a mesh"
         )
-    param = next(module.parameters(), None)
-    kind = "cpu" if param is None else param.device.type
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    kinds = [param.device.type for param in module.parameters() if not param.is_meta]
+    if not kinds:  # on meta: where the ranks can talk
+        on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        kinds = ["cuda" if on_gpu else "cpu"]
+    return init_device_mesh(kinds[0], (dist.get_world_size(),))
 
 
 def _check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
@@ -292,4 +334,4 @@ def _check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
             )
 
 
-__all__ = ["FSDPModule", "fully_shard", "unit_of"]
+__all__ = ["FSDPModule", "class_name", "fully_shard", "shards_of", "unit_of"]

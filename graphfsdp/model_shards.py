@@ -101,17 +101,24 @@ class ModelShards:
         if problem is not None:
             raise ConfigError(problem)
 
-    def _move_together(self) -> None:
+    def move_to(self, device: torch.device) -> None:
+        """Give memory on a device to the shards that are on the meta device, with all others."""
+        self._move_together(device)
+
+    def _move_together(self, in_place_of_meta: torch.device | None = None) -> None:
         kinds: dict[_Kind, list[ShardBuffer]] = {}
         for unit in self.units:
             for buffer in unit.group.buffers:
-                kind = (buffer.main.dtype, buffer.main.device, buffer.trainable)
+                device = buffer.main.device
+                if in_place_of_meta is not None and buffer.main.is_meta:
+                    device = in_place_of_meta
+                kind = (buffer.main.dtype, device, buffer.trainable)
                 kinds.setdefault(kind, []).append(buffer)
-        for (_, _, trainable), buffers in kinds.items():
-            mains = _cut([buffer.main for buffer in buffers])
+        for (_, device, trainable), buffers in kinds.items():
+            mains = _cut([buffer.main for buffer in buffers], device)
             grads: Iterator[Tensor | None] = iter([None] * len(buffers))
             if trainable:
-                grads = _cut([buffer.grad for buffer in buffers if buffer.grad is not None])
+                grads = _cut([b.grad for b in buffers if b.grad is not None], device)
             for buffer, main, grad in zip(buffers, mains, grads, strict=True):
                 buffer.move(main, grad)
         for unit in self.units:
@@ -125,11 +132,11 @@ def _difference(first: list[str], other: list[str], rank: int) -> str:
     return "they are equal"
 
 
-def _cut(tensors: list[Tensor]) -> Iterator[Tensor]:
+def _cut(tensors: list[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Yield views of one new storage, as long as the given tensors, one after the other."""
     numels = [tensor.numel() for tensor in tensors]
     starts = neighbour_starts(numels, tensors[0].element_size())
-    flat = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+    flat = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=device)
     for start, tensor in zip(starts, tensors, strict=False):
         yield flat.narrow(0, start, tensor.numel())
 

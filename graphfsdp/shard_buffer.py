@@ -86,10 +86,13 @@ class ShardBuffer:
             main: [S] or [B], takes the contents of the main weights.
             grad: Likewise for the main grads.
         """
-        main.copy_(self.main)
-        self.main = main
+        from_meta = self.main.is_meta  # there is nothing to copy
+        if not from_meta:
+            main.copy_(self.main)
+        self.main, self._device = main, main.device
         if grad is not None and self.grad is not None:
-            grad.copy_(self.grad)
+            if not from_meta:
+                grad.copy_(self.grad)
             self.grad = grad
 
     def local_view(self, flat: Tensor, slot: Slot) -> Tensor:
@@ -124,12 +127,14 @@ class ShardBuffer:
             values: One whole tensor per slot, in slot order; the same on every rank.
         """
         for slot, value in zip(self.layout.slots, values, strict=True):
-            local = self.local_view(self.main, slot)
-            if not self.sharded:
-                local.copy_(value)
-                continue
+            self.load_slot(slot, value)
+
+    def load_slot(self, slot: Slot, value: Tensor) -> None:
+        """Copy one parameter's whole value into the main weights."""
+        if self.sharded:
             rows = self.local_rows(slot)
-            local.copy_(value.narrow(0, rows.first_row, rows.num_rows))
+            value = value.narrow(0, rows.first_row, rows.num_rows)
+        self.local_view(self.main, slot).copy_(value)
 
     def unshard(self) -> Tensor:
         """Return [B] gathered weights in the compute dtype, gathering them if need be.

@@ -13,6 +13,7 @@ from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.flat_buffer import contiguous_stride
 from graphfsdp.layout import Slot
+from graphfsdp.meta_tensors import become
 from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.unit_mesh import UnitMesh
 from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
@@ -30,6 +31,8 @@ class ManagedParameter:
         buffer: The flat buffer that it lies in.
         slot: Where it lies there.
         main_grad: DTensor over this rank's main grads, maybe of no row; None if frozen.
+        awaited: The whole parameter on the meta device whose values are still to come; None once
+            there are values.
     """
 
     name: str
@@ -39,6 +42,7 @@ class ManagedParameter:
     buffer: ShardBuffer
     slot: Slot
     main_grad: DTensor | None = None
+    awaited: nn.Parameter | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class ShardGroup:
             for owner, attribute in owners:
                 owner._parameters[attribute] = param
             item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot)
+            item.awaited = whole if whole.is_meta else None
             self.managed.append(item)
 
     def bind_views(self) -> None:
@@ -117,7 +122,11 @@ class ShardGroup:
         for item in self.managed:
             local = item.buffer.local_view(item.buffer.main, item.slot)
             dtensor: Any = item.param
-            dtensor._local_tensor = local
+            if dtensor.device == local.device:
+                dtensor._local_tensor = local
+            else:  # it was on the meta device
+                new = _as_dtensor(local, item.slot, item.buffer, self.options)
+                become(dtensor, nn.Parameter(new, dtensor.requires_grad), self.full_name(item))
             item.main_grad = None
             if item.buffer.grad is not None:
                 # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
@@ -132,14 +141,29 @@ class ShardGroup:
             ConfigError: a parameter's shard lies elsewhere; training would go on with the old one.
         """
         for item in self.managed:
+            if item.awaited is not None:
+                raise ConfigError(
+                    f"parameter {self.full_name(item)!r} was made on the meta device and has no "
+                    "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
+                    "model), before the first forward pass"
+                )
             local: Tensor = item.param._local_tensor  # type: ignore[attr-defined]
             if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
                 raise ConfigError(
-                    f"parameter {f'{self.name}.{item.name}'.lstrip('.')!r} does not lie in the "
+                    f"parameter {self.full_name(item)!r} does not lie in the "
                     "buffers of its unit any more (module.to(), param.data = ..., or "
                     "load_state_dict(assign=True) after fully_shard). Remedy: move and cast the "
                     "model before fully_shard, and load with assign=False"
                 )
+
+    @property
+    def awaits_values(self) -> bool:
+        """Whether some parameter was made on the meta device and has no values yet."""
+        return any(item.awaited is not None for item in self.managed)
+
+    def full_name(self, item: ManagedParameter) -> str:
+        """Return the name of a parameter from the root on, as far as the root is known."""
+        return f"{self.name}.{item.name}".lstrip(".")
 
     def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         """Yield every parameter with its whole, gathered weight; gathers what is not here."""
@@ -165,10 +189,11 @@ class ShardGroup:
         for item in self.managed:
             dtypes = item.buffer.dtypes
             lines.append(
-                f"{self.name}.{item.name}".lstrip(".")
+                self.full_name(item)
                 + f" of shape {item.slot.shape} at {item.slot.offset}, main weight {dtypes.main}, "
                 f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
                 f"{'trainable' if item.buffer.trainable else 'frozen'}"
+                f"{'' if item.awaited is None else ', without values'}"
             )
         return lines
 
@@ -225,7 +250,8 @@ def _make_dtensor(
     # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
     # nor go on training a copy that nobody uses.
     param.grad = None
-    param.data = param.data.new_empty(0)
+    if not param.is_meta:  # which has none, and is still asked for its shape
+        param.data = param.data.new_empty(0)
     return sharded
 
 

@@ -4,7 +4,7 @@ Shapes: N = sequences of the whole batch, P = positions, V = vocabulary.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +133,12 @@ def hybrid_mesh(
 
 def hybrid_net(strategy: str, outer: str, **options: Any) -> Any:
     return make_net(strategy, mesh=hybrid_mesh(), outer_strategy=outer, **options)
+
+
+def on_meta(make: Callable[[], nn.Module]) -> Any:
+    """Return a model without memory."""
+    with torch.device("meta"):
+        return make()
 
 
 def units(model: nn.Module) -> list[Unit]:

@@ -1,0 +1,165 @@
+"""What `materialize` refuses, failures on one rank, and FSDP2's way with `to_empty`."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from ranks import RankPool, rank_device
+from sharding_helpers import adam, full_parameters, on_meta, raises_on_rank, shard
+
+
+class Broken(nn.Module):
+    """Its method fails, does half, or puts in another tensor, on the ranks that it is told."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 4))
+        self.how, self.rank = how, rank
+
+    def reset_parameters(self) -> None:
+        how = self.how if dist.get_rank() == self.rank or self.rank < 0 else "right"
+        if how == "raise":
+            raise ArithmeticError("no luck")
+        if how == "shape":
+            self.weight = nn.Parameter(torch.ones(2, 2))
+        elif how == "new":
+            self.weight = nn.Parameter(torch.full((6, 4), 9.0))
+        elif how != "nothing":
+            nn.init.ones_(self.weight[: 3 if how == "half" else 6])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+class Around(nn.Module):
+    def __init__(self, how: str, rank: int = -1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), Broken(how, rank)])
+        self.last = nn.Linear(6, 2)
+        self.plain: Tensor
+        self.register_buffer("plain", torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        self.plain.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.last(x) + self.plain.sum()
+        return out
+
+
+def what_materialize_says(how: str, rank: int) -> str:
+    """Every rank raises the same, and the model can be materialised afterwards."""
+    model: Any = shard(on_meta(lambda: Around(how, rank)), "optim_grads_params")
+    with raises_on_rank(graphfsdp.GraphFSDPError) as messages:
+        graphfsdp.materialize(model)
+    assert model.plain.is_meta
+    with raises_on_rank(graphfsdp.ConfigError) as again:
+        model(torch.zeros(2, 4, device=rank_device()))
+    assert "has no values yet. Remedy: graphfsdp.materialize" in again[0]
+    model.blocks[1].how = "new"
+    model.blocks[1].rank = -1
+    graphfsdp.materialize(model)
+    assert torch.equal(full_parameters(model)["blocks.1.weight"], torch.full((6, 4), 9.0))
+    model(torch.zeros(2, 4, device=rank_device())).sum().backward()
+    return messages[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "expected"),
+    [
+        ("raise", -1, "the initialisation of blocks.1 (Broken) failed: ArithmeticError: no luck"),
+        ("raise", 1, "rank 1: the initialisation of blocks.1 (Broken) failed: ArithmeticError"),
+        ("half", 0, "rank 0: parameter 'blocks.1.weight' has no values, or only some"),
+        ("nothing", -1, "parameter 'blocks.1.weight' has no values, or only some, after"),
+        ("shape", 1, "rank 1: the initialisation of parameter 'blocks.1.weight' put shape (2, 2)"),
+    ],
+)
+def test_a_failure_on_one_rank_is_told_to_all(
+    ranks2: RankPool, how: str, rank: int, expected: str
+) -> None:
+    said = ranks2.run(what_materialize_says, how, rank)
+    assert said[0] == said[1]
+    assert said[0].startswith(expected)
+
+
+def misuses() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+            self.register_buffer("table", torch.empty(3))
+
+    model = on_meta(lambda: nn.Sequential(Bare(), nn.Linear(2, 2)))
+    graphfsdp.fully_shard(model)
+    with raises_on_rank(graphfsdp.ConfigError) as messages:
+        graphfsdp.materialize(model)
+    assert "nothing initialises '0.weight' (Bare), '0.table' (Bare)" in messages[0]
+    assert "init=" in messages[0]
+    with raises_on_rank(graphfsdp.ConfigError) as messages:
+        graphfsdp.materialize(model, init=lambda module: None)
+    assert "'0.weight' has no values" in messages[0]
+    for call, words in (
+        (lambda: graphfsdp.materialize(model, "meta"), "cannot give memory on the meta device"),
+        (lambda: model.half(), "cast the model before fully_shard"),
+        (lambda: model.unshard(), "has no values yet"),
+        (lambda: graphfsdp.capture(model, adam(model))(torch.ones(1, 2)), "meta"),
+    ):
+        with raises_on_rank(graphfsdp.GraphFSDPError) as messages:
+            call()
+        assert words in messages[0], messages[0]
+    other = nn.Linear(2, 2, device="meta" if dist.get_rank() else rank_device())
+    graphfsdp.fully_shard(other)
+    with raises_on_rank(graphfsdp.ConfigError) as messages:
+        graphfsdp.materialize(other)
+    assert "without values" in messages[0]
+    held = graphfsdp.fully_shard(nn.Linear(2, 2, device="meta"))
+    keeper = weakref.ref(held.weight)
+    with raises_on_rank(graphfsdp.ConfigError) as messages:
+        graphfsdp.materialize(held)
+    assert "'weight' cannot be moved from the meta device" in messages[0]
+    assert keeper() is not None
+
+
+def test_misuses_are_named(ranks2: RankPool) -> None:
+    ranks2.run(misuses)
+
+
+def loop_of_fsdp2(root_is_unit: bool) -> None:
+    """``to_empty``, then values by hand, as torch's own fully_shard wants it."""
+    with torch.device("meta"):  # also around fully_shard
+        model: Any = Around("right")
+        for block in model.blocks:
+            graphfsdp.fully_shard(block)
+        if root_is_unit:
+            graphfsdp.fully_shard(model)
+    model.blocks[1].weight.tag = 3
+    held = [id(param) for param in model.blocks.parameters()]
+    model.to_empty(device=rank_device())
+    assert held == [id(param) for param in model.blocks.parameters()]
+    optim = adam(model)
+    assert model.blocks[1].weight.tag == 3
+    assert all(bool(param.to_local().isnan().all()) for param in model.blocks.parameters())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+        model.plain.zero_()
+    before = full_parameters(model)
+    assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in before.values())
+    for index in range(2):
+        optim.zero_grad()
+        model(torch.full((2, 4), index + 1.0, device=rank_device())).sum().backward()
+        optim.step()
+    after = full_parameters(model)
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("root_is_unit", [True, False])
+def test_to_empty_works_as_in_fsdp2(ranks2: RankPool, root_is_unit: bool) -> None:
+    ranks2.run(loop_of_fsdp2, root_is_unit)
