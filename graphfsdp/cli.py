@@ -42,6 +42,12 @@ def _plan(arguments: Sequence[str]) -> None:
     run_plan(arguments, Console())
 
 
+def _bench(arguments: Sequence[str]) -> int:
+    from graphfsdp.bench.command import run_bench
+
+    return run_bench(arguments, Console())
+
+
 def _check(arguments: Sequence[str]) -> int:
     from graphfsdp.preflight_cli import run_check
 
@@ -59,6 +65,7 @@ def _checkpoint(arguments: Sequence[str]) -> int:
 
 COMMANDS = (
     Command("train", "train a GPT with the whole iteration in one graph", _train),
+    Command("bench", "measure what the capture brings, beside what people use instead", _bench),
     Command("plan", "tell what each rank of a training run will need, without the ranks", _plan),
     Command("checkpoint", "show, convert and compare checkpoints", _checkpoint),
     Command("check", "tell what a graph could not hold of a training program", _check),

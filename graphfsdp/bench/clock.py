@@ -1,0 +1,120 @@
+"""Timing: contenders take turns in short windows, so that a slow minute hits them all."""
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was seen of a window of steps.
+
+    Attributes:
+        step_ms: Milliseconds of each step.
+        host_ms: Milliseconds per step until the last call had returned.
+        cpu_ms: CPU milliseconds of the process per step, all threads.
+    """
+
+    step_ms: tuple[float, ...]
+    host_ms: float
+    cpu_ms: float
+
+    @property
+    def mean_ms(self) -> float:
+        """Milliseconds per step."""
+        return sum(self.step_ms) / len(self.step_ms)
+
+
+def time_window(steps: Sequence[Callable[[], object]], device: torch.device) -> Window:
+    """Run the steps one after the other without a host sync between them.
+
+    On a GPU an event after each step marks its end; they are read when all steps are over. The
+    one before the first step is recorded on an idle GPU.
+    """
+    if device.type == "cuda":
+        return _cuda_window(steps, device)
+    marks = [0] * (len(steps) + 1)
+    cpu_start = time.process_time_ns()
+    marks[0] = time.perf_counter_ns()
+    for index, step in enumerate(steps, start=1):
+        step()
+        marks[index] = time.perf_counter_ns()
+    cpu_ns = time.process_time_ns() - cpu_start
+    step_ms = [(end - start) / 1e6 for start, end in itertools.pairwise(marks)]
+    return _window(step_ms, (marks[-1] - marks[0]) / 1e6, cpu_ns)
+
+
+def _cuda_window(steps: Sequence[Callable[[], object]], device: torch.device) -> Window:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+    torch.cuda.synchronize(device)
+    cpu_start, start = time.process_time_ns(), time.perf_counter_ns()
+    events[0].record()
+    for index, step in enumerate(steps, start=1):
+        step()
+        events[index].record()
+    host_ms = (time.perf_counter_ns() - start) / 1e6
+    cpu_ns = time.process_time_ns() - cpu_start
+    events[-1].synchronize()
+    pairs = itertools.pairwise(events)
+    return _window([before.elapsed_time(after) for before, after in pairs], host_ms, cpu_ns)
+
+
+def _window(step_ms: Sequence[float], host_ms: float, cpu_ns: int) -> Window:
+    num_steps = len(step_ms)
+    rounded = tuple(float(f"{value:.6g}") for value in step_ms)
+    return Window(rounded, host_ms / num_steps, cpu_ns / 1e6 / num_steps)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's collector out of the body; it runs once before."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many rounds there are, and how many steps each window of a round has."""
+
+    num_rounds: int
+    num_steps: int
+
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 100
+_MIN_STEPS, _MAX_STEPS = 2, 50
+_WINDOW_MS = 40.0
+
+
+def make_schedule(step_ms: Sequence[float], seconds: float) -> Schedule:
+    """Fit rounds into a time, once it is known how long a step of each contender takes.
+
+    A window has several steps, since its first one finds its neighbour's data in the caches, and
+    is long beside the clock's own cost. There are enough rounds to see how the ratio scatters.
+    """
+    all_ms = sum(step_ms)
+    num_steps = round(_WINDOW_MS / min(step_ms))
+    num_steps = min(num_steps, int(seconds * 1e3 / (2 * MIN_ROUNDS * all_ms)), _MAX_STEPS)
+    num_steps = max(num_steps, _MIN_STEPS)
+    num_rounds = int(seconds * 1e3 / (num_steps * all_ms))
+    return Schedule(min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps)
+
+
+__all__ = [
+    "MIN_ROUNDS",
+    "Schedule",
+    "Window",
+    "make_schedule",
+    "no_garbage_collection",
+    "time_window",
+]

@@ -1,0 +1,143 @@
+"""``graphfsdp bench``: measure, show, keep."""
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from graphfsdp.bench.case_process import CaseFailedError
+from graphfsdp.bench.environment import describe, find_environment
+from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
+from graphfsdp.bench.records import BenchResult, CaseResult, Environment
+from graphfsdp.bench.result_directory import PAGE, make_directory, write_directory
+from graphfsdp.bench.sweep import Sweep
+from graphfsdp.bench.tables import NOT_MLPERF, not_run_table, overview, short_table
+from graphfsdp.training.build import choose_device
+from graphfsdp.training.ranks import Ranks, find_ranks, process_group
+
+_TIMEOUT_MINUTES = 30
+_BUSY = 0.5
+_WIDTH = 160  # of a file or a pipe
+
+
+def run_bench(arguments: Sequence[str], console: Console) -> int:
+    """Carry out ``graphfsdp bench``.
+
+    Returns:
+        0, or 1 where no case could be measured.
+
+    Raises:
+        ConfigError: a flag, or a combination of flags, that cannot work.
+        SystemExit: ``--help`` was asked for and printed.
+    """
+    options = parse_bench_arguments(arguments)
+    ranks = find_ranks()
+    device = choose_device(options.device, ranks)
+    torch.set_num_threads(options.threads)
+    command = shlex.join(["graphfsdp", "bench", *arguments])
+    with process_group(ranks, device, timeout_minutes=_TIMEOUT_MINUTES) as backend:
+        return _Bench(options, ranks, device, backend, console, command).run()
+
+
+class _Bench:
+    def __init__(
+        self,
+        options: BenchOptions,
+        ranks: Ranks,
+        device: torch.device,
+        backend: str | None,
+        console: Console,
+        command: str,
+    ) -> None:
+        self._options, self._ranks, self._device = options, ranks, device
+        width = None if console.is_terminal else _WIDTH
+        self._console = Console(file=console.file, width=width, quiet=not ranks.is_first)
+        self._command = command
+        self._environment: Environment = find_environment(
+            device, num_threads=options.threads, num_ranks=ranks.size, backend=backend
+        )
+
+    def run(self) -> int:
+        planned = self._options.cases(self._device.type)
+        folder = self._ranks.decide(
+            lambda: make_directory(self._options.out) if self._ranks.is_first else None
+        )
+        self._greet()
+        cases: list[CaseResult] = []
+        left_out: dict[str, str] = {}
+        with _progress(self._console) as progress:
+            task = progress.add_task("", total=len(planned))
+
+            def say(phase: str, name: str, share: float) -> None:
+                text = f"{len(cases) + len(left_out) + 1}/{len(planned)} {key}: {phase} {name}"
+                progress.update(task, description=text, completed=len(cases) + len(left_out))
+
+            started = time.monotonic()
+            sweep = Sweep(self._options, self._device, self._ranks, started, say)
+            for each in planned:
+                key = each.case.key
+                try:
+                    cases.append(sweep.measure(each))
+                    self._show(cases[-1])
+                except CaseFailedError as error:
+                    left_out[key] = str(error)
+                    self._line(f"{key}: left out: {error}", "yellow")
+                if folder is not None and cases:
+                    result = self._result(cases, left_out)
+                    write_directory(result, folder, pictures=self._options.pictures)
+        if not cases:
+            return 1
+        self._finish(self._result(cases, left_out))
+        if folder is not None:
+            self._line(f"wrote {folder}: result.json, report.md, {PAGE}, pictures")
+        return 0
+
+    def _result(self, cases: Sequence[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
+        return BenchResult(
+            environment=self._environment,
+            options=asdict(self._options),
+            command=self._command,
+            seed=self._options.seed,
+            cases=tuple(cases),
+            left_out=dict(left_out),
+        )
+
+    def _greet(self) -> None:
+        load = self._environment.load_average
+        self._line(describe(self._environment))
+        if load is not None and load > _BUSY and self._device.type == "cpu":
+            self._line(
+                f"something else runs on this machine (load average {load:.1f}); the pairs will "
+                "scatter", "yellow",
+            )  # fmt: skip
+
+    def _show(self, case: CaseResult) -> None:
+        self._console.print(short_table(case).rich())
+        for name, reason in not_run_table(case).rows:
+            self._line(f"did not run: {name}: {reason}", "yellow")
+
+    def _finish(self, result: BenchResult) -> None:
+        self._console.print(overview(result).rich())
+        self._line(NOT_MLPERF)
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        refresh_per_second=2,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+__all__ = ["run_bench"]

@@ -1,0 +1,82 @@
+"""Decisions that ranks take together: what to leave out, how long to measure."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from graphfsdp.training.ranks import Ranks
+
+T = TypeVar("T")
+_MAX_CHARACTERS = 3000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why something did not work, on some rank.
+
+    Attributes:
+        reason: The exception's class and its first lines.
+        detail: The end of the traceback.
+    """
+
+    reason: str
+    detail: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int | None = None) -> "Failure":
+        """Describe an exception."""
+        where = "" if rank is None else f"rank {rank}: "
+        text = " ".join(str(error).split("\n\n")[0].split())
+        if len(text) > 400:
+            text = text[:400] + " ..."
+        name = type(error).__name__
+        lines = traceback.format_exception(error)
+        return cls(f"{where}{name}: {text}", "".join(lines)[-_MAX_CHARACTERS:])
+
+
+def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
+    """Run what may fail; where it fails on any rank, every rank gets the failure.
+
+    A rank that went on alone would wait for the others in its next collective.
+    """
+    failure: Failure | None = None
+    made: list[T] = []
+    try:
+        made.append(make())
+    except Exception as error:  # whatever a contender dies of is a result: it could not run here
+        failure = Failure.of(error, ranks.rank if ranks.size > 1 else None)
+    for found in exchange(failure, ranks):
+        if found is not None:
+            assert isinstance(found, Failure)
+            return found
+    return made[0]
+
+
+def exchange(mine: Any, ranks: Ranks) -> list[Any]:
+    """Return what each rank says; a collective."""
+    everyone = [mine]
+    if ranks.size > 1:
+        everyone = [None] * ranks.size
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def first_says(mine: T, ranks: Ranks) -> T:
+    """Return what rank 0 says; a collective."""
+    said: T = exchange(mine, ranks)[0]
+    return said
+
+
+def line_up(ranks: Ranks, device: torch.device) -> None:
+    """Wait until every rank is here and its device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if ranks.size > 1:
+        dist.barrier()
+
+
+__all__ = ["Failure", "attempt", "exchange", "first_says", "line_up"]

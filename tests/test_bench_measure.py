@@ -1,0 +1,296 @@
+import dataclasses
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphfsdp.bench import case_process, clock
+from graphfsdp.bench.batches import Batch
+from graphfsdp.bench.case_child import PREFIX, ChildRequest
+from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
+from graphfsdp.bench.contender import Contender, ContenderSpec, Setting
+from graphfsdp.bench.contenders import find_contenders
+from graphfsdp.bench.measure import MeasureOptions, compare_losses, measure_case
+from graphfsdp.bench.record_files import read_result, to_json
+from graphfsdp.bench.records import REFERENCE, CaseResult
+from graphfsdp.bench.result_directory import make_directory
+from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS
+from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.errors import ConfigError
+
+OPTIONS = MeasureOptions(seconds=0.2)
+
+
+def setting_on(device: torch.device) -> Setting:
+    return Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device)
+
+
+class Faulty(Contender):
+    """Fails in one of its steps."""
+
+    def __init__(self, last_step: int) -> None:
+        self.optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        self.steps_left = last_step
+        self.closed = False
+
+    def train(self, batch: Batch) -> Tensor:
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise RuntimeError("broken on purpose")
+        return torch.zeros((), device=batch[0].device)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def faulty(name: str, contender: Callable[[Setting], Contender]) -> ContenderSpec:
+    return ContenderSpec(name, "fails", contender)
+
+
+def no_talk(phase: str, name: str, share: float) -> None:
+    return
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[CaseResult, list[Faulty]]:
+    broken = [Faulty(2), Faulty(NUM_WARMUP_STEPS + 3)]
+
+    def refuse(setting: Setting) -> Contender:
+        raise ConfigError("not here.\n\nA remedy that is not the reason.")
+
+    specs = [
+        *find_contenders(("pytorch", "full_iteration")),
+        faulty("never", refuse),
+        faulty("in warm-up", lambda _: broken[0]),
+        faulty("in a window", lambda _: broken[1]),
+        *find_contenders(("forward_backward",))[1:],
+    ]
+    options = dataclasses.replace(OPTIONS, excluded=(("forward_backward", "signal 11"),))
+    return measure_case(setting_on(torch.device("cpu")), specs, options, no_talk), broken
+
+
+def test_whatever_cannot_run_is_listed_with_its_reason(
+    measured: tuple[CaseResult, list[Faulty]],
+) -> None:
+    case, broken = measured
+    assert [own.name for own in case.contenders] == ["eager", "pytorch", "full_iteration"]
+    assert {item.name: item.reason for item in case.not_run} == {
+        "forward_backward": "signal 11",
+        "never": "ConfigError: not here.",
+        "in warm-up": "RuntimeError: broken on purpose",
+        "in a window": "RuntimeError: broken on purpose",
+    }
+    details = {item.name: item.detail for item in case.not_run}
+    assert "in train" in details["in a window"]
+    assert [contender.closed for contender in broken] == [True, True]
+
+
+def test_the_windows_of_all_contenders_are_pairs(
+    measured: tuple[CaseResult, list[Faulty]],
+) -> None:
+    case, _ = measured
+    shapes = {tuple(len(window) for window in own.timing.step_ms) for own in case.contenders}
+    assert len(shapes) == 1
+    (windows,) = shapes
+    assert len(windows) >= MIN_ROUNDS
+    for own in case.contenders:
+        assert all(step > 0 for window in own.timing.step_ms for step in window)
+        assert len(own.timing.host_ms) == len(own.timing.cpu_ms) == len(windows)
+        assert own.parity.num_steps == NUM_WARMUP_STEPS + 2 + sum(windows)
+
+
+def test_the_captured_iteration_trains_the_same_losses_and_its_facts_are_told(
+    measured: tuple[CaseResult, list[Faulty]],
+) -> None:
+    case, _ = measured
+    eager, captured = case.find("eager"), case.find("full_iteration")
+    assert eager is not None
+    assert captured is not None
+    assert captured.parity.bit_exact
+    assert captured.parity.first_difference is None
+    assert captured.init.num_nodes
+    assert captured.init.capture_ms
+    assert captured.init.num_warmup_steps == NUM_WARMUP_STEPS
+    assert eager.init.num_nodes is eager.init.capture_ms is None
+    assert captured.roofline is not None
+    assert eager.roofline is not None
+    assert captured.roofline.kernel_ms == eager.roofline.kernel_ms > 0
+    assert captured.roofline.ratio == pytest.approx(
+        captured.timing.steps.median / captured.roofline.kernel_ms
+    )
+
+
+def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
+    specs = [faulty(REFERENCE, lambda _: Faulty(0))]
+    with pytest.raises(ConfigError, match=r"reference \(eager\) cannot run .* broken on purpose"):
+        measure_case(setting_on(device), specs, OPTIONS, no_talk)
+
+
+def test_losses_are_compared_bit_for_bit_and_by_size() -> None:
+    reference = torch.linspace(4, 3, 20)
+    assert compare_losses(reference, reference.clone()).bit_exact
+    other = reference.clone()
+    other[12] += 0.5
+    found = compare_losses(reference, other)
+    assert (found.bit_exact, found.first_difference) == (False, 12)
+    assert (found.early_difference, found.max_difference) == (0.0, 0.5)
+    other[3] = math.nan
+    found = compare_losses(reference, other)
+    assert (found.first_difference, found.max_difference) == (3, None)
+    assert compare_losses(other, other).bit_exact
+
+
+def test_a_window_times_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([1_000_000, 3_000_000, 9_000_000])
+    work = iter([0, 4_000_000])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr(time, "process_time_ns", lambda: next(work))
+    done: list[str] = []
+    steps = [lambda: done.append("a"), lambda: done.append("b")]
+    window = time_window(steps, torch.device("cpu"))
+    assert done == ["a", "b"]
+    assert window == clock.Window(step_ms=(2.0, 6.0), host_ms=4.0, cpu_ms=2.0)
+    assert window.mean_ms == 4.0
+
+
+@given(st.lists(st.floats(0.05, 5000), min_size=1, max_size=10), st.floats(0.1, 100))
+def test_a_schedule_has_enough_rounds_and_fits_where_it_can(
+    step_ms: list[float], seconds: float
+) -> None:
+    schedule = make_schedule(step_ms, seconds)
+    assert schedule.num_rounds >= MIN_ROUNDS
+    assert schedule.num_steps >= 2
+    planned_s = schedule.num_rounds * schedule.num_steps * math.fsum(step_ms) / 1e3
+    least_s = MIN_ROUNDS * 2 * math.fsum(step_ms) / 1e3
+    assert planned_s <= max(seconds, least_s) * 1.001
+
+
+REQUEST = ChildRequest(
+    workload="gpt-tiny",
+    dtype="fp32",
+    batch_size=1,
+    contenders=("eager", "pytorch", "full_iteration"),
+    device="cpu",
+    seed=0,
+    num_threads=1,
+    seconds=0.2,
+    data=None,
+    random_tokens=False,
+    roofline=False,
+)
+
+# Ends as the first argument says, unless the contender that it was at is excluded already.
+CHILD = f"""
+import json, os, pathlib, signal, sys, time
+how, path = sys.argv[1], pathlib.Path(sys.argv[2])
+request = json.loads(path.read_text())
+print("some library talks", flush=True)
+print({PREFIX!r} + json.dumps(["warm-up", "pytorch", 0.5]), flush=True)
+if not request["excluded"]:
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "exit":
+        sys.exit("Fatal Python error")
+    if how == "hang":
+        time.sleep(600)
+    if how == "config":
+        sys.stderr.write("no such text")
+        sys.exit(3)
+path.with_suffix(".result.json").write_text(open({{result!r}}).read())
+"""
+
+
+def child_that(
+    how: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, result: CaseResult
+) -> None:
+    """Put a small program in the child's place."""
+    (folder / "canned.json").write_text(to_json(result))
+    script = folder / "child.py"
+    script.write_text(CHILD.format(result=str(folder / "canned.json")))
+    monkeypatch.setattr(
+        case_process, "child_command", lambda path: [sys.executable, str(script), how, str(path)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("signal", "its process was ended by signal SIGSEGV"),
+        ("exit", "its process ended with exit code 1: Fatal Python error"),
+        ("hang", "stopped: no progress for 2 s"),
+    ],
+)
+def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
+    how: str,
+    reason: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    measured: tuple[CaseResult, list[Faulty]],
+) -> None:
+    child_that(how, tmp_path, monkeypatch, measured[0])
+    monkeypatch.setattr(case_process, "SILENCE_LIMIT_S", 2.0)
+    requests: list[ChildRequest] = []
+    real = case_process._run_child
+
+    def spy(request: ChildRequest, *others: object) -> object:
+        requests.append(request)
+        return real(request, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(case_process, "_run_child", spy)
+    said: list[tuple[str, str]] = []
+    found = case_process.run_case(REQUEST, lambda phase, name, _: said.append((phase, name)), 60)
+    assert found == measured[0]
+    assert [request.excluded for request in requests] == [(), (("pytorch", reason),)]
+    assert said == [("warm-up", "pytorch")] * 2
+
+
+def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    measured: tuple[CaseResult, list[Faulty]],
+) -> None:
+    child_that("config", tmp_path, monkeypatch, measured[0])
+    with pytest.raises(case_process.CaseFailedError, match="no such text"):
+        case_process.run_case(REQUEST, no_talk, 60)
+    child_that("hang", tmp_path, monkeypatch, measured[0])
+    with pytest.raises(case_process.CaseFailedError, match="time for this case was over"):
+        case_process.run_case(REQUEST, no_talk, 1)
+
+
+@pytest.mark.slow
+def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "graphfsdp", "bench", "--workload", "gpt-tiny"]
+    command += ["--batch-size", "1", "--seconds", "0.3", "--no-memory", "--out", str(out)]
+    command += ["--contender", "full_iteration", "fsdp2", "megatron_fsdp"]
+    command += ["compile_full_iteration"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    result = read_result(out)
+    (case,) = result.cases
+    assert [own.name for own in case.contenders] == ["eager", "fsdp2", "full_iteration"]
+    reasons = {item.name: item.reason for item in case.not_run}
+    assert reasons["pytorch"] == "not asked for in this case"
+    if not torch.cuda.is_available():
+        assert "megatron_fsdp" in reasons
+        assert "compiled by torch.compile" in reasons["compile_full_iteration"]
+    fsdp2 = case.find("fsdp2")
+    assert fsdp2 is not None
+    assert fsdp2.parity.max_difference is not None
+    assert fsdp2.parity.max_difference < 1e-3
+    names = {path.name for path in out.iterdir()}
+    assert {"result.json", "report.md", "report.html"} <= names
+    assert json.loads((out / "result.json").read_text())["options"]["seconds"] == 0.3
+    assert "full_iteration" in done.stdout
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        make_directory(str(out))

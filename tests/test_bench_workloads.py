@@ -1,0 +1,214 @@
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.bench.batches import Batch, BatchSource, batch_source
+from graphfsdp.bench.bert import BertConfig
+from graphfsdp.bench.contender import Setting, initial_model, learning_rate
+from graphfsdp.bench.contenders import CONTENDERS
+from graphfsdp.bench.flops import COUNTED, PALM_FORMULA, find_peak, model_flops, num_parameters
+from graphfsdp.bench.moe import ExpertLayer, MoEConfig
+from graphfsdp.bench.own_contenders import OwnContender
+from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
+from graphfsdp.config import Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.training.gpt import GPTConfig
+
+TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "bert-tiny", "conv-tiny")
+NUM_STEPS = 14
+
+
+def source_of(
+    name: str, device: torch.device, *, dtype: DtypeName = "fp32", rank: int = 0
+) -> tuple[Case, BatchSource]:
+    return batch_source(
+        Case(find_workload(name), dtype, 2),
+        data=None,
+        random_tokens=False,
+        seed=3,
+        device=device,
+        rank=rank,
+    )
+
+
+def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:
+    case, source = source_of(name, device, dtype=dtype)
+    contender = OwnContender(Setting(case, device), scope)
+    try:
+        batches = source.take(0, NUM_STEPS)
+        return torch.stack([contender(batch, step) for step, batch in enumerate(batches)])
+    finally:
+        contender.close()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_kind_of_workload_replays_bit_for_bit(name: str, device: torch.device) -> None:
+    dtype: DtypeName = "bf16" if name in ("llama-tiny", "conv-tiny") else "fp32"
+    eager = losses_of(name, dtype, Scope.NONE, device)
+    assert eager.isfinite().all()
+    assert eager.unique().numel() == NUM_STEPS
+    assert torch.equal(losses_of(name, dtype, Scope.FULL_ITERATION, device), eager)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_batches_depend_on_seed_step_and_rank_alone(name: str, device: torch.device) -> None:
+    _, source = source_of(name, device)
+    _, other_rank = source_of(name, device, rank=1)
+    first, second = source.take(5, 2)
+    (again,) = source.take(5, 1)
+    (elsewhere,) = other_rank.take(5, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], elsewhere[0])
+    assert all(tensor.device.type == device.type for tensor in first)
+
+
+def masked_batch_of(batch_size: int) -> tuple[BertConfig, Batch]:
+    case = Case(find_workload("bert-tiny"), "fp32", batch_size)
+    case, source = batch_source(
+        case, data=None, random_tokens=True, seed=0, device=torch.device("cpu")
+    )
+    assert isinstance(case.workload.model, BertConfig)
+    return case.workload.model, source.take(0, 1)[0]
+
+
+def test_masking_is_that_of_bert() -> None:
+    config, (tokens, segments, places, targets, follows) = masked_batch_of(400)
+    num_text_tokens = config.vocab_size - 3
+    cls, separator, mask = range(num_text_tokens, config.vocab_size)
+    assert config.num_masked == int(0.15 * config.seq_length) == places.shape[1]
+    assert (tokens[:, 0] == cls).all()
+    assert ((tokens == separator).sum(1) == 2).all()
+    assert (segments.diff(dim=1) >= 0).all()
+    assert segments.unique().tolist() == [0, 1]
+    assert (places.diff(dim=1) > 0).all(), "a place is predicted twice"
+    assert (targets < num_text_tokens).all(), "a special token is to be predicted"
+    shown = tokens.gather(1, places)
+    shares = [(shown == mask).double().mean().item(), (shown == targets).double().mean().item()]
+    # 3,600 places: five standard deviations are below 0.034.
+    assert shares == pytest.approx([0.8, 0.1], abs=0.035)
+    untouched = torch.ones_like(tokens).scatter(1, places, 0) == 1
+    assert not ((tokens == mask) & untouched).any()
+    assert follows.double().mean().item() == pytest.approx(0.5, abs=0.13)
+
+
+def moe_layer(capacity_factor: float) -> tuple[MoEConfig, ExpertLayer]:
+    gpt = GPTConfig(
+        vocab_size=8, seq_length=8, num_layers=1, hidden_size=4, num_attention_heads=1,
+        ffn_hidden_size=6,
+    )  # fmt: skip
+    config = MoEConfig(gpt, num_experts=4, capacity_factor=capacity_factor)
+    layer = ExpertLayer(config)
+    for param in layer.parameters():
+        nn.init.normal_(param)
+    return config, layer
+
+
+def expert_by_expert(layer: ExpertLayer, x: Tensor, places: int) -> Tensor:
+    """What the layer should compute, token by token; first choices take their places first."""
+    tokens = x.flatten(0, 1)
+    shares = layer.router(tokens).softmax(-1)
+    result, used = torch.zeros_like(tokens), [0] * 4
+    for choice in range(2):
+        for index, token in enumerate(tokens):
+            weights, experts = shares[index].topk(2)
+            expert = int(experts[choice])
+            used[expert] += 1
+            if used[expert] <= places:
+                hidden = nn.functional.gelu(token @ layer.up[expert]) @ layer.down[expert]
+                result[index] += hidden * weights[choice] / weights.sum()
+    return result.view_as(x)
+
+
+@pytest.mark.parametrize("capacity_factor", [0.5, 1.0, 4.0])
+def test_experts_compute_what_they_would_one_by_one_and_drop_the_rest(
+    capacity_factor: float,
+) -> None:
+    config, layer = moe_layer(capacity_factor)
+    x = torch.randn(3, 8, 4)
+    places = config.capacity(24)
+    assert places == min(24, round(24 * 2 / 4 * capacity_factor))
+    mixed, balance = layer(x)
+    torch.testing.assert_close(mixed, expert_by_expert(layer, x, places))
+    assert balance.item() > 0
+    dropped = (mixed == 0).all(-1).sum().item()
+    assert dropped == 0 if capacity_factor == 4.0 else dropped > 0 or capacity_factor == 1.0
+
+
+def test_names_say_how_large_the_models_are() -> None:
+    for workload in workloads():
+        size = workload.name.rpartition("-")[2]
+        if size[-1] in "mb" and size[:-1].isdigit():
+            millions = float(size[:-1]) * (1000 if size[-1] == "b" else 1)
+            counted = num_parameters(Case(workload, "fp32", 1)) / 1e6
+            # A round name; Llama 1b is 1.26 billion with its vocabulary of 32,000 twice.
+            assert counted == pytest.approx(millions, rel=0.3), workload.name
+
+
+def test_counted_flops_agree_with_the_formula_where_both_apply() -> None:
+    """A BERT of a GPT's shape has a GPT's arithmetic but for its heads."""
+    gpt = Case(find_workload("gpt-3m"), "fp32", 2)
+    by_formula, how = model_flops(gpt, ())
+    assert how == PALM_FORMULA
+    bert = find_workload("bert-tiny")
+    shape = BertConfig(264, 128, 4, 256, 4)
+    case, source = batch_source(
+        Case(dataclasses.replace(bert, model=shape), "fp32", 2),
+        data=None, random_tokens=True, seed=0, device=torch.device("cpu"),
+    )  # fmt: skip
+    counted, how = model_flops(case, source.make(0))
+    assert how == COUNTED
+    assert counted == pytest.approx(by_formula, rel=0.05)
+
+
+def test_the_measured_peak_is_of_the_dtype() -> None:
+    peak = find_peak(torch.device("cpu"), torch.float32)
+    assert peak.stated_tflops is None
+    assert 1e-4 < peak.measured_tflops < 1e3
+    assert "float32" in peak.measured_how
+
+
+def test_weights_of_a_bf16_case_begin_with_values_that_bf16_has() -> None:
+    model = initial_model(Setting(Case(find_workload("gpt-tiny"), "bf16", 1), torch.device("cpu")))
+    for param in model.parameters():
+        assert param.dtype == torch.float32
+        assert torch.equal(param, param.bfloat16().float())
+
+
+def test_the_learning_rate_is_another_one_in_each_step() -> None:
+    rates = [learning_rate(step) for step in range(200)]
+    assert all(after != before for before, after in itertools.pairwise(rates))
+    assert max(rates) == rates[9]
+
+
+def test_a_larger_vocabulary_of_the_text_makes_the_model_larger() -> None:
+    for name in TINY[:-1]:
+        grown = find_workload(name).with_vocabulary(1000)
+        before = num_parameters(Case(find_workload(name), "fp32", 1))
+        assert num_parameters(Case(grown, "fp32", 1)) > before
+    conv = find_workload("conv-tiny")
+    assert conv.with_vocabulary(1000) == conv
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: find_workload("gpt-huge"), "no workload 'gpt-huge'; expected one of gpt-tiny"),
+        (lambda: Case(find_workload("gpt-tiny"), "fp32", 0), "at least 1, got 0"),
+        (lambda: Case(find_workload("gpt-tiny"), "fp8", 1), "fp32, bf16, got 'fp8'"),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_cases_are_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_names_of_contenders_and_workloads_are_unique() -> None:
+    assert len({spec.name for spec in CONTENDERS}) == len(CONTENDERS)
+    names = [workload.name for workload in workloads()]
+    assert len(set(names)) == len(names)
+    assert {workload.family for workload in workloads()} == {"gpt", "llama", "moe", "bert", "conv"}
