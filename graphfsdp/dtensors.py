@@ -96,6 +96,8 @@ def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...
     from torch.distributed.tensor import DTensor
 
     dtensor: Any = like
+    if local.device.type not in (dtensor.device_mesh.device_type, "meta"):
+        return _wrap_elsewhere(local, dtensor, shape, stride)
     return DTensor.from_local(
         local,
         dtensor.device_mesh,
@@ -104,6 +106,19 @@ def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...
         shape=shape,
         stride=stride,
     )
+
+
+def _wrap_elsewhere(local: Tensor, like: Any, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """Return a DTensor whose local part is not on the mesh's device, such as offloaded state.
+
+    ``from_local`` would move it there. torch's own FSDP2 makes its offloaded parameters so.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 __all__ = [

@@ -12,12 +12,14 @@ from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
 from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
 from graphfsdp.optim.lion import FusedLion as FusedLion
 from graphfsdp.optim.muon import Muon as Muon
+from graphfsdp.optim.offload import CPUOffload as CPUOffload
 from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
 from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler
 from graphfsdp.optim.sgd import FusedSGD as FusedSGD
 
 __all__ = [
     "Adafactor",
+    "CPUOffload",
     "DeviceGradScaler",
     "FusedAdam",
     "FusedLion",

@@ -17,7 +17,7 @@ State = dict[str, Tensor]
 
 # States that do not continue their neighbour start on a border of this many elements, which is
 # a multiple of 16 bytes in every dtype.
-_BORDER_NUMEL = 64
+BORDER_NUMEL = 64
 
 
 def create_states(
@@ -128,8 +128,8 @@ def _like(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     previous: Tensor | None = None
     for param in params:
         # Parameters with scales are no neighbours to the kernel.
-        if previous is None or has_scales(dtype) or not _continues(previous, param):
-            end = -(-end // _BORDER_NUMEL) * _BORDER_NUMEL
+        if previous is None or has_scales(dtype) or not continues(previous, param):
+            end = -(-end // BORDER_NUMEL) * BORDER_NUMEL
         offsets.append(end)
         end += param.numel()
         previous = param
@@ -144,7 +144,8 @@ def _like(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-def _continues(left: Tensor, right: Tensor) -> bool:
+def continues(left: Tensor, right: Tensor) -> bool:
+    """Return whether a tensor begins in memory where another ends."""
     return (
         left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
         and left.dtype == right.dtype
@@ -152,4 +153,4 @@ def _continues(left: Tensor, right: Tensor) -> bool:
     )
 
 
-__all__ = ["State", "create_states", "split_classes", "step_classes"]
+__all__ = ["BORDER_NUMEL", "State", "continues", "create_states", "split_classes", "step_classes"]

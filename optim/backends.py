@@ -13,7 +13,9 @@ from graphfsdp.optim.baked_adapter import Adapter, BakedAdapter
 from graphfsdp.optim.baked_values import changed_groups
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.foreign_adapters import ForeignAdamAdapter, foreign_name
+from graphfsdp.optim.offload import CPUOffload
 from graphfsdp.optim.precision_guard import OptimizerFacts
+from graphfsdp.optim.precision_table import OFFLOAD, Situation, find_row
 from graphfsdp.optim.tensor_optimizer import TensorOptimizer
 
 
@@ -27,6 +29,8 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     Raises:
         ConfigError: it is no optimizer, or one that runs the model by itself.
     """
+    if isinstance(optimizer, CPUOffload):
+        return OffloadAdapter(optimizer)
     if isinstance(optimizer, (DeviceOptimizer, TensorOptimizer)):
         return NativeAdapter(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
@@ -127,6 +131,36 @@ class NativeAdapter(Adapter):
         ]
 
 
+class OffloadAdapter(NativeAdapter):
+    """An optimizer with state in the CPU's memory, which no graph can hold."""
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse it inside a graph.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer as a casted copy.
+            ConfigError: the scope is the whole iteration.
+        """
+        super().check(named_params, policy, scope)
+        row = find_row(Situation(OFFLOAD))
+        if scope is Scope.FULL_ITERATION and not row.captured:
+            raise ConfigError(
+                f"an optimizer whose state is offloaded to the CPU ({self._name}) cannot be part "
+                f"of a graph: {row.why}. Remedy: {row.remedy}"
+            )
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor of the optimizer with a name for messages."""
+        yield from Adapter.state_tensors(self)
+        if isinstance(self.optimizer, CPUOffload):
+            yield from self.optimizer.control.tensors()
+
+
 class TorchAdamAdapter(BakedAdapter):
     """torch's Adam and AdamW, which are capturable with ``fused=True``."""
 
@@ -177,4 +211,4 @@ def _changed_lr(owner: str, index: int, old: int | None, new: int | None) -> Cha
     return Change(ChangeKind.BAKED_VALUE, f"lr of group {index} of {owner}", was, now, remedy)
 
 
-__all__ = ["BakedAdapter", "NativeAdapter", "TorchAdamAdapter", "adapt"]
+__all__ = ["BakedAdapter", "NativeAdapter", "OffloadAdapter", "TorchAdamAdapter", "adapt"]

@@ -21,8 +21,13 @@ from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.adam_state import create_states, split_classes, step_classes
 from graphfsdp.optim.grad_scaler import DeviceGradScaler
 from graphfsdp.optim.hyper_table import HyperTable
-from graphfsdp.optim.rules import RULES
-from graphfsdp.optim.state_loading import copy_states, load_groups, match_state_dict
+from graphfsdp.optim.rules import RULES, check_buffers
+from graphfsdp.optim.state_loading import (
+    Loaded,
+    copy_states,
+    load_groups,
+    match_state_dict,
+)
 from graphfsdp.optim.step_control import StepControl
 
 
@@ -83,6 +88,15 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """The device tensors that steer steps: skipped steps, the gradient norm, the scaler."""
         return self._control
 
+    @property
+    def state_kind(self) -> str:
+        """What a checkpoint calls the state: optimizers of one kind load each other's."""
+        return type(self).__name__
+
+    def state_device(self, param: Tensor) -> torch.device:
+        """Return where the state of ``param`` is, or will be."""
+        return local_part(param).device
+
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of the weight that is updated for ``param``."""
         return self._settings.main_weight_dtype(param)
@@ -118,6 +132,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
         Capture: not a part of the iteration: nothing is recorded. Call it before each replay.
         """
+        check_buffers(self.param_groups, self._settings.has_moments)
         self._hyper.refresh(self.param_groups)
 
     @overload
@@ -214,15 +229,19 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 state_dict = replaced
         loaded = match_state_dict(state_dict, self.param_groups, self._settings)
         with torch.no_grad(), _disable_current_modes():
-            self._create_missing([param for param, source in loaded.items() if source])
-            copy_states(loaded, self.state)
-            self._classes = step_classes(self.state)
+            self.load_states(loaded)
             if "control" in state_dict:
                 self._control.load_state_dict(state_dict["control"])
         load_groups(state_dict, self.param_groups)
-        self._plan = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def load_states(self, loaded: Loaded) -> None:
+        """Copy what ``match_state_dict`` found; state that does not exist yet is made."""
+        self.create_missing([param for param, source in loaded.items() if source])
+        copy_states(loaded, self.state)
+        self.count_classes()
+        self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; its tensors are no slices, since a slice pickles the whole."""
@@ -245,11 +264,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         copied = dict(self.state)
         self.state.clear()
         with torch.no_grad():
-            self._create_missing(list(copied))
+            self.create_missing(list(copied))
             for param, entries in copied.items():
                 for key, value in entries.items():
                     self.state[param][key].copy_(value)
-            self._classes = step_classes(self.state)
+        self.count_classes()
 
     @torch.no_grad()
     def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -267,9 +286,13 @@ class DeviceOptimizer(torch.optim.Optimizer):
         for param, fresh in create_states(rows, self._settings).items():
             for key, value in fresh.items():
                 states[param][key].copy_(value)
-        self._classes = step_classes(self.state)
+        self.count_classes()
         if len(states) == len(self.state):  # no step was taken before
             self._control.restart()
+
+    def count_classes(self) -> None:
+        """Find out which parameters have equal step counts, after these were written."""
+        self._classes = step_classes(self.state)
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -288,7 +311,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._hyper.refresh(self.param_groups)
             stepped = [member.param for member in members]
             known = {param: n for param, n in self._classes.items() if self.state.get(param)}
-            self._create_missing(stepped)
+            self.create_missing(stepped)
             self._classes = split_classes(known, stepped)
             found = [
                 Member(
@@ -305,7 +328,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._control.place(self._plan.device)
         return self._plan
 
-    def _create_missing(self, params: Iterable[Tensor]) -> None:
+    def create_missing(self, params: Iterable[Tensor]) -> None:
+        """Make the state of parameters that have none."""
         wanted = {param for param in params if not self.state.get(param)}
         rows = [
             (row, param)

@@ -112,6 +112,7 @@ class PrecisionRow:
 
 
 NATIVE = ("FusedAdam", "FusedSGD", "FusedLion", "Muon", "Adafactor")
+OFFLOAD = "CPUOffload of any of these"
 TORCH = "torch Adam, AdamW"
 OTHER = "another torch.optim.Optimizer"
 TE = "Transformer Engine FusedAdam"
@@ -126,6 +127,13 @@ def _refused(optimizer: str, case: Case, why: str, remedy: str, *before: int) ->
 
 TABLE: tuple[PrecisionRow, ...] = (
     *(PrecisionRow(name, Case.REST, True) for name in NATIVE),
+    _refused(
+        OFFLOAD,
+        Case.REST,
+        "the host waits for the gradients and steps on the CPU, and a replay runs nothing there",
+        "scope='forward_backward', which leaves the optimizer outside the graph; or the optimizer "
+        "itself, with bfloat16 or float8 moments or remainders where memory is short",
+    ),
     _refused(
         TORCH,
         Case.NOT_CAPTURABLE,
@@ -260,6 +268,7 @@ def rich_table() -> "Table":
 __all__ = [
     "APEX",
     "NATIVE",
+    "OFFLOAD",
     "OTHER",
     "TABLE",
     "TE",

@@ -1,12 +1,13 @@
 """The update rules that share one step: which moments each keeps, and which numbers it reads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim.number_checks import check_group, check_lr, check_number
 
 # A row of the hyper-parameter table: lr (None where it is a tensor), the numbers of the first and
@@ -51,6 +52,21 @@ def _check_sgd(group: Mapping[str, Any], row: int) -> None:
         check_number(name, group[name], f"of parameter group {row}")
 
 
+def check_buffers(groups: Sequence[Mapping[str, Any]], has_moments: bool) -> None:
+    """Refuse a momentum that began after the optimizer was made without buffers for it.
+
+    Raises:
+        ConfigError: the group is named.
+    """
+    for row, group in enumerate(groups):
+        if not has_moments and group.get("momentum"):
+            raise ConfigError(
+                f"momentum of parameter group {row} became {group['momentum']}, but this "
+                "FusedSGD was made with a momentum of 0 and so has no buffers; make it with the "
+                "momentum"
+            )
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "adam": Rule("adam", ("exp_avg", "exp_avg_sq"), _read_betas, check_group),
@@ -59,4 +75,4 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     }
 )
 
-__all__ = ["RULES", "Row", "Rule"]
+__all__ = ["RULES", "Row", "Rule", "check_buffers"]

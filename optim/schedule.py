@@ -68,10 +68,10 @@ class ParamSchedule:
         if self.lr_decay_style == "WSD":
             longest = math.floor(self.lr_decay_iters - self.warmup)
             if self.lr_wsd_decay_iters is None or not 1 <= self.lr_wsd_decay_iters <= longest:
-                raise _refusal(
-                    "lr_wsd_decay_iters",
-                    f"1 to {longest}, what the warm-up leaves of lr_decay_iters",
-                    self.lr_wsd_decay_iters,
+                raise ConfigError(
+                    "lr_decay_style='WSD' decays in the last lr_wsd_decay_iters iterations; "
+                    f"expected 1 to {longest}, what the warm-up leaves of lr_decay_iters, got "
+                    f"{self.lr_wsd_decay_iters}"
                 )
         self._check_weight_decay()
 

@@ -97,23 +97,5 @@ class FusedSGD(DeviceOptimizer):
         }
         super().__init__(listed, defaults, settings, grad_scaler)
 
-    def upload_hyperparameters(self) -> None:
-        """Copy the numbers in ``param_groups`` to the device where they changed.
-
-        Raises:
-            ConfigError: a changed value is out of its range, or there is no buffer for it.
-
-        Capture: nothing is recorded. Call it before each replay.
-        """
-        if not self.settings.has_moments:
-            for row, group in enumerate(self.param_groups):
-                if group["momentum"]:
-                    raise ConfigError(
-                        f"momentum of parameter group {row} became {group['momentum']}, but this "
-                        "FusedSGD was made with a momentum of 0 and so has no buffers; make it "
-                        "with the momentum"
-                    )
-        super().upload_hyperparameters()
-
 
 __all__ = ["FusedSGD"]

@@ -135,7 +135,7 @@ def test_a_replay_follows_lr_and_weight_decay(device: torch.device, tensor_lr: b
         ({"lr_warmup_fraction": 1.0}, r"lr_warmup_fraction must be in \[0, 1\), got 1.0"),
         ({"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, "left out beside lr_warmup_iters=1"),
         ({"min_lr": float("nan")}, "min_lr must be at least 0 and finite, got nan"),
-        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters must be 1 to 10, .* got None"),
+        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters iterations; expected 1 to 10, .* got None"),
         ({"start_weight_decay": 0.1}, "'constant' leaves each group's weight_decay as it is"),
         (
             {

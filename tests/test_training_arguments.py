@@ -166,3 +166,16 @@ def test_a_short_run_gets_a_warmup_that_fits_unless_one_is_given() -> None:
     assert parse("--train-iters 50 --lr-warmup-iters 20").lr_warmup_iters == 20
     with pytest.raises(ConfigError, match="--lr-warmup-iters 20"):
         parse("--train-iters 20 --lr-warmup-iters 20")
+
+
+def test_offload_is_refused_in_the_whole_graph_and_taken_outside_of_it() -> None:
+    with pytest.raises(ConfigError, match="add --cuda-graph-scope forward_backward"):
+        parse("--optimizer-cpu-offload")
+    with pytest.raises(ConfigError, match=r"--optimizer-offload-fraction must be in \[0, 1\]"):
+        parse("--optimizer-offload-fraction 2")
+    with pytest.raises(ConfigError, match="--pin-cpu-params needs --optimizer-cpu-offload"):
+        parse("--pin-cpu-params")
+    scope = "--cuda-graph-scope forward_backward"
+    config = parse(f"--optimizer-cpu-offload {scope} --optimizer-offload-fraction 0.5")
+    assert (config.optimizer_offload_fraction, config.pin_cpu_params) == (0.5, False)
+    assert not parse(f"--optimizer-cpu-offload {scope} --no-pin-cpu-params").pin_cpu_params

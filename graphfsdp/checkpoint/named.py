@@ -183,9 +183,9 @@ def _first_rows(model: nn.Module) -> dict[int, int]:
     return found
 
 
-def like_parameter(param: Tensor, dtype: torch.dtype) -> Tensor:
+def like_parameter(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised plain tensor for this rank's rows of a parameter."""
-    return torch.empty_like(local_part(param.detach()), dtype=dtype)
+    return torch.empty_like(local_part(param.detach()), dtype=dtype, device=device)
 
 
 def states_by_index(

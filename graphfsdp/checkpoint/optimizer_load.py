@@ -14,6 +14,7 @@ from graphfsdp.checkpoint.named import (
     name_parameters,
     shape_of,
 )
+from graphfsdp.checkpoint.optimizer_save import kind_of
 from graphfsdp.checkpoint.parts import whole
 from graphfsdp.checkpoint.values import Json, decode
 from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
@@ -59,7 +60,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     if saved is None:
         plan.problems.append("optimizer: the checkpoint was saved without one")
         return
-    kind = type(optimizer).__name__
+    kind = kind_of(optimizer)
     if kind != saved["kind"] and not {kind, saved["kind"]} <= _ADAMS:
         plan.problems.append(f"optimizer: saved from {saved['kind']}, here a {kind}")
         return
@@ -172,10 +173,12 @@ class _StateReader:
         self._complete = len(self._states) == len(names)
         self._wants_main = MAIN in entries
         self._main_dtype = torch.float32
+        self._device = local_part(param).device
         if isinstance(optimizer, DeviceOptimizer):
             dtypes = optimizer.settings.state_dtypes(param)
             self._wants_main = MAIN in dtypes
             self._main_dtype = dtypes.get(MAIN, torch.float32)
+            self._device = optimizer.state_device(param)
 
     def read(self) -> dict[str, Any]:
         """Return the state, its tensors yet to be filled; empty if none was saved."""
@@ -203,8 +206,7 @@ class _StateReader:
         if found:
             found["step"] = torch.zeros(())
             for key in self._optimizer.settings.state_dtypes(self._param):
-                zeros = torch.zeros_like(like_parameter(self._param, torch.float32))
-                found.setdefault(key, wrap_like(zeros, self._param))
+                found.setdefault(key, self._new(torch.float32).zero_())
         return found
 
     def _read_entry(self, key: str, found: dict[str, Any]) -> None:
@@ -257,10 +259,14 @@ class _StateReader:
         if isinstance(existing, Tensor) and existing.dtype == dtype and existing.shape == shape:
             return existing
         if shape == tuple(self._param.shape):
-            return wrap_like(like_parameter(self._param, dtype), self._param)
+            return self._new(dtype)
         local = local_part(self._param)
-        rows = torch.empty((*local.shape[:1], *shape[1:]), dtype=dtype, device=local.device)
+        rows = torch.empty((*local.shape[:1], *shape[1:]), dtype=dtype, device=self._device)
         return wrap_rows_like(rows, self._param)
+
+    def _new(self, dtype: torch.dtype) -> Tensor:
+        """Return a new state with the parameter's shape and placements."""
+        return wrap_like(like_parameter(self._param, dtype, self._device), self._param)
 
     def _read_main(self, found: dict[str, Any]) -> None:
         """Read the main weight, whatever form it was saved in; see Note [Main weights]."""
@@ -271,7 +277,7 @@ class _StateReader:
             remainder = self._plan.manifest.tensors[keys[0]].dtype == torch.int16
             same = self._main_dtype == torch.int16 and saved_dtype == self._param.dtype
             if remainder and not same and self._members is not None:
-                target = wrap_like(like_parameter(self._param, torch.float32), self._param)
+                target = self._new(torch.float32)
                 part = self._plan.model.part(self._param, target)
                 self._plan.join(self._name, keys, part)
                 found[MAIN] = target
@@ -279,7 +285,7 @@ class _StateReader:
                 self._read_entry(MAIN, found)
         elif saved_dtype is not None and saved_dtype.itemsize > self._param.dtype.itemsize:
             assert self._members is not None
-            target = wrap_like(like_parameter(self._param, torch.float32), self._param)
+            target = self._new(torch.float32)
             part = self._plan.model.part(self._param, target)
             for member in self._members:
                 saved_key = self._plan.saved_key(member.name)

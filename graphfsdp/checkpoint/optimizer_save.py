@@ -62,7 +62,7 @@ def describe_optimizer(
     rest = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
     found = SavedOptimizer(
         {
-            "kind": type(optimizer).__name__,
+            "kind": kind_of(optimizer),
             "groups": groups,
             "rest": encode(rest, f"{OPTIMIZER}rest", store),
             "state": {},
@@ -73,6 +73,13 @@ def describe_optimizer(
         if entries:
             _add_states(found, model, name, param, entries, store)
     return found
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return what optimizers that can load each other's state have in common."""
+    if isinstance(optimizer, DeviceOptimizer):
+        return optimizer.state_kind
+    return type(optimizer).__name__
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
@@ -118,4 +125,4 @@ def _add_states(
     found.facts["state"].update(states)
 
 
-__all__ = ["SavedOptimizer", "describe_optimizer"]
+__all__ = ["SavedOptimizer", "describe_optimizer", "kind_of"]

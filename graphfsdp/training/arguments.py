@@ -215,6 +215,18 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         "--clip-grad", float, "largest global norm of the gradient, clipped on the device inside "
         "the graph; 0 turns clipping off",
     )  # fmt: skip
+    group.plain_switch(
+        "--optimizer-cpu-offload", "keep optimizer state in the CPU's memory and step there; "
+        "needs --cuda-graph-scope forward_backward",
+    )  # fmt: skip
+    group.value(
+        "--optimizer-offload-fraction", float, "share of a rank's weights to which that applies"
+    )
+    group.switch(
+        "--overlap-cpu-optimizer-d2h-h2d", "copy gradients and weights while others are stepped"
+    )
+    group.switch("--pin-cpu-grads", "page-locked memory for the copies of gradients: faster")
+    group.switch("--pin-cpu-params", "page-locked memory for the copies of weights: faster")
 
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:

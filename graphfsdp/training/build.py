@@ -10,7 +10,7 @@ from torch import Tensor
 
 import graphfsdp
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim import FusedAdam, ParamScheduler
+from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.config import DeviceChoice, TrainConfig
 from graphfsdp.training.corpus import BYTES_VOCAB_SIZE, Corpus, load_corpus
@@ -33,7 +33,7 @@ class TrainingRun:
     corpus: Corpus
     sampler: BatchSampler
     model: GPT
-    optimizer: FusedAdam
+    optimizer: FusedAdam | CPUOffload
     scheduler: ParamScheduler
     step: graphfsdp.CapturedStep
 
@@ -43,7 +43,7 @@ class _Program:
     """What is captured; made without looking at the data."""
 
     model: GPT
-    optimizer: FusedAdam
+    optimizer: FusedAdam | CPUOffload
     step: graphfsdp.CapturedStep
 
 
@@ -219,7 +219,7 @@ def _made_up_batch(
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAdam:
+def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAdam | CPUOffload:
     """Return the optimizer; matrices decay, vectors (norms and biases) do not.
 
     Args:
@@ -236,7 +236,7 @@ def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAd
     if config.weight_decay_incr_style != "constant":
         # Also where the decay begins at 0.
         groups[0]["wd_mult"] = 1.0
-    return FusedAdam(
+    optimizer = FusedAdam(
         groups,
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -244,6 +244,15 @@ def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAd
         weight_decay=config.weight_decay,
         use_decoupled_grad=config.use_precision_aware_optimizer,
         master_weights=config.master_weights and not sharded,
+    )
+    if not config.optimizer_cpu_offload:
+        return optimizer
+    return CPUOffload(
+        optimizer,
+        offload_fraction=config.optimizer_offload_fraction,
+        pin_cpu_params=config.pin_cpu_params,
+        pin_cpu_grads=config.pin_cpu_grads,
+        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
     )
 
 

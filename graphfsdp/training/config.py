@@ -71,6 +71,11 @@ class TrainConfig:
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = True
+    pin_cpu_grads: bool = False
+    pin_cpu_params: bool = False
     # Precision.
     bf16: bool = False
     use_precision_aware_optimizer: bool = False
@@ -110,6 +115,7 @@ class TrainConfig:
         self._check_model()
         self._check_counts()
         self._check_schedule()
+        self._check_offload()
         self._check_precision()
         self._check_sharding()
         self._check_checkpoints()
@@ -149,18 +155,22 @@ class TrainConfig:
                 f"--lr-warmup-iters {self.warmup_iters:g} leaves nothing of --train-iters "
                 f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
             )
-        if self.lr_decay_style == "WSD" and self.lr_decay_iters is None:
-            longest = self.train_iters - math.ceil(self.warmup_iters)
-            num_iters = self.lr_wsd_decay_iters
-            if num_iters is None or not 1 <= num_iters <= longest:
-                raise ConfigError(
-                    "--lr-decay-style WSD decays in the last --lr-wsd-decay-iters iterations; "
-                    f"expected 1 to {longest}, what the warm-up leaves, got {num_iters}"
-                )
         try:
             _ = self.schedule
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
+
+    def _check_offload(self) -> None:
+        fraction = self.optimizer_offload_fraction
+        self._in_range("optimizer_offload_fraction", 0 <= fraction <= 1, "in [0, 1]")
+        if self.optimizer_cpu_offload and self.scope is Scope.FULL_ITERATION:
+            raise ConfigError(
+                "--optimizer-cpu-offload steps on the CPU, which waits for the gradients, so that "
+                "the optimizer cannot be in the graph; add --cuda-graph-scope forward_backward"
+            )
+        for name in ("pin_cpu_grads", "pin_cpu_params"):
+            if getattr(self, name) and not self.optimizer_cpu_offload:
+                raise ConfigError(f"{_flag(name)} needs --optimizer-cpu-offload")
 
     def _check_precision(self) -> None:
         if self.main_params_dtype == "bf16" and not self.bf16:
