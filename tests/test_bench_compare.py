@@ -17,6 +17,7 @@ from graphfsdp.bench.compare_command import run_compare
 from graphfsdp.bench.comparison import Change, Comparison, Verdict
 from graphfsdp.bench.record_files import write_result
 from graphfsdp.bench.records import (
+    NOT_ASKED,
     BenchResult,
     CaseResult,
     ContenderResult,
@@ -137,7 +138,15 @@ def test_what_no_longer_runs_or_has_other_losses_is_a_regression() -> None:
 
 def test_contenders_of_one_file_alone_are_listed_and_close_no_gate() -> None:
     other = result(EAGER, contender("full_iteration", 5.0), contender("fsdp2", 9.0))
-    for old, new, verdict in ((OLD, other, Verdict.NEW), (other, OLD, Verdict.ABSENT)):
+    unasked = result(
+        EAGER, contender("full_iteration", 5.0), not_run=[NotRun("fsdp2", "", NOT_ASKED)]
+    )
+    pairs = (
+        (OLD, other, Verdict.NEW),
+        (other, OLD, Verdict.ABSENT),
+        (other, unasked, Verdict.ABSENT),
+    )
+    for old, new, verdict in pairs:
         found = compare(old, new)
         assert {c.contender: c.verdict for c in found.changes}["fsdp2"] is verdict
         assert found.regressions == ()

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from graphfsdp.bench.case_process import CaseFailedError
+from graphfsdp.bench.compare_command import run_compare
 from graphfsdp.bench.environment import describe, find_environment
+from graphfsdp.bench.mlperf_command import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.records import BenchResult, CaseResult, Environment
 from graphfsdp.bench.result_directory import PAGE, make_directory, write_directory
@@ -25,15 +27,20 @@ _WIDTH = 160  # of a file or a pipe
 
 
 def run_bench(arguments: Sequence[str], console: Console) -> int:
-    """Carry out ``graphfsdp bench``.
+    """Carry out ``graphfsdp bench``, ``graphfsdp bench compare`` or ``graphfsdp bench --mlperf``.
 
     Returns:
-        0, or 1 where no case could be measured.
+        0, or 1 where no case could be measured, two results differ for the worse, or the runs to
+        a target have no score.
 
     Raises:
         ConfigError: a flag, or a combination of flags, that cannot work.
         SystemExit: ``--help`` was asked for and printed.
     """
+    if arguments[:1] == ["compare"]:
+        return run_compare(arguments[1:], console)
+    if "--mlperf" in arguments:
+        return run_mlperf(arguments, console)
     options = parse_bench_arguments(arguments)
     ranks = find_ranks()
     device = choose_device(options.device, ranks)

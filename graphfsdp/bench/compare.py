@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from graphfsdp.bench.comparison import Change, Comparison, Side, Verdict
-from graphfsdp.bench.records import REFERENCE, BenchResult, CaseResult, ContenderResult
+from graphfsdp.bench.records import (
+    NOT_ASKED,
+    REFERENCE,
+    BenchResult,
+    CaseResult,
+    ContenderResult,
+)
 from graphfsdp.bench.spread import Spread, quantile
 from graphfsdp.errors import ConfigError
 
@@ -132,7 +138,7 @@ def _case_changes(old: CaseResult, new: CaseResult, base: str, tolerance: float)
                 f"{which} result. Remedy: give as --base one of: {ran}"
             )
     key, changes = old.workload.key, []
-    reasons = {item.name: item.reason for item in new.not_run}
+    reasons = {item.name: item.reason for item in new.not_run if item.reason != NOT_ASKED}
     for contender in old.contenders:
         if contender.name == base:
             continue

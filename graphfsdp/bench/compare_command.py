@@ -68,7 +68,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "each contender was: a ratio inside each result, which the hour of the day and the clock "
         "of the machine leave alone. Ends with 1 if something has become slower by more than the "
         "tolerance and the ratio's 95 % interval leaves 1 out, if a contender no longer runs, or "
-        "if its losses are no longer bit-exact.".replace("%", "%%"),
+        "if its losses are no longer bit-exact.",
         allow_abbrev=False,
     )
     parser.add_argument("old", metavar="A", help="result.json or result directory: what was")
