@@ -70,7 +70,7 @@ def materialize(
     """
     shards = [shards_of(root) for root in sharded_roots(model)]
     units = _units_of(model)
-    target = _target(device, units)
+    target = target_device(device, units)
     with torch.device(target), torch.no_grad():
         _Materialization(InitOrder.of(model, units, init), units, shards, target).run()
     return model
@@ -217,7 +217,7 @@ def _units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def _target(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
+def target_device(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
     """Return where to materialise, with an index if it is a GPU.
 
     Raises:
@@ -252,4 +252,4 @@ def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
     return list(found)
 
 
-__all__ = ["materialize"]
+__all__ = ["materialize", "target_device"]

@@ -40,7 +40,7 @@ SHARD_LEG = frozenset(
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
         *("diagnostics", "shard_table", "unit_mesh", "unit_plan"),
         *("init_order", "initializers", "meta_tensors", "rank_agreement"),
-        *("unit_memory", "whole_unit"),
+        *("meta_load", "unit_memory", "whole_unit"),
     }
 )
 ROOF = frozenset(

@@ -30,6 +30,7 @@ from graphfsdp.checkpoint.safetensors_file import map_file, read_header, view_by
 from graphfsdp.checkpoint.values import encode
 from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointError, CheckpointMismatchError
+from graphfsdp.meta_load import memory_for_values
 
 FullState = dict[str, Any]
 
@@ -149,11 +150,13 @@ def load_full_state_dict(
             )
         return plan
 
-    plan = members.together(make_plan)
-    with torch.no_grad():
-        _distribute(plan, tensors, members)
-        for action in plan.afterwards:
-            action()
+    with memory_for_values(model) as have_values:
+        plan = members.together(make_plan)
+        with torch.no_grad():
+            _distribute(plan, tensors, members)
+            for action in plan.afterwards:
+                action()
+        have_values(plan.filled())
     return tuple(plan.problems)
 
 

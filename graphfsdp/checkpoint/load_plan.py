@@ -6,7 +6,7 @@ Note [Main weights]: a float32 main weight is saved as the model's weight where 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ class LoadPlan:
         parts: Tensors to read, and where to.
         afterwards: What is to be done when they have been read, in this order.
         problems: What does not fit.
+        unread: Names of the model's tensors that are left as they are.
     """
 
     manifest: Manifest
@@ -37,6 +38,13 @@ class LoadPlan:
     parts: list[NamedPart] = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+
+    def filled(self) -> Iterator[Tensor]:
+        """Yield the model's tensors that the load gives values."""
+        for name, tensor in self.model.tensors.items():
+            if name not in self.unread:
+                yield tensor
 
     def saved_key(self, name: str) -> str | None:
         """Return the key of a model's tensor, whichever of its names it was saved under."""
@@ -87,13 +95,16 @@ def plan_model(plan: LoadPlan) -> None:
             key = plan.saved_key(member.name)
             if key is None:
                 plan.problems.append(f"model: {member.name!r} is missing in the checkpoint")
+                plan.unread.add(name)
                 continue
             used.add(key)
-            if plan.fits(key, shape_of(member, tensor.shape), f"model: {member.name!r}"):
-                main_key = f"{OPTIMIZER}{member.name}/{MAIN}"
-                main = plan.manifest.tensors.get(main_key)
-                for _, piece in cut("", [member], part):
-                    _plan_weight(plan, key, main_key, main, piece)
+            if not plan.fits(key, shape_of(member, tensor.shape), f"model: {member.name!r}"):
+                plan.unread.add(name)
+                continue
+            main_key = f"{OPTIMIZER}{member.name}/{MAIN}"
+            main = plan.manifest.tensors.get(main_key)
+            for _, piece in cut("", [member], part):
+                _plan_weight(plan, key, main_key, main, piece)
     for key in plan.manifest.tensors:
         if key.startswith(MODEL) and key not in used:
             plan.problems.append(

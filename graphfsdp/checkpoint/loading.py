@@ -27,6 +27,7 @@ from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writer import objects_file
 from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointMismatchError
+from graphfsdp.meta_load import memory_for_values
 from graphfsdp.sharded import ShardedModule, sharded_roots
 
 
@@ -62,6 +63,10 @@ def load(
     Values are copied into the tensors that exist, so a captured step goes on with them. The
     number of ranks, the sharding strategy and the precisions need not be those of the save. First
     everything is compared and every checksum checked; nothing is written if something is wrong.
+
+    A model on the meta device gets memory for the values first. What the checkpoint does not
+    hold of it (buffers that no state dict has; with ``strict=False`` also parameters) is
+    initialised as by ``materialize``.
 
     Args:
         path: A folder of checkpoints, or one checkpoint in it; or a full state in a file that
@@ -109,11 +114,13 @@ def load(
             _refuse_problems(plan, folder)
         return plan
 
-    plan = members.together(make_plan)
-    run_load(plan.parts, FolderReader(files, manifest), members)
-    with torch.no_grad():
-        for action in plan.afterwards:
-            action()
+    with memory_for_values(model) as have_values:
+        plan = members.together(make_plan)
+        run_load(plan.parts, FolderReader(files, manifest), members)
+        with torch.no_grad():
+            for action in plan.afterwards:
+                action()
+        have_values(plan.filled())
     _forget_gathered(model)
     return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
 
