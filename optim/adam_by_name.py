@@ -63,6 +63,7 @@ def make_adam(
     else:
         make = _FINDERS[backend]()
         own = {"adam_w_mode": adam_w_mode, "capturable": True}
+        listed = [_with_tensor_lr(item) for item in listed]
     given = {**numbers, **own, **settings}
     unknown = sorted(set(given) - set(inspect.signature(make).parameters))
     if unknown:
@@ -80,6 +81,13 @@ def _tensors(listed: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors([members] if isinstance(members, Tensor) else members)
         else:
             yield item[1] if isinstance(item, tuple) else item
+
+
+def _with_tensor_lr(item: Any) -> Any:
+    """Return a group whose own lr is a tensor, as their capturable mode needs and does not make."""
+    if not isinstance(item, dict) or "lr" not in item or isinstance(item["lr"], Tensor):
+        return item
+    return {**item, "lr": torch.tensor(item["lr"], dtype=torch.float32)}
 
 
 def _find_te() -> Callable[..., torch.optim.Optimizer]:

@@ -92,12 +92,56 @@ class ForeignAdamAdapter(BakedAdapter):
                     f"Remedy: {row.remedy}"
                 )
 
+    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
+        """Take a step that scales and skips in the optimizer's own kernels.
+
+        Capture: as capturable as the optimizer is; no pass over the gradients of its own.
+        """
+        made: Any = self.optimizer
+        if not getattr(made, "capturable", False):
+            super().step(grad_scale, found_inf)
+            return
+        if found_inf is not None and self._skipped is not None:
+            self._skipped.add_(found_inf)
+        if grad_scale is None and found_inf is None:
+            made.step()
+        else:
+            made.step(grad_scaler=_Steering(self.optimizer, grad_scale, found_inf))
+
     def _main_dtype(self, param: Tensor) -> torch.dtype | None:
         made: Any = self.optimizer
         if not getattr(made, "master_weights", False) or param.dtype == torch.float32:
             return None
         dtype: torch.dtype = getattr(made, "master_weight_dtype", torch.float32)
         return dtype
+
+
+class _Steering:
+    """What these optimizers ask a torch GradScaler for: whether to skip, and what to divide by."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grad_scale: Tensor | None,  # [] float32, multiplies every gradient
+        found_inf: Tensor | None,  # [] float32
+    ) -> None:
+        self._devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        self._grad_scale = grad_scale
+        self._found_inf = found_inf
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        """Return [] float32 for each device, 1 where the step is to be skipped."""
+        if self._found_inf is None:
+            return {device: torch.zeros((), device=device) for device in self._devices}
+        flag = (self._found_inf != 0).float()
+        return {device: flag.to(device) for device in self._devices}
+
+    def _get_scale_async(self) -> Tensor:
+        """Return [] float64, the reciprocal of what gradients are to be multiplied by."""
+        if self._grad_scale is None:
+            device = next(iter(self._devices))
+            return torch.ones((), dtype=torch.float64, device=device)
+        return self._grad_scale.double().reciprocal()
 
 
 __all__ = ["ForeignAdamAdapter", "foreign_name", "installed_version"]

@@ -27,6 +27,7 @@ class Case(Enum):
     MAIN_NOT_FP32 = "main weights that are not float32"
     BF16_MAIN = "bfloat16 parameters with main weights"
     NARROW_PLAIN = "bfloat16 or float16 parameters without main weights"
+    BF16_MOMENTS = "bfloat16 moments"
     MOMENTS = "moments that are not both float32 or both bfloat16"
     REMAINDERS = "store_param_remainders=True"
     REST = "everything else"
@@ -71,6 +72,7 @@ class Situation:
             Case.MAIN_NOT_FP32: self.main not in (None, torch.float32),
             Case.BF16_MAIN: self.main is not None and self.param == torch.bfloat16,
             Case.NARROW_PLAIN: self.main is None and self.param in _NARROW,
+            Case.BF16_MOMENTS: self.moments == (torch.bfloat16, torch.bfloat16),
             Case.MOMENTS: not same,
             Case.REMAINDERS: self.remainders,
             Case.REST: True,
@@ -169,6 +171,13 @@ TABLE: tuple[PrecisionRow, ...] = (
     ),
     _refused(
         TE,
+        Case.DTENSOR,
+        "before 2.14 its kernels and states know no DTensors",
+        "Transformer Engine 2.14, or " + _OURS,
+        *(2, 14),
+    ),
+    _refused(
+        TE,
         Case.GRAD_UNLIKE_PARAM,
         "its capturable kernels before 2.20 need gradients of the parameter's dtype",
         f"{_EQUAL}; Transformer Engine 2.20; or {_OURS}(use_decoupled_grad=True)",
@@ -185,6 +194,13 @@ TABLE: tuple[PrecisionRow, ...] = (
         Case.MAIN_NOT_FP32,
         "other main weights go through temporary copies, whose addresses change",
         "master_weight_dtype=torch.float32",
+    ),
+    _refused(
+        TE,
+        Case.BF16_MOMENTS,
+        "before 2.13 its capturable kernels know float32 moments alone",
+        f"float32 moments; Transformer Engine 2.13; or {_OURS}",
+        *(2, 13),
     ),
     _refused(
         TE,
