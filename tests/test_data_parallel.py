@@ -36,12 +36,13 @@ BITWISE = [("fp32", "0"), ("decoupled", "1"), ("fp32", "3")]
 SCOPES = ["none", "full_iteration"]
 PRECISIONS = {
     "fp32": ["--no-bf16"],
+    "meta": ["--no-bf16", "--init-model-with-meta-device"],
     "bf16": ["--bf16"],
     "decoupled": ["--bf16", "--main-grads-dtype", "bf16", "--use-precision-aware-optimizer"],
 }
 # Sums over ranks and micro-batches are taken in another order than in one process: a few units in
 # the last place per iteration (eps = 2^-23 or 2^-8), which Adam's quotient passes on.
-TOLERANCES = {"fp32": 5e-6, "bf16": 1e-2, "decoupled": 1e-2}
+TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "bf16": 1e-2, "decoupled": 1e-2}
 
 
 @dataclass
@@ -105,7 +106,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     plan.add("different", [], of_rank_1=("--lr", "0.5"))
     for strategy in STRATEGIES:
         plan.add(f"fp32-{strategy}", ["--data-parallel-sharding-strategy", strategy])
-    for precision, strategy in (("bf16", "3"), ("decoupled", "2")):
+    for precision, strategy in (("bf16", "3"), ("decoupled", "2"), ("meta", "3")):
         flags = [*PRECISIONS[precision], "--data-parallel-sharding-strategy", strategy]
         plan.add(f"{precision}-{strategy}", flags)
     for (precision, strategy), scope in itertools.product(BITWISE, SCOPES):
@@ -152,7 +153,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("precision", "strategy"),
-    [*(("fp32", strategy) for strategy in STRATEGIES), ("bf16", "3"), ("decoupled", "2")],
+    [
+        *(("fp32", strategy) for strategy in STRATEGIES),
+        *(("bf16", "3"), ("decoupled", "2"), ("meta", "3")),
+    ],
 )
 def test_two_ranks_train_as_one_process_does(
     precision: str, strategy: str, plan: Plan, references: dict[str, Path]
@@ -171,7 +175,7 @@ def test_two_ranks_train_as_one_process_does(
             assert mine.get(quantity, 0) == expected, (quantity, mine, other)
 
 
-@pytest.mark.parametrize("name", ["fp32-no_shard", "fp32-optim_grads_params", "bf16-3"])
+@pytest.mark.parametrize("name", ["fp32-no_shard", "fp32-optim_grads_params", "bf16-3", "meta-3"])
 def test_the_kept_parameters_are_whole_and_those_of_one_process(
     name: str, plan: Plan, references: dict[str, Path]
 ) -> None:

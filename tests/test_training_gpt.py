@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.gpt import GPT, GPTConfig, PositionEmbeddingType, RotaryEmbedding
+from graphfsdp.training.gpt import GPT, GPTConfig, PositionEmbeddingType
 from graphfsdp.training.presets import find_preset
+from graphfsdp.training.rotary import RotaryEmbedding
 
 SMALL = GPTConfig(vocab_size=50, seq_length=16, num_layers=2, hidden_size=32, num_attention_heads=4)
 LLAMA = dataclasses.replace(
@@ -25,6 +26,10 @@ LLAMA = dataclasses.replace(
 
 def random_tokens(device: torch.device, *, seq_length: int = 16) -> torch.Tensor:
     return torch.randint(50, (3, seq_length), device=device)
+
+
+def make_rotary() -> RotaryEmbedding:
+    return RotaryEmbedding(head_size=LLAMA.head_size, seq_length=LLAMA.seq_length, base=10_000.0)
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
@@ -61,7 +66,7 @@ def test_the_order_of_earlier_tokens_matters(
 
 
 def test_rotary_scores_depend_on_the_distance_alone(device: torch.device) -> None:
-    rotary = RotaryEmbedding(LLAMA).to(device)
+    rotary = make_rotary().to(device)
     query, key = torch.randn(2, 1, 1, 1, 8, device=device)
     everywhere = [vector.expand(1, 1, 16, 8) for vector in (query, key)]
     scores = rotary(everywhere[0])[0, 0] @ rotary(everywhere[1])[0, 0].T
@@ -73,7 +78,7 @@ def test_rotary_scores_depend_on_the_distance_alone(device: torch.device) -> Non
 
 def test_rotary_keeps_lengths_and_position_zero(device: torch.device) -> None:
     x = torch.randn(2, 4, 16, 8, device=device)
-    rotated = RotaryEmbedding(LLAMA).to(device)(x)
+    rotated = make_rotary().to(device)(x)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(rotated[:, :, 0], x[:, :, 0])
 

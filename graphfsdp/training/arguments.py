@@ -266,6 +266,11 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "gathered block by block when they are needed; each saves more memory, and the losses are "
         "the same up to rounding; without torchrun there is nothing to cut",
     )  # fmt: skip
+    group.switch(
+        "--init-model-with-meta-device", "build the model without memory, and draw its weights "
+        "block by block on the device after it is cut, so that no rank ever holds all of it; for "
+        "the same seed the weights are others than without this flag",
+    )  # fmt: skip
     group.value(
         "--distributed-timeout-minutes", int, "how long a rank waits for another before the run "
         "ends with an error",

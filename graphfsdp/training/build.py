@@ -115,14 +115,19 @@ def _make_program(
     """Make model, optimizer and step; with an example batch, the graph too."""
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     torch.manual_seed(config.seed)
-    model = ranks.decide(lambda: make_model(config, vocab_size, device, dtype))
-    ranks.copy_first(model)
-    if ranks.rank > 0:
-        # Other dropout than the other ranks; rank 0 draws what a single process would.
-        torch.manual_seed(config.seed + ranks.rank)
+    on_meta = config.init_model_with_meta_device
+    where = torch.device("meta") if on_meta else device
+    model = ranks.decide(lambda: make_model(config, vocab_size, where, dtype))
+    if not on_meta:
+        ranks.copy_first(model)
     with _precision_in_flags(config):
         if ranks.launched:
             shard_model(model, config.sharding, config.mp_policy)
+        if on_meta:
+            graphfsdp.materialize(model, device)
+        if ranks.rank > 0:
+            # Other dropout than the other ranks; rank 0 draws what a single process would.
+            torch.manual_seed(config.seed + ranks.rank)
         optimizer = make_optimizer(config, model, sharded=ranks.launched)
         step = graphfsdp.capture(
             model,
@@ -170,7 +175,8 @@ def make_model(
 ) -> GPT:
     """Return the model on its device, its weights drawn from torch's global generator."""
     # Drawn on the CPU, so that a seed means the same weights on every device.
-    model = GPT(config.gpt(vocab_size))
+    with torch.device("meta" if device.type == "meta" else "cpu"):
+        model = GPT(config.gpt(vocab_size))
     # Parameters alone: buffers such as RoPE's tables stay in float32.
     for param in model.parameters():
         param.data = param.data.to(dtype)

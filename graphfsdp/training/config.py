@@ -87,6 +87,7 @@ class TrainConfig:
     device: DeviceChoice = "auto"
     # Several processes.
     data_parallel_sharding_strategy: str = "no_shard"
+    init_model_with_meta_device: bool = False
     distributed_timeout_minutes: int = 10
     # Checkpoints.
     save: str | None = None

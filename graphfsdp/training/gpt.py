@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.errors import ConfigError
+from graphfsdp.training.rotary import RotaryEmbedding
 
 PositionEmbeddingType = Literal["learned_absolute", "rope"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -112,39 +113,6 @@ class GPTConfig:
         return 4 * self.hidden_size
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotates each pair of channels of a query or key by an angle that grows with the position.
-
-    Source: Su et al. 2021, section 3.2 (arXiv:2104.09864); pairs are (d, d + D/2).
-    """
-
-    cos: Tensor  # [T, D] float32
-    sin: Tensor  # [T, D] float32, first half negated
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        half = config.head_size // 2
-        frequencies = config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(config.seq_length, dtype=torch.float64)[:, None] * frequencies
-        cos, sin = angles.cos().float(), angles.sin().float()
-        # Tables can be computed again, so a checkpoint need not hold them.
-        self.register_buffer("cos", torch.cat([cos, cos], dim=-1), persistent=False)
-        self.register_buffer("sin", torch.cat([-sin, sin], dim=-1), persistent=False)
-
-    def forward(
-        self,
-        x: Tensor,  # [B, H, T, D] any float dtype
-    ) -> Tensor:  # [B, H, T, D] same dtype
-        """Rotate queries or keys.
-
-        Capture: no host sync; the tables are read at fixed addresses.
-        """
-        seq_length, half = x.shape[2], x.shape[3] // 2
-        wide = x.float()  # bf16 angles would be off by several degrees
-        swapped = torch.cat([wide[..., half:], wide[..., :half]], dim=-1)
-        return (wide * self.cos[:seq_length] + swapped * self.sin[:seq_length]).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal self-attention with one matrix for queries, keys and values.
 
@@ -161,7 +129,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, width, bias=bias)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
         rope = config.position_embedding_type == "rope"
-        self.rotary = RotaryEmbedding(config) if rope else None
+        self.rotary = (
+            RotaryEmbedding(
+                head_size=config.head_size, seq_length=config.seq_length, base=config.rotary_base
+            )
+            if rope
+            else None
+        )
 
     def forward(
         self,
@@ -231,6 +205,10 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
+    def branch_ends(self) -> tuple[nn.Module, nn.Module]:
+        """Return the layers that write into the residual stream."""
+        return self.attention.out, self.ffn.down
+
     def forward(
         self,
         x: Tensor,  # [B, T, C]
@@ -262,21 +240,21 @@ class GPT(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if not config.untie_embeddings_and_output_weights:
             self.output.weight = self.token_embedding.weight
-        self._initialize()
+        for module in self.modules():
+            self._init_weights(module)
 
-    def _initialize(self) -> None:
-        """Draw normal weights; what writes into the residual stream starts smaller.
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw a layer's normal weights; what writes into the residual stream starts smaller.
 
         Source: Radford et al. 2019, section 2.3 (GPT-2): 1/sqrt(number of residual branches).
         """
         std = self.config.init_std
-        residual_std = std / math.sqrt(2 * self.config.num_layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                into_residual = name.endswith(("attention.out", "ffn.down"))
-                nn.init.normal_(module.weight, std=residual_std if into_residual else std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        if any(module is last for block in self.blocks for last in block.branch_ends()):
+            std /= math.sqrt(2 * self.config.num_layers)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
     def forward(
         self,
