@@ -249,7 +249,8 @@ class GPT(nn.Module):
         Source: Radford et al. 2019, section 2.3 (GPT-2): 1/sqrt(number of residual branches).
         """
         std = self.config.init_std
-        if any(module is last for block in self.blocks for last in block.branch_ends()):
+        blocks = (block for block in self.blocks if isinstance(block, Block))
+        if any(module in block.branch_ends() for block in blocks):
             std /= math.sqrt(2 * self.config.num_layers)
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
