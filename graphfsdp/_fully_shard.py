@@ -91,7 +91,7 @@ class FSDPModule:
                 assert item.main_grad is not None
                 found[item.param] = MainGrad(
                     view=item.main_grad,
-                    groups=options.mesh.cut_groups if item.buffer.sharded else (),
+                    groups=item.grad_groups,
                     decoupled=options.policy.use_decoupled_grad,
                 )
         return found
@@ -114,8 +114,8 @@ class FSDPModule:
 
         On a mesh of several axes one for each axis.
         """
-        units = _units(self, recurse=True)
-        return list(dict.fromkeys(g for unit in units for g in unit.group.options.mesh.groups))
+        groups = (group for unit in _units(self, recurse=True) for group in unit.group.groups)
+        return list(dict.fromkeys(groups))
 
     def abandon_iteration(self) -> None:
         """Forget an iteration that an exception has ended somewhere in the middle.
@@ -175,6 +175,7 @@ def fully_shard(
     gradient_reduction: str = "mean",
     shard_axis: str | None = None,
     replicate_axis: str | None = None,
+    expert_axis: str | None = None,
     outer_strategy: str = "no_shard",
 ) -> nn.Module:
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
@@ -197,6 +198,10 @@ def fully_shard(
             the number of tokens on all ranks (a per-token loss).
         shard_axis: Name of the inner axis, in a mesh with more axes than are wanted here.
         replicate_axis: Likewise of the outer axis, if there is one.
+        expert_axis: Name of an axis along which each rank has other experts: plain parameters,
+            of equal shapes, are taken for its rows of larger ones, so that norms count all and
+            checkpoints hold all. The mean of gradients is over the ranks of this axis too, whose
+            tokens an expert has seen.
         outer_strategy: "no_shard", or "optim" to cut main weights, main grads and optimizer
             state over the ranks of the outer axis too. Model weights are then gathered over that
             axis once an iteration.
@@ -221,8 +226,9 @@ def fully_shard(
     options = UnitOptions(
         mesh=find_axes(
             _default_mesh(module) if mesh is None else mesh,
-            shard_axis,
-            replicate_axis,
+            shard_axis=shard_axis,
+            replicate_axis=replicate_axis,
+            expert_axis=expert_axis,
             cuts_outside=_cuts_outside(outer_strategy, parsed),
         ),
         strategy=parsed,

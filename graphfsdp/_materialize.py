@@ -87,6 +87,7 @@ class _Materialization:
         device: torch.device,
     ) -> None:
         self._order = order
+        self._units = units
         self._shards = shards
         self._device = device
         self._agreement = RankAgreement(_groups(units), device)
@@ -169,10 +170,21 @@ class _Materialization:
         self._attempt("", whole.collect)
         self._agree()
         for flat in whole.flats:
-            _broadcast(flat, _groups([unit]))
+            _broadcast(flat, self._equal_groups(unit))
         whole.store()
         whole.close()
         del self._open[id(unit)]
+
+    def _equal_groups(self, unit: Unit) -> list[dist.ProcessGroup]:
+        """Return the groups of ranks that get the same values for a unit.
+
+        Ranks that another unit is cut over by tensor parallelism hold this one in duplicate.
+        Experts are others on each rank of their axis.
+        """
+        if unit.group.options.mesh.experts is not None:
+            return list(unit.group.equal_groups)
+        alike = [other for other in self._units if other.group.options.mesh.experts is None]
+        return list(dict.fromkeys(g for other in alike for g in other.group.equal_groups))
 
     def _check_plain(self) -> None:
         for entry in self._order.plain.values():
@@ -245,7 +257,7 @@ def target_device(device: torch.device | str | None, units: Sequence[Unit]) -> t
 
 def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
     """Return the groups of some units, each once; all ranks where there is no unit."""
-    found = {group: None for unit in units for group in unit.group.options.mesh.groups}
+    found = {group: None for unit in units for group in unit.group.groups}
     if not found and dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None
         found = {dist.group.WORLD: None}

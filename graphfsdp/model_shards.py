@@ -76,13 +76,13 @@ class ModelShards:
 
     def _refuse_other_structure(self) -> None:
         """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
-        groups = {group: None for unit in self.units for group in unit.group.options.mesh.groups}
+        groups = {group: None for unit in self.units for group in unit.group.groups}
         problem: str | None = None
         for group in groups:
             mine = [
                 line
                 for unit in self.units
-                if group in unit.group.options.mesh.groups
+                if group in unit.group.groups
                 for line in unit.group.describe()
             ]
             # A rank that finds something goes on: those that share another group with it wait.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from graphfsdp.shard_buffer import ShardBuffer
 
@@ -23,6 +24,19 @@ class _Place:
         self.stride = tensor.stride()
 
 
+class _DTensorPlace:
+    """A saved weight that is a DTensor of model parallelism: the place of its part here."""
+
+    __slots__ = ("local", "mesh", "placements", "shape", "stride")
+
+    def __init__(self, local: _Place, tensor: DTensor) -> None:
+        self.local = local
+        self.mesh = tensor.device_mesh
+        self.placements = tensor.placements
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+
+
 class _Pack:
     """Saves a tensor, or its place where it looks at a gathered buffer.
 
@@ -33,6 +47,9 @@ class _Pack:
         self._storages = storages  # index of the buffer by identity of its storage
 
     def __call__(self, tensor: Tensor) -> Any:
+        if type(tensor) is DTensor:
+            local = self(tensor._local_tensor)
+            return _DTensorPlace(local, tensor) if isinstance(local, _Place) else tensor
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         index = self._storages.get(tensor.untyped_storage()._cdata)
@@ -55,6 +72,15 @@ def saving_places(
     }
 
     def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, _DTensorPlace):
+            return DTensor.from_local(
+                unpack(saved.local),
+                saved.mesh,
+                saved.placements,
+                run_check=False,
+                shape=saved.shape,
+                stride=saved.stride,
+            )
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
         full = buffers[saved.buffer_index].unshard()

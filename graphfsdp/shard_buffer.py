@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.collectives import all_gather_, all_reduce_, reduce_scatter_
 from graphfsdp.config import ShardingStrategy
@@ -119,6 +120,10 @@ class ShardBuffer:
     def full_view(flat: Tensor, slot: Slot) -> Tensor:
         """Return one whole parameter as a view of a [B] buffer."""
         return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
+
+    def placements(self, slot: Slot) -> list[Placement]:
+        """Return how a parameter lies on the mesh of the unit."""
+        return self.mesh.placements(self.layout, slot, sharded=self.sharded)
 
     def load(self, values: Sequence[Tensor]) -> None:
         """Copy the parameters' values into the main weights.
@@ -279,6 +284,8 @@ class ShardBuffer:
         else:
             reduced = torch.empty(self.inner_numel, dtype=self.dtypes.comm, device=self._device)
             reduce_scatter_(reduced, full, self.group, reduction=reduction)
+        if reduction == "mean" and self.mesh.num_experts_ranks > 1:
+            reduced.mul_(1 / self.mesh.num_experts_ranks)
         _put(reduced, target, adds=adds)
 
     def _reduce_outside(

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.dtensors import local_part
 from graphfsdp.errors import ConfigError
 from graphfsdp.flat_buffer import contiguous_stride
 from graphfsdp.layout import Slot
 from graphfsdp.meta_tensors import become
+from graphfsdp.model_axes import ModelAxes, find_model_axes, join_meshes
 from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.unit_mesh import UnitMesh
 from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
@@ -30,6 +33,7 @@ class ManagedParameter:
         owners: The modules and attribute names that hold it (several where it is tied).
         buffer: The flat buffer that it lies in.
         slot: Where it lies there.
+        axes: How model parallelism has cut it; the buffer holds this rank's part of that.
         main_grad: DTensor over this rank's main grads, maybe of no row; None if frozen.
         awaited: The whole parameter on the meta device whose values are still to come; None once
             there are values.
@@ -41,8 +45,42 @@ class ManagedParameter:
     owners: list[tuple[nn.Module, str]]
     buffer: ShardBuffer
     slot: Slot
+    axes: ModelAxes | None = None
     main_grad: DTensor | None = None
     awaited: nn.Parameter | None = None
+
+    def as_seen(self, tensor: Tensor) -> Tensor:
+        """Return a whole weight as the module computes with it."""
+        return tensor if self.axes is None else self.axes.as_seen(tensor)
+
+    @property
+    def initial_shape(self) -> tuple[int, ...]:
+        """Shape of what its module's initialisation sets: whole over tensor-parallel ranks too."""
+        whole = self.axes is not None and self.axes.wraps
+        return self.axes.shape if whole and self.axes is not None else self.slot.shape
+
+    def load(self, initial: Tensor) -> None:
+        """Keep this rank's rows of a value of the initial shape."""
+        part = initial
+        if self.axes is not None and self.axes.wraps:
+            for dim, size in enumerate(self.slot.shape):
+                part = part.narrow(dim, self.axes.offset(dim), size)
+        self.buffer.load_slot(self.slot, part)
+
+    @property
+    def grad_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks that hold other elements of the gradient, one for each mesh axis."""
+        over_model = () if self.axes is None else self.axes.groups
+        over_data = self.buffer.mesh.cut_groups if self.buffer.sharded else ()
+        return (*over_model, *over_data)
+
+    def offsets(self) -> tuple[int, ...]:
+        """Return where this rank's part begins in the whole parameter, along each dim."""
+        first = self.buffer.local_rows(self.slot).first_row
+        inside = (first, *[0] * (len(self.slot.shape) - 1)) if self.slot.shape else ()
+        if self.axes is None:
+            return inside
+        return tuple(at + self.axes.offset(dim) for dim, at in enumerate(inside))
 
 
 @dataclass(frozen=True)
@@ -80,8 +118,17 @@ class ShardGroup:
         self.managed = []
         self.buffers = []
         found = _free_parameters(module)
+        axes = {
+            name: find_model_axes(name, param, options.mesh.experts)
+            for name, (param, _) in found.items()
+        }
+        self._axes = {name: held for name, held in axes.items() if held is not None}
+        self._meshes = {
+            name: join_meshes(options.mesh.mesh, held.mesh, name)
+            for name, held in self._axes.items()
+        }
         kinds = {
-            name: ParameterKind(tuple(p.shape), p.dtype, p.requires_grad, str(p.device))
+            name: ParameterKind(tuple(local_part(p).shape), p.dtype, p.requires_grad, str(p.device))
             for name, (p, _) in found.items()
         }
         plans = plan_buffers(
@@ -106,16 +153,34 @@ class ShardGroup:
         )
         self.buffers.append(buffer)
         with torch.no_grad():
-            buffer.load([found[name][0].detach() for name in plan.names])
+            buffer.load([local_part(found[name][0]) for name in plan.names])
         for name, slot in zip(plan.names, plan.layout.slots, strict=True):
             whole, owners = found[name]
-            param = _make_dtensor(whole, buffer, slot, options)
+            view = self._as_dtensor(buffer.local_view(buffer.main, slot), name, buffer, slot)
+            param = _replacement(whole, view)
             setattr(whole, _TAKEN_AS, name)
             for owner, attribute in owners:
                 owner._parameters[attribute] = param
-            item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot)
+            axes = self._axes.get(name)
+            item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot, axes)
             item.awaited = whole if whole.is_meta else None
             self.managed.append(item)
+
+    def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> DTensor:
+        """Return this rank's rows of a parameter, or of its gradient, as what they are part of."""
+        mesh, places = self.options.mesh.mesh, buffer.placements(slot)
+        shape = slot.shape
+        axes = self._axes.get(name)
+        if axes is not None:
+            mesh, places, shape = self._meshes[name], [*axes.placements, *places], axes.shape
+        return DTensor.from_local(
+            local,
+            mesh,
+            places,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
+        )
 
     def bind_views(self) -> None:
         """Point every parameter at where the main weights lie now, and make its gradient view."""
@@ -125,14 +190,14 @@ class ShardGroup:
             if dtensor.device == local.device:
                 dtensor._local_tensor = local
             else:  # it was on the meta device
-                new = _as_dtensor(local, item.slot, item.buffer, self.options)
+                new = self._as_dtensor(local, item.name, item.buffer, item.slot)
                 become(dtensor, nn.Parameter(new, dtensor.requires_grad), self.full_name(item))
             item.main_grad = None
             if item.buffer.grad is not None:
                 # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
                 # must find the same list on every rank.
                 view = item.buffer.local_view(item.buffer.grad, item.slot)
-                item.main_grad = _as_dtensor(view, item.slot, item.buffer, self.options)
+                item.main_grad = self._as_dtensor(view, item.name, item.buffer, item.slot)
 
     def check_memory(self) -> None:
         """Refuse parameters that were moved out of the unit's buffers.
@@ -190,12 +255,28 @@ class ShardGroup:
             dtypes = item.buffer.dtypes
             lines.append(
                 self.full_name(item)
-                + f" of shape {item.slot.shape} at {item.slot.offset}, main weight {dtypes.main}, "
+                + f" of shape {item.slot.shape}"
+                + ("" if item.axes is None else f" of {item.axes.shape}")
+                + f" at {item.slot.offset}, main weight {dtypes.main}, "
                 f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
                 f"{'trainable' if item.buffer.trainable else 'frozen'}"
                 f"{'' if item.awaited is None else ', without values'}"
             )
         return lines
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Every group of ranks that this rank shares the unit with, each once."""
+        over_model = (group for axes in self._axes.values() for group in axes.all_groups)
+        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+
+    @property
+    def equal_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks have the same values while whole: not those of experts."""
+        over_model = (
+            group for axes in self._axes.values() if axes.wraps for group in axes.all_groups
+        )
+        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
 
     @property
     def trainable(self) -> list[ManagedParameter]:
@@ -205,6 +286,8 @@ class ShardGroup:
 
 # On a whole parameter: its name in the unit that has taken it over.
 _TAKEN_AS = "_graphfsdp_taken_as"
+# On a parameter that a unit manages.
+_IS_SHARDED = "_graphfsdp_is_sharded"
 _Found = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
@@ -213,7 +296,7 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module_name, owner in module.named_modules():
         for name, param in owner._parameters.items():
-            if param is None or isinstance(param, DTensor):
+            if param is None or hasattr(param, _IS_SHARDED):
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
             if hasattr(param, _TAKEN_AS):
@@ -226,31 +309,18 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
     return {name: (param, owners) for name, param, owners in found.values()}
 
 
-def _as_dtensor(local: Tensor, slot: Slot, buffer: ShardBuffer, options: UnitOptions) -> DTensor:
-    return DTensor.from_local(
-        local,
-        options.mesh.mesh,
-        options.mesh.placements(buffer.layout, slot, sharded=buffer.sharded),
-        run_check=False,
-        shape=torch.Size(slot.shape),
-        stride=contiguous_stride(slot.shape),
-    )
-
-
-def _make_dtensor(
-    param: nn.Parameter, buffer: ShardBuffer, slot: Slot, options: UnitOptions
-) -> nn.Parameter:
+def _replacement(param: nn.Parameter, view: DTensor) -> nn.Parameter:
     """Return the parameter that takes the place of a whole one, with all its attributes."""
-    local = buffer.local_view(buffer.main, slot)
-    sharded = nn.Parameter(
-        _as_dtensor(local, slot, buffer, options), requires_grad=param.requires_grad
-    )
+    sharded = nn.Parameter(view, requires_grad=param.requires_grad)
     for name, value in vars(param).items():
         setattr(sharded, name, value)
+    setattr(sharded, _IS_SHARDED, True)
     # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
     # nor go on training a copy that nobody uses.
     param.grad = None
-    if not param.is_meta:  # which has none, and is still asked for its shape
+    if isinstance(param, DTensor):
+        param._local_tensor = param._local_tensor.new_empty(0)
+    elif not param.is_meta:  # which has none, and is still asked for its shape
         param.data = param.data.new_empty(0)
     return sharded
 

@@ -284,7 +284,8 @@ class Unit:
         for item, tensor in zip(self.group.managed, tensors, strict=True):
             for owner, name in item.owners:
                 # Past nn.Module.__setattr__, which takes nothing but Parameters here.
-                owner._parameters[name] = tensor  # type: ignore[assignment]
+                seen = tensor if tensor is item.param else item.as_seen(tensor)
+                owner._parameters[name] = seen  # type: ignore[assignment]
 
     def _queue_end_of_backward(self) -> None:
         if is_in_backward():

@@ -27,12 +27,14 @@ class UnitMesh:
         outer: Ranks that hold the same part; None where no other rank does.
         cuts_outside: Main weights, main grads and optimizer state are cut over the outer ranks
             too.
+        experts: The axis along which each rank has other experts; None where there is none.
     """
 
     mesh: DeviceMesh
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup | None = None
     cuts_outside: bool = False
+    experts: DeviceMesh | None = None
     _inner_rank: int = field(init=False, repr=False)
     _outer_rank: int = field(init=False, repr=False)
 
@@ -44,6 +46,11 @@ class UnitMesh:
     def num_outer(self) -> int:
         """Number of ranks of the outer axis."""
         return 1 if self.outer is None else self.outer.size()
+
+    @property
+    def num_experts_ranks(self) -> int:
+        """Number of ranks that have other experts, but a part of the same batch."""
+        return 1 if self.experts is None else self.experts.size()
 
     @property
     def num_parts(self) -> int:
@@ -82,7 +89,12 @@ class UnitMesh:
 
 
 def find_axes(
-    mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None, *, cuts_outside: bool
+    mesh: DeviceMesh,
+    *,
+    shard_axis: str | None,
+    replicate_axis: str | None,
+    expert_axis: str | None,
+    cuts_outside: bool,
 ) -> UnitMesh:
     """Return the axes of a mesh that a unit uses.
 
@@ -91,11 +103,15 @@ def find_axes(
             are named.
         shard_axis: Name of the inner axis.
         replicate_axis: Name of the outer axis.
+        expert_axis: Name of the axis along which each rank has other experts.
         cuts_outside: See ``UnitMesh``.
 
     Raises:
         ConfigError: the mesh has other axes.
     """
+    experts = None
+    if expert_axis is not None:
+        mesh, experts = _without(mesh, expert_axis, {shard_axis, replicate_axis})
     chosen = _select(mesh, shard_axis, replicate_axis)
     if chosen.ndim == 1:
         if cuts_outside:
@@ -103,13 +119,13 @@ def find_axes(
                 "outer_strategy='optim' cuts optimizer state over a second mesh axis, but "
                 f"fully_shard was given {_axes(chosen)}. Remedy: a 2-D mesh (replicate, shard)"
             )
-        return UnitMesh(chosen, chosen.get_group())
+        return UnitMesh(chosen, chosen.get_group(), experts=experts)
     outer, inner = chosen.get_group(0), chosen.get_group(1)
     if outer.size() == 1:
-        return UnitMesh(chosen, inner)
+        return UnitMesh(chosen, inner, experts=experts)
     if cuts_outside:
-        return UnitMesh(_flat(chosen), inner, outer, cuts_outside=True)
-    return UnitMesh(chosen, inner, outer)
+        return UnitMesh(_flat(chosen), inner, outer, cuts_outside=True, experts=experts)
+    return UnitMesh(chosen, inner, outer, experts=experts)
 
 
 def _select(mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None) -> DeviceMesh:
@@ -146,6 +162,26 @@ def _select(mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None
             f"mesh; it has {_axes(mesh)}. Remedy: build the mesh with the axes in that order"
         )
     return mesh[wanted]
+
+
+def _without(
+    mesh: DeviceMesh, expert_axis: str, others: set[str | None]
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return a mesh without the axis of the experts, and that axis."""
+    names = mesh.mesh_dim_names or ()
+    if expert_axis not in names:
+        raise ConfigError(f"the mesh has no axis {expert_axis!r}; it has {_axes(mesh)}")
+    if expert_axis in others:
+        raise ConfigError(
+            f"expert_axis {expert_axis!r} is an axis to shard over or to replicate on as well"
+        )
+    rest = tuple(name for name in names if name != expert_axis)
+    if not rest:
+        raise ConfigError(
+            f"the mesh has the expert axis {expert_axis!r} alone. Remedy: a mesh with an axis to "
+            "shard over too, maybe of size 1"
+        )
+    return mesh[rest], mesh[expert_axis]
 
 
 def _flat(mesh: DeviceMesh) -> DeviceMesh:

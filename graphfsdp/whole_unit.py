@@ -1,5 +1,7 @@
 """A unit whose awaited parameters are whole for a while, so that its modules can set them."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -52,12 +54,12 @@ class WholeUnit:
             by_dtype.setdefault(item.awaited.dtype, []).append(item)
         views: dict[int, Tensor] = {}
         for dtype, items in by_dtype.items():
-            numels = [item.slot.numel for item in items]
+            numels = [math.prod(item.initial_shape) for item in items]
             flat = torch.empty(sum(numels), dtype=dtype, device=device)
             mark_unset_(flat)
             self.flats.append(flat)
             for item, part in zip(items, flat.split(numels), strict=True):
-                views[id(item)] = part.view(item.slot.shape)
+                views[id(item)] = part.view(item.initial_shape)
         self._views = [views[id(item)] for item in self._awaited]
         for item, view in zip(self._awaited, self._views, strict=True):
             _install(item, view)
@@ -94,7 +96,7 @@ class WholeUnit:
     def store(self) -> None:
         """Keep this rank's rows; the parameters have values from now on."""
         for item, view in zip(self._awaited, self._views, strict=True):
-            item.buffer.load_slot(item.slot, view)
+            item.load(view)
             owner, attribute = item.owners[0]
             vars(item.param).update(vars(owner._parameters[attribute]))
             item.awaited = None

@@ -36,7 +36,7 @@ FLOOR = frozenset(
 )
 SHARD_LEG = frozenset(
     {
-        *("_fully_shard", "_materialize", "buffer_pool", "model_shards"),
+        *("_fully_shard", "_materialize", "buffer_pool", "model_axes", "model_shards"),
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
         *("diagnostics", "shard_table", "unit_mesh", "unit_plan"),
         *("init_order", "initializers", "meta_tensors", "rank_agreement"),

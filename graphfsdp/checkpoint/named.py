@@ -26,14 +26,14 @@ class NamedModel:
         tensors: By name, each once.
         aliases: Other names of the same tensors, with the name above.
         extra: What modules give as ``get_extra_state``, and the modules.
-        first_rows: By id of a parameter that ``fully_shard`` has cut, its first row here.
+        offsets: By id of a parameter that ``fully_shard`` has cut, where the part here begins.
         fused: Which parameters are saved in members.
     """
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     extra: dict[str, tuple[nn.Module, Any]]
-    first_rows: dict[int, int]
+    offsets: dict[int, tuple[int, ...]]
     fused: tuple[FusedWeight, ...]
 
     def name_of(self) -> dict[int, str]:
@@ -63,16 +63,16 @@ class NamedModel:
                 rank's rows if it has as many as these. Rows may have another length, as the
                 scales of moments do.
         """
-        first_row = self.first_rows.get(id(param))
+        offsets = self.offsets.get(id(param))
         if is_dtensor(value) or not is_dtensor(param):
-            return part_of(value, first_row if value.shape[:1] == param.shape[:1] else None)
-        mine = part_of(param, first_row)
+            return part_of(value, offsets if value.shape[:1] == param.shape[:1] else None)
+        mine = part_of(param, offsets)
         if value.shape == mine.local.shape and value.shape != param.shape:
             return mine.with_local(value.detach())
-        if first_row is not None and value.shape[:1] == mine.local.shape[:1]:
+        if offsets and value.shape[:1] == mine.local.shape[:1]:
             rest = tuple(value.shape[1:])
-            offsets = (first_row, *[0] * len(rest))
-            return Part(value.detach(), offsets, (param.shape[0], *rest))
+            place = (offsets[0], *[0] * len(rest))
+            return Part(value.detach(), place, (param.shape[0], *rest))
         return part_of(value)
 
 
@@ -85,7 +85,7 @@ def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedMode
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    first_rows = _first_rows(model)
+    offsets = _offsets(model)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     extra: dict[str, tuple[nn.Module, Any]] = {}
@@ -104,7 +104,7 @@ def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedMode
             members_of(name, value.shape, fused)
         else:
             aliases[name] = first
-    return NamedModel(tensors, aliases, extra, first_rows, tuple(fused))
+    return NamedModel(tensors, aliases, extra, offsets, tuple(fused))
 
 
 def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[NamedPart]:
@@ -157,8 +157,8 @@ def name_parameters(
     ]
 
 
-def _first_rows(model: nn.Module) -> dict[int, int]:
-    """Return the first row on this rank of every parameter that ``fully_shard`` has cut.
+def _offsets(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Return where this rank's part begins of every parameter that ``fully_shard`` has cut.
 
     From the layout alone: no rank is asked.
     """
@@ -167,7 +167,7 @@ def _first_rows(model: nn.Module) -> dict[int, int]:
     from graphfsdp._fully_shard import FSDPModule, unit_of
     from graphfsdp.unit import UnitPhase
 
-    found: dict[int, int] = {}
+    found: dict[int, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -178,8 +178,8 @@ def _first_rows(model: nn.Module) -> dict[int, int]:
                 "reshard() it, and save and load between two iterations"
             )
         for item in unit.group.managed:
-            if item.buffer.sharded:
-                found[id(item.param)] = item.buffer.local_rows(item.slot).first_row
+            if item.buffer.sharded or item.axes is not None:
+                found[id(item.param)] = item.offsets()
     return found
 
 

@@ -66,8 +66,8 @@ class TensorSink:
         and ranks whose tensors differ write one each.
         """
         if is_dtensor(tensor):
-            first_row = self.model.first_rows.get(id(tensor))
-            self.parts.append((where, part_of(tensor, first_row)))
+            offsets = self.model.offsets.get(id(tensor))
+            self.parts.append((where, part_of(tensor, offsets)))
             return where
         checksum = zlib.crc32(raw_bytes(tensor))
         key = f"{where}#{checksum:08x}"

@@ -46,23 +46,22 @@ def whole(tensor: Tensor) -> Part:
     return Part(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def part_of(tensor: Tensor, first_row: int | None = None) -> Part:
+def part_of(tensor: Tensor, offsets: tuple[int, ...] | None = None) -> Part:
     """Return what this rank holds of a tensor.
 
     Args:
         tensor: Plain or a DTensor.
-        first_row: Of a DTensor whose rows are cut unevenly, the first that lies here; None for
-            a DTensor that is cut as torch does it.
+        offsets: Of a DTensor whose rows are cut unevenly, where the part here begins along each
+            dim, or along as many as it has; None for a DTensor that is cut as torch does it.
     """
     if not is_dtensor(tensor):
         return whole(tensor)
     local = local_part(tensor)
     shape = tuple(tensor.shape)
-    if first_row is not None:
-        rest = len(shape) - 1
-        return Part(local, (first_row, *[0] * rest) if shape else (), shape)
-    offsets = _regular_offsets(tensor)
-    return Part(local, offsets, shape)
+    if offsets is None:
+        return Part(local, _regular_offsets(tensor), shape)
+    known = offsets[: len(shape)]
+    return Part(local, (*known, *[0] * (len(shape) - len(known))), shape)
 
 
 def _regular_offsets(tensor: Any) -> tuple[int, ...]:

@@ -1,0 +1,272 @@
+"""Models that model parallelism cuts before sharding, and their training in float64.
+
+Every run is in float64, where what is left between two right runs is rounding near 1e-15, so that
+one tolerance separates it from any mistake.
+
+Shapes: N = sequences, P = positions, H = width, E = experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import graphfsdp
+from graphfsdp.collectives import all_gather_, reduce_scatter_
+from graphfsdp.optim import FusedAdam
+from helpers import set_lr
+from sharding_helpers import (
+    ADAM_EPS,
+    MAX_NORM,
+    VOCABULARY,
+    Training,
+    batches,
+    full_parameters,
+    hybrid_mesh,
+    learning_rate,
+)
+
+WIDTH = 8
+NUM_EXPERTS = 4
+NUM_STEPS = 15  # 4 that are not replays
+TP_AXES = ("dp", "tp")
+EP_AXES = ("edp", "ep")
+RTOL, ATOL = 1e-9, 1e-11
+
+
+class Feed(nn.Module):
+    """A residual feed-forward branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, P, H] -> [N, P, H]
+        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Experts(nn.Module):
+    """Experts that all see every token, weighed by a gate; some on each rank of a group."""
+
+    def __init__(self, first: int = 0, count: int = NUM_EXPERTS) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        whole = torch.randn(NUM_EXPERTS, WIDTH, WIDTH, generator=generator) / 4
+        self.weight = nn.Parameter(whole[first : first + count].clone())
+        self.bias = nn.Parameter(torch.zeros(count))
+        self.first = first
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [T, H], [T, E] -> [T, H]
+        mine = gate[:, self.first : self.first + self.weight.shape[0]]
+        hidden = torch.tanh(torch.einsum("th,ehk->tek", x, self.weight)) + self.bias[:, None]
+        return torch.einsum("tek,te->tk", hidden, mine)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks; gradients are summed back to their owners."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grads[0], ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum of all ranks' results, each rank's own rows; the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grads[0], ctx.group), None
+
+
+def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    all_gather_(whole, rows.contiguous(), group)
+    return whole
+
+
+def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    rows = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    reduce_scatter_(rows, whole.contiguous(), group, reduction="sum")
+    return rows
+
+
+class Mixture(nn.Module):
+    """A residual mixture of experts; along ``group`` each rank holds other experts."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS)
+        self.group = group
+        if group is None:
+            self.experts = Experts()
+        else:
+            count = NUM_EXPERTS // group.size()
+            self.experts = Experts(group.rank() * count, count)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, P, H] -> [N, P, H]
+        tokens = x.flatten(0, 1)
+        gate = torch.softmax(self.gate(tokens), dim=-1)
+        if self.group is None:
+            alone: Tensor = x + self.experts(tokens, gate).view_as(x)
+            return alone
+        # Every rank's experts see the tokens of all ranks.
+        everyone: Any = _Gather.apply(tokens, self.group)  # type: ignore[no-untyped-call]
+        gates: Any = _Gather.apply(gate, self.group)  # type: ignore[no-untyped-call]
+        found = self.experts(everyone, gates)
+        out: Any = _Scatter.apply(found, self.group)  # type: ignore[no-untyped-call]
+        together: Tensor = x + out.view_as(x)
+        return together
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head; a 0-D and a frozen parameter."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.frozen
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden) * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_model(kind: str) -> nn.Module:
+    """Return a whole model: "feed" or "mixture"."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [Feed(), Feed() if kind == "feed" else Mixture()]
+    return Stack(blocks).double()
+
+
+def tensor_parallel(
+    strategy: str = "optim_grads_params", *, sequence: bool = False, meta: bool = False
+) -> Any:
+    """Return the "feed" model on a (dp, tp) mesh."""
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    with torch.device("meta" if meta else "cpu"):
+        model: Any = plain_model("feed")
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if sequence:
+        # "Sequences" on dim 0, which is even: norms see half of them, and their gradients are
+        # partial sums.
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Shard(0)),
+        }
+    for block in model.blocks:
+        if sequence:
+            halves, whole = Shard(0), Replicate()
+            for style in (
+                PrepareModuleInput(
+                    input_layouts=whole, desired_input_layouts=halves, use_local_output=True
+                ),
+                PrepareModuleOutput(output_layouts=halves, desired_output_layouts=whole),
+            ):
+                parallelize_module(block, mesh["tp"], style)
+        parallelize_module(block, mesh["tp"], dict(plan))
+        graphfsdp.fully_shard(block, mesh["dp"], strategy=strategy)
+    return graphfsdp.fully_shard(model, mesh["dp"], strategy=strategy)
+
+
+def expert_parallel(strategy: str = "optim_grads_params", **options: Any) -> Any:
+    """Return the "mixture" model: experts on an (edp, ep) mesh of their own, the rest on all."""
+    mesh = hybrid_mesh((2, 2), EP_AXES)
+    torch.manual_seed(0)
+    model: Any = Stack([Feed(), Mixture(mesh.get_group("ep"))]).double()
+    mixture = model.blocks[1]
+    graphfsdp.fully_shard(
+        mixture.experts, mesh, shard_axis="edp", expert_axis="ep", strategy=strategy, **options
+    )
+    for block in model.blocks:
+        graphfsdp.fully_shard(block, strategy=strategy)
+    return graphfsdp.fully_shard(model, strategy=strategy)
+
+
+def part_of_axis(batch: Sequence[Tensor], mesh: DeviceMesh, axis: str) -> list[Tensor]:
+    """Return the rows of a whole batch that ranks at this place of an axis train on."""
+    rows = len(batch[0]) // mesh[axis].size()
+    first = mesh.get_local_rank(axis) * rows
+    return [part[first : first + rows] for part in batch]
+
+
+def adam_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an Adam over all trainable parameters."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return FusedAdam(params, lr=0.02, eps=ADAM_EPS, weight_decay=0.1)
+
+
+def train_parts(
+    model: nn.Module,
+    parts: Sequence[Sequence[Tensor]],
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Training:
+    """Train on these parts of batches; the learning rate changes in each call."""
+    result = Training()
+    optimizer = optimizer or adam_of(model)
+    with graphfsdp.capture(model, optimizer, max_grad_norm=MAX_NORM, **options) as step:
+        for index, part in enumerate(parts):
+            set_lr(optimizer, learning_rate(index))
+            result.losses.append(step(*part))
+            assert step.grad_norm is not None
+            result.norms.append(step.grad_norm)
+        result.params = full_parameters(model)
+        result.report = step.report()
+    return result
+
+
+def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGroup) -> None:
+    """Compare a run with the unsharded one on the whole batch.
+
+    Args:
+        got: Of this rank.
+        plain: Of the whole batch.
+        group: Ranks whose mean loss is that of the whole batch.
+    """
+    for mine, whole in zip(got.losses, plain.losses, strict=True):
+        mean = mine.clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+        torch.testing.assert_close(mean, whole, rtol=RTOL, atol=ATOL)
+    for mine, whole in zip(got.norms, plain.norms, strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-6, atol=0.0)  # a float32
+    assert list(got.params) == list(plain.params)
+    for name, whole in plain.params.items():
+        difference = float((got.params[name] - whole).abs().max())
+        assert difference <= ATOL + RTOL * float(whole.abs().max()), f"{name}: {difference}"
+
+
+def whole_batches() -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of a run."""
+    return batches(NUM_STEPS)
