@@ -75,12 +75,21 @@ class Agreement:
         for channel in self._channels:
             failed, again = channel.wait(key, again=again)
             if failed is not None:
-                for other in self._channels:
-                    other.tell(key, failed)
-                raise CaptureError(
-                    f"{failed}. So no rank keeps this iteration; everything is as it was before"
-                )
+                raise self._failure(key, failed)
         return again
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers.
+
+        Raises:
+            CaptureError: another rank failed.
+        """
+        key = self._next_key()
+        for channel in self._channels:
+            failed, number = channel.least(key, number)
+            if failed is not None:
+                raise self._failure(key, failed)
+        return number
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one gave up; waits for nobody.
@@ -99,16 +108,23 @@ class Agreement:
             ) from error
         error.add_note(f"graphfsdp: {earlier}")
 
-    def explain(self, error: BaseException, replay: int) -> None:
+    def explain(self, error: BaseException, call: int) -> None:
         """Exchange causes after a failed replay, in whose collectives the other ranks may be.
 
         Args:
             error: What this rank raises; a note is added if another rank failed before it.
-            replay: Number of the replay, the same on all ranks.
+            call: Number of the call that replayed, the same on all ranks.
         """
-        earlier = self._tell(f"replay{replay}", error)
+        earlier = self._tell(f"replay{call}", error)
         if earlier is not None:
             error.add_note(f"graphfsdp: {earlier}")
+
+    def _failure(self, key: str, failed: str) -> CaptureError:
+        for channel in self._channels:
+            channel.tell(key, failed)
+        return CaptureError(
+            f"{failed}. So no rank keeps this iteration; everything is as it was before"
+        )
 
     def _tell(self, key: str, error: BaseException) -> str | None:
         """Tell all ranks why this one failed; return what one that failed earlier has said."""
@@ -152,6 +168,15 @@ class _Channel:
         if store.check([f"{key}/failure"]):
             return bytes(store.get(f"{key}/failure")).decode(), again
         return None, bool(store.check([f"{key}/again"]))
+
+    def least(self, key: str, number: int) -> tuple[str | None, int]:
+        """Wait for all ranks; return which one failed and why, and the least of their numbers."""
+        store, prefix = self._store(), self._key(f"{key}/number")
+        store.set(f"{prefix}/{self._group.rank()}", str(number))
+        failed, _ = self.wait(key, again=False)
+        if failed is None:
+            number = min(int(store.get(f"{prefix}/{i}")) for i in range(self._group.size()))
+        return failed, number
 
     def tell(self, key: str, mine: str) -> str | None:
         """Tell of a failure unless another was told of before; return which one counts."""

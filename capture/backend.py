@@ -4,12 +4,15 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.program_facts import ProgramFacts
+
+if TYPE_CHECKING:
+    from graphfsdp._capture.collective_order import CollectiveOrder
 
 Iterate = Callable[[], list[Tensor]]  # runs one iteration, returns its detached results
 Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the recording touch it?"
@@ -59,9 +62,11 @@ class Graph(Protocol):
 
     Attributes:
         facts: What was recorded.
+        order: Its collectives; None where a launch cannot be stopped between two of them.
     """
 
     facts: GraphFacts
+    order: "CollectiveOrder | None"
 
     @property
     def effect(self) -> Effect:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.arena import Arena
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
+from graphfsdp._capture.collective_order import CollectiveOrder
 from graphfsdp._capture.commit_point import find_commit_point
 from graphfsdp._capture.copy_on_write import CopyOnWrite
 from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
@@ -30,9 +31,12 @@ _RELEASE_S = 0.1
 class CpuGraph:
     """A replayable program over operators."""
 
-    def __init__(self, replay: Replay, undo: ReplayUndo, facts: GraphFacts) -> None:
+    def __init__(
+        self, replay: Replay, undo: ReplayUndo, order: CollectiveOrder, facts: GraphFacts
+    ) -> None:
         self._replay: Replay | None = replay
         self._undo = undo
+        self.order: CollectiveOrder | None = order
         self.facts = facts
 
     @property
@@ -73,12 +77,14 @@ class CpuGraph:
     def _run(self) -> list[Tensor]:
         if self._replay is None:
             raise CaptureError("the graph is closed")
+        if self.order is not None:
+            self.order.begin()
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             return list(self._replay())
 
     def close(self) -> None:
         """Drop the program and with it every tensor that it holds."""
-        self._replay = None
+        self._replay = self.order = None
         self._undo = ReplayUndo([], [])
 
 
@@ -141,7 +147,13 @@ class CpuGraphBackend:
         point = find_commit_point(builder.nodes, scratch)
         kept = [materialise(value, value.storage.get()) for value in point.kept]
         undo = ReplayUndo(kept, point.generators)
-        replay = builder.build(undo.commit, point.node)
+        order = CollectiveOrder(builder.nodes, point.node)
+
+        def commit() -> None:
+            order.commit()
+            undo.commit()
+
+        replay = builder.build(commit, point.node, order.counted)
         program = describe_program(
             builder.nodes,
             recorder.sites.sites(),
@@ -160,7 +172,7 @@ class CpuGraphBackend:
             num_calls=builder.num_calls,
             program=program,
         )
-        return CpuGraph(replay, undo, facts), results
+        return CpuGraph(replay, undo, order, facts), results
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.arena import Arena
+from graphfsdp._capture.collective_order import is_collective
 from graphfsdp._capture.cpu_recorder import Node, Recorder, Value
 from graphfsdp._capture.direct_calls import direct_call
 from graphfsdp._capture.out_calls import call_into
@@ -20,6 +21,7 @@ from graphfsdp._capture.values import materialise, values_in
 
 Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
+Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1
 
@@ -73,14 +75,19 @@ class ProgramBuilder:
         self.nodes = _without_dead(recorder.nodes, [*self._outputs, *self.escapes])
         self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena)
         self.num_calls = 0
+        self._counted: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
-    def build(self, commit: Commit, commit_node: int | None) -> Replay:
+    def build(self, commit: Commit, commit_node: int | None, counted: Counted) -> Replay:
         """Return the function; each call runs the program once and returns fresh outputs.
 
         Args:
             commit: Called by each replay when it cannot be undone any more.
             commit_node: The node before which it is called; None is the end of all nodes.
+            counted: What is to be called instead of a collective's operator.
         """
+        self._counted = {
+            node.op: counted(node.op._op) for node in self.nodes if is_collective(node.op)
+        }
         lines = ["def replay():"]
         call_commit = f"    {self._constant(commit, 'commit')}()"
         if self._poisons:
@@ -194,7 +201,8 @@ class ProgramBuilder:
             if call is not None:
                 return call
         parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
-        return f"{self._constant(node.op._op, 'op')}({', '.join(parts)})"
+        called = self._counted.get(node.op, node.op._op)
+        return f"{self._constant(called, 'op')}({', '.join(parts)})"
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, Value):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
+from graphfsdp._capture.collective_order import CollectiveOrder
 from graphfsdp._capture.compiled_code import has_compiled_regions
 from graphfsdp._capture.cuda_driver import find_driver
 from graphfsdp._capture.cuda_errors import explain
@@ -40,6 +41,7 @@ class CudaGraph:
         self._external = external
         self.facts = facts
         self.effect = Effect.NONE
+        self.order: CollectiveOrder | None = None  # a launch is all or nothing
 
     def replay(self) -> list[Tensor]:
         """Launch the graph on the current stream; return copies of its results."""

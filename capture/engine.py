@@ -158,6 +158,11 @@ class Engine:
         """Return the optimizer's numbers that are not as recordings have baked them in."""
         return self.optimizer.changes() if self.full else ()
 
+    def changes(self, recording: Recording) -> list[Change]:
+        """Return what is not as it was when the graph was made."""
+        assert recording.guards is not None
+        return [*recording.guards.changes(), *self.baked_changes()]
+
     def before_replay(self, recording: Recording) -> None:
         """Bring what a replay reads up to date, and put the gradients where the user looks.
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,16 +12,17 @@ from torch import Tensor
 from graphfsdp._capture.agreement import Agreement, WarmUpAgainError
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
 from graphfsdp._capture.attempt import Attempt
-from graphfsdp._capture.backend import Graph, GraphFacts
+from graphfsdp._capture.backend import Graph
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.interrupts import DeferredInterrupts
 from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.rank_watch import RankWatch
 from graphfsdp._capture.recording import Recording, Recordings, kept_by, new_of
 from graphfsdp._capture.replayer import Replayer
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
-from graphfsdp._capture.step_report import make_report
+from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.verification import Verifier
 from graphfsdp.changes import Change, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
@@ -67,13 +67,12 @@ class StepRunner:
         self._recordings = Recordings(options.max_graphs)
         self._evaluator = Evaluator(engine, self._agreement, options.max_graphs)
         self._verifier = Verifier(engine, self._agreement)
-        self._replayer = Replayer(engine, self._agreement, self._verifier, options.verify)
-        self._facts: GraphFacts | None = None
-        self._num_calls: Counter[str] = Counter()
+        self._watch = RankWatch(self.groups)
+        shared = (engine, self._agreement, self._watch)
+        self._replayer = Replayer(*shared, self._verifier, options.verify)
+        self._tally = Tally()
         self._num_warmups = 0
-        self._num_captures = 0
         self._first_states: FirstStates | None = None
-        self._capture_ms: float | None = None
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -88,26 +87,51 @@ class StepRunner:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Train on one batch; see ``CapturedStep.__call__``."""
+        self._watch.next_call()
+        try:
+            recording = self._prepare(args, kwargs)
+        except BaseException as error:  # of the batch, or of a guard, maybe on this rank only
+            self._tell_others(error)
+            raise
+        if self._first_states is not None and self._first_states.are_missing:
+            return self._finish_first(recording, self._first_states)
+        if recording.graph is not None:
+            with DeferredInterrupts():
+                return self._finish(recording, self._replay(recording))
+        if self.phase is Phase.EAGER:
+            self._engine.follow()
+        if self.phase is Phase.EAGER or recording not in self._recordings:
+            return self._finish(recording, self._run_eagerly(recording))
+        return self._finish(recording, self._attempt(recording))
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        """Copy the batch in; return what is to be replayed, if it has a graph, or run eagerly.
+
+        Raises:
+            BatchMismatchError: there is no graph for such a batch, and there shall be no other.
+            GuardError: what the graph has baked in has changed, and there shall be no other.
+        """
         with nvtx_range("copy-in"):
             recording = self._recordings.load(args, kwargs, self.num_microbatches)
             recording = recording or self._recordings.new_kind(
                 args, kwargs, self.num_microbatches, self.device, self._options.on_change
             )
         if self._first_states is not None and self._first_states.are_missing:
-            return self._finish_first(recording, self._first_states)
+            return recording
         if recording.graph is not None:
-            changes = self._changes(recording)
-            if not changes:
-                with DeferredInterrupts():
-                    return self._finish(recording, self._replay(recording))
-            recording = self._after_changes(recording, changes)
+            changes = self._engine.changes(recording)
+            if changes:
+                return self._after_changes(recording, changes)
         elif self._recordings.num_graphs and self._engine.baked_changes():
             self._after_changes(recording, self._engine.baked_changes())  # graphs of other kinds
-        if self.phase is Phase.EAGER:
-            self._engine.follow()
-        if self.phase is Phase.EAGER or recording not in self._recordings:
-            return self._finish(recording, self._run_eagerly(recording))
-        return self._finish(recording, self._attempt(recording))
+        return recording
+
+    def _tell_others(self, error: BaseException) -> None:
+        """Let ranks that have begun an iteration out of it: this one cannot."""
+        latest = self._recordings.latest
+        if latest is not None and self.phase is not Phase.EAGER and self._agreement.is_collective:
+            runs = self.device.type == "cpu" or not self._captures_after(latest, 0)
+            self._replayer.stand_in(latest, error, runs=runs)  # a capture on a GPU runs nothing
 
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture on made-up data; see ``example_batch`` of ``graphfsdp.capture``."""
@@ -126,7 +150,7 @@ class StepRunner:
             self._num_warmups = 0
             raise
         finally:
-            self._num_calls.clear()
+            self._tally.num_calls.clear()
 
     def _finish_first(self, recording: Recording, states: FirstStates) -> Any:
         """Run the first real iteration eagerly, for optimizers whose state begins in it."""
@@ -146,7 +170,7 @@ class StepRunner:
         self.graph_to("verify")
         recording = self._recordings.latest
         assert recording is not None
-        refuse(self._changes(recording))
+        refuse(self._engine.changes(recording))
         self._verifier.run(recording, num_iterations)
 
     def report(self, *, measure: bool) -> CaptureReport:
@@ -154,12 +178,9 @@ class StepRunner:
         return make_report(
             self._engine,
             self._recordings,
-            self._facts,
+            self._tally,
             scope=self._options.scope.value,
             phase=self.phase.value,
-            num_calls=dict(self._num_calls),
-            num_captures=self._num_captures,
-            capture_ms=self._capture_ms,
             node_us=self.graph_to("measure").measure() if measure else (),
         )
 
@@ -182,14 +203,10 @@ class StepRunner:
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
         self.phase = Phase.CLOSED
+        self._watch.stop()
         self._evaluator.close()
         self._recordings.close()
         self._engine.close()
-
-    def _changes(self, recording: Recording) -> list[Change]:
-        """Return what is not as it was when the graph was made."""
-        assert recording.guards is not None
-        return [*recording.guards.changes(), *self._engine.baked_changes()]
 
     def _after_changes(self, recording: Recording, changes: Sequence[Change]) -> Recording:
         """Do what ``on_change`` says; return what to run eagerly, or to begin with anew.
@@ -205,8 +222,7 @@ class StepRunner:
             _LOG.info("running eagerly: %s", what)
             return recording.again()
         self._give_up_graphs(what)
-        eager = self._options.on_change is OnChange.EAGER  # there is no graph to go back to
-        if eager:
+        if self._options.on_change is OnChange.EAGER:  # there is no graph to go back to
             self.phase = self.phase.to(Phase.EAGER)
         return recording
 
@@ -227,7 +243,7 @@ class StepRunner:
         except BaseException:  # also Ctrl-C, of which torch tells no forward hook
             self._engine.abandon()
             raise
-        self._num_calls["eager"] += 1
+        self._tally.num_calls["eager"] += 1
         return results
 
     def _attempt(self, recording: Recording) -> list[Tensor]:
@@ -275,7 +291,7 @@ class StepRunner:
         self._agreement.settle()
         recording.num_eager += 1
         self._num_warmups += 1
-        self._num_calls["warmup"] += 1
+        self._tally.num_calls["warmup"] += 1
         return results
 
     def _capture(self, recording: Recording, attempt: Attempt) -> list[Tensor]:
@@ -302,17 +318,16 @@ class StepRunner:
                 collective=self._agreement.is_collective,
                 scratch=[*engine.gradients.storages(), *recording.inputs.tensors()],
             )
+        self._replayer.prepare(graph)
         recording.graph, recording.landed = graph, engine.gradients.landed()
         recording.kept, recording.constants = new_of(kept_by(engine.model), before), None
         if not engine.full:
             engine.step_outside()
             self._agreement.settle()
         self.phase = self.phase.to(Phase.REPLAY)
-        self._capture_ms = (time.perf_counter() - started) * 1e3
-        self._num_captures += 1
-        self._facts = graph.facts
-        self._num_calls["capture"] += 1
-        _LOG.info("captured %s nodes in %.0f ms", graph.facts.num_nodes, self._capture_ms)
+        capture_ms = (time.perf_counter() - started) * 1e3
+        self._tally.add_capture(graph.facts, capture_ms)
+        _LOG.info("captured %s nodes in %.0f ms", graph.facts.num_nodes, capture_ms)
         return results
 
     def _replay(self, recording: Recording) -> list[Tensor]:
@@ -321,7 +336,7 @@ class StepRunner:
         finally:
             if self._replayer.breakage:
                 self.phase, self.breakage = self.phase.to(Phase.BROKEN), self._replayer.breakage
-        self._num_calls["replay"] += 1
+        self._tally.num_calls["replay"] += 1
         return results
 
     def _finish(self, recording: Recording, results: list[Tensor]) -> Any:

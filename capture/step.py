@@ -13,7 +13,7 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.runner import StepRunner
 from graphfsdp.config import CaptureOptions, at_least
-from graphfsdp.errors import PhaseError
+from graphfsdp.errors import PhaseError, broken
 
 ExampleBatch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -211,7 +211,7 @@ class CapturedStep:
         if self._runner.phase is Phase.CLOSED:
             raise PhaseError("this captured step is closed. Remedy: capture again")
         if self._runner.phase is Phase.BROKEN:
-            raise PhaseError(f"this captured step is broken: {self._runner.breakage}")
+            raise broken(self._runner.breakage)
         refuse_surroundings(self._runner.device, self._runner.groups)
 
 

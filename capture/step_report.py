@@ -1,6 +1,7 @@
 """The report of a captured step, gathered from its parts."""
 
-from collections.abc import Mapping
+from collections import Counter
+from dataclasses import dataclass, field
 
 from graphfsdp._capture.backend import GraphFacts
 from graphfsdp._capture.engine import Engine
@@ -9,16 +10,36 @@ from graphfsdp._capture.recording import Recordings
 from graphfsdp._capture.report import CaptureReport
 
 
+@dataclass
+class Tally:
+    """What a step has done so far.
+
+    Attributes:
+        num_calls: Calls by what they did.
+        num_captures: Successful captures.
+        capture_ms: Milliseconds of the last one.
+        facts: What it turned out to be, also when its graph is gone.
+    """
+
+    num_calls: Counter[str] = field(default_factory=Counter)
+    num_captures: int = 0
+    capture_ms: float | None = None
+    facts: GraphFacts | None = None
+
+    def add_capture(self, facts: GraphFacts, capture_ms: float) -> None:
+        """Count a capture that has succeeded."""
+        self.facts, self.capture_ms = facts, capture_ms
+        self.num_captures += 1
+        self.num_calls["capture"] += 1
+
+
 def make_report(
     engine: Engine,
     recordings: Recordings,
-    facts: GraphFacts | None,
+    tally: Tally,
     *,
     scope: str,
     phase: str,
-    num_calls: Mapping[str, int],
-    num_captures: int,
-    capture_ms: float | None,
     node_us: tuple[float, ...],
 ) -> CaptureReport:
     """Return the facts of a captured step.
@@ -26,14 +47,12 @@ def make_report(
     Args:
         engine: The training program.
         recordings: Its graphs; the report is about the one that was used last.
-        facts: What the last capture turned out to be, also when its graph is gone.
+        tally: What the step has done.
         scope: How much is in a graph.
         phase: What the next call does.
-        num_calls: Calls by what they did.
-        num_captures: Successful captures.
-        capture_ms: Milliseconds of the last one.
         node_us: Microseconds by node, if they were measured.
     """
+    facts, num_calls = tally.facts, dict(tally.num_calls)
     latest = recordings.latest
     if latest is not None and latest.graph is not None:
         facts = latest.graph.facts
@@ -44,11 +63,11 @@ def make_report(
         scope=scope,
         phase=phase,
         num_calls=num_calls,
-        num_captures=num_captures,
+        num_captures=tally.num_captures,
         num_nodes=None if facts is None else facts.num_nodes,
         num_ops=None if facts is None else facts.num_ops,
         op_counts={} if facts is None else facts.op_counts,
-        capture_ms=capture_ms,
+        capture_ms=tally.capture_ms,
         static_input_bytes=sum(entry.inputs.num_bytes for entry in recordings),
         gradient_bytes=engine.gradients.num_bytes,
         pool_bytes=0 if facts is None else facts.pool_bytes,
@@ -61,4 +80,4 @@ def make_report(
     )
 
 
-__all__ = ["make_report"]
+__all__ = ["Tally", "make_report"]

@@ -25,6 +25,7 @@ from graphfsdp.errors import InvalidLossError as InvalidLossError
 from graphfsdp.errors import NotCopyableError as NotCopyableError
 from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
+from graphfsdp.errors import RankFailedError as RankFailedError
 from graphfsdp.errors import VerificationError as VerificationError
 from graphfsdp.front import capture as capture
 from graphfsdp.hazards import Hazard as Hazard
@@ -67,6 +68,7 @@ __all__ = [
     "Phase",
     "PhaseError",
     "PrecisionError",
+    "RankFailedError",
     "Scope",
     "ShardingStrategy",
     "VerificationError",

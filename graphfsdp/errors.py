@@ -34,8 +34,17 @@ class GuardError(GraphFSDPError, RuntimeError):
         self.changes = tuple(changes)
 
 
+class RankFailedError(GraphFSDPError, RuntimeError):
+    """Another rank failed in a replay, so this one has undone its own; the message names it."""
+
+
 class PhaseError(GraphFSDPError, RuntimeError):
     """A call that the present phase of a captured step does not allow."""
+
+
+def broken(why: str) -> PhaseError:
+    """Return the refusal of a captured step that cannot go on."""
+    return PhaseError(f"this captured step is broken: {why}")
 
 
 class NotCopyableError(GraphFSDPError, TypeError):
@@ -181,7 +190,9 @@ __all__ = [
     "NotCopyableError",
     "PhaseError",
     "PrecisionError",
+    "RankFailedError",
     "SourceLine",
     "VerificationError",
+    "broken",
     "split_remedy",
 ]
