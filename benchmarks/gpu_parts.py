@@ -1,4 +1,4 @@
-"""The parts of the GPU check that train: parity with eager, paired speed, the optimizer alone.
+"""The parts of the GPU check that train: parity with eager, the optimizer alone.
 
 ``python -m benchmarks.gpu_parts PART DEVICE`` runs one part and prints its rows as JSON. Each
 part has a process of its own, since a CUDA error makes every later call in a process fail.
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from benchmarks import workloads
 from benchmarks.adam_speed import compare_optimizers
-from benchmarks.timing import as_record, interleave, speedups
 from benchmarks.workloads import SCOPES, Run, Workload
 
 PARITY_STEPS = 20
@@ -83,52 +82,6 @@ def parity(workload: Workload, device: torch.device) -> list[Row]:
     return rows
 
 
-def _peak_memory(workload: Workload, scope: str, device: torch.device) -> dict[str, int]:
-    if device.type != "cuda":
-        return {}
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    with Run(workload, scope, device) as run:
-        run.warm_up()
-        torch.cuda.synchronize(device)
-        return {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-        }
-
-
-def speed(workload: Workload, device: torch.device, num_rounds: int, num_steps: int) -> list[Row]:
-    """Time the scopes in turns; their memory was measured before, each scope alone."""
-    memory = {scope: _peak_memory(workload, scope, device) for scope in SCOPES}
-    runs = {scope: Run(workload, scope, device) for scope in SCOPES}
-    for run in runs.values():
-        run.warm_up()
-    seconds = interleave(runs, num_rounds, num_steps, device)
-    for run in runs.values():
-        run.close()
-    record, ratios = as_record(seconds, "none"), speedups(seconds, "none")
-    precision = "bf16" if workload.bf16 else "fp32"
-    rows = []
-    for scope in SCOPES:
-        numbers = record[scope]
-        assert isinstance(numbers, dict)
-        tokens_per_s = workload.tokens_per_step / numbers["step_ms"] * 1e3
-        text = f"{numbers['step_ms']:.3f} ms/step, {tokens_per_s:,.0f} tokens/s"
-        if memory[scope]:
-            text += f", peak {memory[scope]['peak_allocated_bytes'] / 2**30:.2f} GiB allocated"
-            text += f", {memory[scope]['peak_reserved_bytes'] / 2**30:.2f} GiB reserved"
-        if scope in ratios:
-            text += f"; {ratios[scope]} times as fast as eager"
-        rows.append(
-            Row(
-                f"{workload.name} {precision}, {workload.shape} tokens: {scope}",
-                text,
-                data={**numbers, **memory[scope], "tokens_per_s": tokens_per_s},
-            )
-        )
-    return rows
-
-
 def run_part(name: str, device: torch.device) -> list[Row]:
     """Run the part of that name. A CPU rehearses all of them on the smallest model."""
     rehearsal = device.type == "cpu"
@@ -140,8 +93,6 @@ def run_part(name: str, device: torch.device) -> list[Row]:
         "parity-bf16": lambda: [
             row for each in small for row in parity(replace(each, bf16=True), device)
         ],
-        "speed-launch-bound": lambda: speed(tiny, device, *((2, 2) if rehearsal else (20, 50))),
-        "speed-compute-bound": lambda: speed(large, device, *((2, 1) if rehearsal else (8, 5))),
         "optimizer": lambda: compare_as_rows(large, device, *((2, 1) if rehearsal else (20, 10))),
     }
     return table[name]()

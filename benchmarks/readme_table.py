@@ -1,22 +1,33 @@
 """Puts measured numbers into the README, between markers; a test compares the two.
 
-``<!-- paired_cpu: begin -->`` and ``<!-- paired_cpu: end -->`` stand around the table of
-`make bench`, ``zoo_speed`` around that of the small architectures, ``gpu_check`` around that of
-the newest `make gpu-check`.
+``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
+`make bench`, ``bench_gpu`` around those of the newest result of a GPU, ``zoo_speed`` around that
+of the small architectures, ``gpu_check`` around that of the newest `make gpu-check`.
+
+``python -m benchmarks.readme_table --keep DIR`` first copies result and picture of a result
+directory of ``graphfsdp bench`` into benchmarks/results.
 """
 
+import argparse
 import json
 import pathlib
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.environment import ROOT
-from benchmarks.timing import Spread
+from benchmarks.environment import ROOT, slug
+from graphfsdp.bench.environment import describe
+from graphfsdp.bench.record_files import read_result
+from graphfsdp.bench.records import BenchResult
+from graphfsdp.bench.result_directory import RESULT
+from graphfsdp.bench.spread import Spread
+from graphfsdp.bench.tables import Table, memory_overview, overview, reasons
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+PICTURE = "crossover.png"
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -25,49 +36,43 @@ def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (heading, rule, *rows))
 
 
-def paired_cpu(results: pathlib.Path) -> str | None:
-    """Return the table of `make bench`, or None where there is no result."""
-    path = results / "paired_cpu.json"
-    if not path.exists():
-        return None
-    document: dict[str, Any] = json.loads(path.read_text())
-    rows = []
-    for result in document["workloads"]:
-        eager = result["speed"]["none"]["step_ms"]
-        for scope, speed in result["speed"].items():
-            peak = result["memory"].get(scope)
-            if speed["speedup"] is None:
-                continue
-            rows.append(
-                (
-                    f"{result['name']}, {result['batch']} tokens, {result['num_threads']} thread"
-                    + ("s" if result["num_threads"] > 1 else ""),
-                    f"`{scope}`",
-                    f"{eager:.2f}",
-                    f"{speed['step_ms']:.2f}",
-                    str(Spread(**speed["speedup"])),
-                    f"{peak['process_peak_bytes_ratio']:.2f}" if peak else "",
-                    f"{peak['replay_peak_bytes_ratio']:.2f}" if peak else "",
-                    f"{peak['peak_bytes_ratio']:.2f}" if peak else "",
-                )
-            )
-    heading = (
-        "workload",
-        "scope",
-        "eager ms/step",
-        "ms/step",
-        "times as fast as eager: median (min to max)",
-        "peak memory of the process / eager's",
-        "the same less libraries, replays",
-        "with the recording",
-    )
-    facts = document["environment"]
-    numbers = ", ".join(f"{r['num_rounds']} for {r['name']}" for r in document["workloads"])
-    note = (
-        f"Measured {facts['date']} on {facts['cpu']} ({facts['num_cpus']} cores), "
-        f"torch {facts['torch']}, Python {facts['python']}; pairs: {numbers}."
-    )
-    return f"{markdown(heading, rows)}\n\n{note}"
+def bench_cpu(results: pathlib.Path) -> str | None:
+    """Return the tables of `make bench`, or a sentence without a result."""
+    path = results / "bench_cpu.json"
+    return bench_section(path) if path.exists() else "Not measured yet: `make bench`."
+
+
+def bench_gpu(results: pathlib.Path) -> str | None:
+    """Return the tables of the newest `graphfsdp bench` on a GPU, or a sentence without one."""
+    paths = {read_result(path).environment.date: path for path in results.glob("bench_gpu_*.json")}
+    return bench_section(paths[max(paths)]) if paths else "No GPU has been measured yet."
+
+
+def bench_section(path: pathlib.Path) -> str:
+    """Return speed, memory, what did not run, and on what all of it was measured."""
+    result = read_result(path)
+    parts = [f"{title_of(table)}\n\n{table.markdown()}" for table in bench_tables(result)]
+    picture = path.with_suffix(".png")
+    if picture.exists():
+        parts.append(f"![speed over tokens per step]({picture.relative_to(picture.parents[2])})")
+    missing = [f"`{name}`: {reason.rstrip('.')}" for name, reason in reasons(result).items()]
+    if missing:
+        parts.append("Did not run: " + "; ".join(missing) + ".")
+    if result.left_out:
+        cases = (f"{name}: {reason}" for name, reason in result.left_out.items())
+        parts.append("Left out: " + "; ".join(cases) + ".")
+    return "\n\n".join((*parts, describe(result.environment)))
+
+
+def bench_tables(result: BenchResult) -> list[Table]:
+    """Return the tables of one result that the README shows."""
+    tables = [overview(result), memory_overview(result)]
+    return [table for table in tables if table.rows]
+
+
+def title_of(table: Table) -> str:
+    """Return a table's title as a sentence that introduces it."""
+    return table.title[0].upper() + table.title[1:] + ":"
 
 
 def zoo_speed(results: pathlib.Path) -> str | None:
@@ -125,7 +130,8 @@ def gpu_check(results: pathlib.Path) -> str | None:
 
 
 SECTIONS: Mapping[str, Callable[[pathlib.Path], str | None]] = {
-    "paired_cpu": paired_cpu,
+    "bench_cpu": bench_cpu,
+    "bench_gpu": bench_gpu,
     "zoo_speed": zoo_speed,
     "gpu_check": gpu_check,
 }
@@ -143,8 +149,29 @@ def updated(text: str, results: pathlib.Path = RESULTS) -> str:
     return text
 
 
-def main() -> int:
+def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Copy result and picture of a result directory to where the README's numbers come from."""
+    facts = read_result(folder).environment
+    name = "bench_cpu"
+    if facts.gpu is not None:
+        name = f"bench_gpu_{slug(facts.gpu)}_{facts.date[:10]}"
+    results.mkdir(parents=True, exist_ok=True)
+    target = results / f"{name}.json"
+    shutil.copyfile(folder / RESULT, target)
+    picture = folder / PICTURE
+    target.with_suffix(".png").unlink(missing_ok=True)
+    if picture.exists():
+        shutil.copyfile(picture, target.with_suffix(".png"))
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite the README's tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_table")
+    parser.add_argument("--keep", metavar="DIR", help="a result directory of graphfsdp bench")
+    folder = parser.parse_args(arguments).keep
+    if folder is not None:
+        print(f"kept as {keep(pathlib.Path(folder))}")
     text = README.read_text(encoding="utf-8")
     if not any(f"<!-- {name}: begin -->" in text for name in SECTIONS):
         markers = ", ".join(f"<!-- {name}: begin --> ... <!-- {name}: end -->" for name in SECTIONS)

@@ -27,8 +27,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import graphfsdp
 from benchmarks import environment, workloads
-from benchmarks.timing import Spread, as_record, interleave
+from benchmarks.timing import as_record, interleave
 from benchmarks.workloads import WARMUP_STEPS, Workload
+from graphfsdp.bench.spread import Spread
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPT
 

@@ -4,9 +4,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
+
+from graphfsdp.bench.spread import Spread
 
 
 def window_seconds(call: Callable[[], object], num_calls: int, device: torch.device) -> float:
@@ -49,23 +51,6 @@ def interleave(
     finally:
         gc.enable()
     return seconds
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The middle and the ends of a list of measurements."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        """Summarise ``values``."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.minimum:.3f} to {self.maximum:.3f})"
 
 
 def speedups(seconds: Mapping[str, list[float]], reference: str) -> dict[str, Spread]:

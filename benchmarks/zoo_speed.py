@@ -20,8 +20,9 @@ from torch import Tensor
 
 import graphfsdp
 from benchmarks import environment
-from benchmarks.timing import Spread, interleave, speedups
+from benchmarks.timing import interleave, speedups
 from benchmarks.zoo_models import Architecture, architectures
+from graphfsdp.bench.spread import Spread
 from graphfsdp.optim import FusedAdam
 
 RESULT_NAME = "zoo_speed.json"

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 import time
@@ -5,8 +6,12 @@ import time
 import pytest
 import torch
 
-from benchmarks import environment, memory, paired, readme_table, workloads
-from benchmarks.timing import Spread, interleave, speedups, window_seconds
+from bench_results import result
+from benchmarks import environment, readme_table, workloads
+from benchmarks.timing import interleave, speedups, window_seconds
+from graphfsdp.bench.record_files import write_result
+from graphfsdp.bench.result_directory import write_directory
+from graphfsdp.bench.spread import Spread
 from graphfsdp.training.gpt import GPT
 
 
@@ -49,28 +54,37 @@ def test_the_compute_bound_models_have_the_sizes_that_their_names_say() -> None:
         assert millions == pytest.approx(named, rel=0.02)
 
 
-@pytest.mark.slow
-def test_the_paired_benchmark_writes_what_the_readme_table_reads(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    num_threads = torch.get_num_threads()
-    try:
-        assert paired.main(["--only", "tiny", "--rounds", "2", "--memory-repeats", "1"]) == 0
-    finally:
-        torch.set_num_threads(num_threads)
-    table = readme_table.paired_cpu(tmp_path)
-    assert table is not None
-    document = json.loads((tmp_path / paired.RESULT_NAME).read_text())
-    (result,) = document["workloads"]
-    weights_gradients_and_moments_bytes = 4 * 4 * result["num_parameters"]
-    assert set(result["memory"]) == (set(workloads.SCOPES) if memory.is_available() else set())
-    for peaks in result["memory"].values():
-        assert peaks["peak_bytes"] > weights_gradients_and_moments_bytes
-        assert peaks["replay_peak_bytes"] > weights_gradients_and_moments_bytes
-    speed = result["speed"]["full_iteration"]["speedup"]
-    assert f"| {Spread(**speed)} |" in table
-    assert table.count("\n| tiny, 4 x 32 tokens, 1 thread |") == 2
+def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> None:
+    folder, results = tmp_path / "run", tmp_path / "benchmarks" / "results"
+    folder.mkdir()
+    made = result()
+    facts = dataclasses.replace(made.environment, gpu="NVIDIA Z9", date="2026-02-03T04:05:06")
+    for environment_, name in ((made.environment, "bench_cpu"), (facts, "bench_gpu_nvidia-z9")):
+        write_directory(dataclasses.replace(made, environment=environment_), folder)
+        kept = readme_table.keep(folder, results)
+        assert kept.name.startswith(name)
+        assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for section in (readme_table.bench_cpu(results), readme_table.bench_gpu(results)):
+        assert section is not None
+        assert "| gpt-tiny fp32, 4 x 32 tokens | 5.00 | 1.50 (2.50x) |" in section
+        assert "| gpt-tiny fp32, 4 x 32 tokens | 256.0 MiB | 256.0 MiB |" in section
+        assert "Did not run: `compile`: no compiler." in section
+        assert "Left out: moe: no time." in section
+        assert "(benchmarks/results/bench_" in section
+    assert "on NVIDIA Z9" in str(readme_table.bench_gpu(results))
+
+
+def test_without_a_result_the_readme_says_so(tmp_path: pathlib.Path) -> None:
+    assert readme_table.bench_cpu(tmp_path) == "Not measured yet: `make bench`."
+    assert readme_table.bench_gpu(tmp_path) == "No GPU has been measured yet."
+
+
+def test_the_newest_result_of_a_gpu_is_shown(tmp_path: pathlib.Path) -> None:
+    for date, gpu in (("2026-03-01", "Newest"), ("2026-02-01", "Older")):
+        facts = dataclasses.replace(result().environment, gpu=gpu, date=f"{date}T00:00:00")
+        path = tmp_path / f"bench_gpu_{gpu}.json"
+        write_result(dataclasses.replace(result(), environment=facts), path)
+    assert "on Newest" in str(readme_table.bench_gpu(tmp_path))
 
 
 def test_numbers_go_between_the_markers_and_nowhere_else(tmp_path: pathlib.Path) -> None:
@@ -82,13 +96,13 @@ def test_numbers_go_between_the_markers_and_nowhere_else(tmp_path: pathlib.Path)
 
 
 def test_the_newest_check_of_a_real_gpu_is_shown(tmp_path: pathlib.Path) -> None:
-    for gpu, date, result in (
+    for gpu, date, seen in (
         ("NVIDIA Z", "2026-01-02", "new"),
         ("NVIDIA A", "2025-01-02", "old"),
         (None, "2027-01-01", "rehearsal"),
     ):
         facts = {"gpu": gpu, "date": date, "driver": "1", "torch": "2", "triton": "3"}
-        row = {"what": "x", "result": result, "ok": False}
+        row = {"what": "x", "result": seen, "ok": False}
         document = {
             "environment": {**facts, "python": "3.12"},
             "parts": [{"name": "tests", "rows": [row]}],
@@ -103,6 +117,8 @@ def test_the_newest_check_of_a_real_gpu_is_shown(tmp_path: pathlib.Path) -> None
 
 def test_the_readme_shows_the_numbers_of_the_result_files() -> None:
     text = readme_table.README.read_text(encoding="utf-8")
-    assert "<!-- paired_cpu: begin -->" in text
+    for section in readme_table.SECTIONS:
+        assert f"<!-- {section}: begin -->" in text
+        assert f"<!-- {section}: end -->" in text
     assert "<!-- gpu_check: begin -->" in text
     assert readme_table.updated(text) == text, "run python -m benchmarks.readme_table"

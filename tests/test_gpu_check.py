@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_parts, suite
+import bench_results
+from benchmarks import gpu_bench, gpu_check, gpu_parts, suite
+from graphfsdp.bench.records import NotRun
+from graphfsdp.bench.result_directory import write_directory
+from graphfsdp.bench.sweep import with_unasked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -63,6 +68,67 @@ def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
     assert rows
     assert [row for row in rows if not row.ok] == []
     assert json.dumps([row.data for row in rows])
+
+
+def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
+    """Put a result that nobody measured in the place of the command's; returns its arguments."""
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        asked = with_unasked(bench_results.case())
+        write_directory(
+            bench_results.result(cases=(asked,)),
+            pathlib.Path(command[command.index("--out") + 1]),
+            pictures=returncode == 0,
+        )
+        return subprocess.CompletedProcess(command, returncode, "said before", "CUDA error")
+
+    monkeypatch.setattr("benchmarks.gpu_bench.subprocess.run", run)
+    return calls
+
+
+def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_bench(monkeypatch)
+    part = gpu_bench.bench_part(torch.device("cuda"), 360, tmp_path)
+    assert part["error"] is None
+    rows = {row["what"]: row for row in part["rows"]}
+    captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
+    assert "1.500 ms/step" in captured["result"]
+    assert (
+        "2.50 (2.00 to 3.00) times as fast as eager; losses equal bit for bit"
+        in (captured["result"])
+    )
+    assert rows["gpt-tiny fp32, 4 x 32 tokens: compile"]["result"] == "no compiler"
+    assert all(row["ok"] for row in part["rows"])
+    assert {row["result"] for row in part["rows"] if "moe" in row["what"]} == {"left out: no time"}
+    assert not any("pytorch" in what for what in rows), "nobody asked for it"
+    assert {path.name for path in tmp_path.iterdir()} == {"bench_cpu.json", "bench_cpu.png"}
+    (command,) = calls
+    assert command[command.index("--suite") + 1] == "gpu"
+    assert float(command[command.index("--budget") + 1]) * 60 < 360
+    gpu_bench.bench_part(torch.device("cpu"), 60, tmp_path)
+    assert calls[1][calls[1].index("--suite") + 1] == "quick"
+
+
+def test_a_contender_of_ours_that_did_not_run_on_a_gpu_is_not_good(tmp_path: pathlib.Path) -> None:
+    ours = NotRun("full_iteration", "", "CaptureError: no")
+    case = dataclasses.replace(bench_results.case(), not_run=(ours,))
+    write_directory(bench_results.result(cases=(case,)), tmp_path, pictures=False)
+    rows = gpu_bench.rows_of(tmp_path, tmp_path / "results")
+    (row,) = (row for row in rows if row["result"] == "CaptureError: no")
+    assert not row["ok"]
+
+
+def test_a_benchmark_that_fails_is_an_error_of_its_part(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_bench(monkeypatch, returncode=1)
+    part = gpu_bench.bench_part(torch.device("cuda"), 360, tmp_path)
+    assert part["rows"] == []
+    assert part["error"] == "the process ended with 1\nsaid beforeCUDA error"
 
 
 def test_a_difference_is_named() -> None:

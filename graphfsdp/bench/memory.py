@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from graphfsdp.bench.batches import batch_source
+from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.contender import ContenderSpec, Setting
 from graphfsdp.bench.measure import MeasureOptions, group_for
 from graphfsdp.bench.records import MemoryRecord
@@ -26,28 +26,22 @@ def can_forget_peak() -> bool:
 
 def measure_memory(setting: Setting, spec: ContenderSpec, options: MeasureOptions) -> MemoryRecord:
     """Train a few steps in this process, which must be fresh, and return its peaks."""
+    tiny = dataclasses.replace(setting, case=Case(find_workload("gpt-tiny"), setting.case.dtype, 1))
+    # Reading the text takes much more memory than a small model.
+    (tiny, few), (setting, source) = (_with_batches(each, options) for each in (tiny, setting))
     with group_for([spec], setting):
         # Libraries that are loaded at first use are not what the case needs. Those that compile
         # are: nobody else would have loaded them.
         if not spec.compiles:
-            tiny = dataclasses.replace(
-                setting, case=Case(find_workload("gpt-tiny"), setting.case.dtype, 1)
-            )
-            _train(tiny, spec, options, NUM_WARMUP_STEPS)
+            _train(tiny, spec, few, NUM_WARMUP_STEPS)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         baseline = _status_bytes("VmRSS")
         _forget_peak()
-        return _train(setting, spec, options, NUM_WARMUP_STEPS + NUM_STEPS, baseline)
+        return _train(setting, spec, source, NUM_WARMUP_STEPS + NUM_STEPS, baseline)
 
 
-def _train(
-    setting: Setting,
-    spec: ContenderSpec,
-    options: MeasureOptions,
-    num_steps: int,
-    baseline: int = 0,
-) -> MemoryRecord:
+def _with_batches(setting: Setting, options: MeasureOptions) -> tuple[Setting, BatchSource]:
     case, source = batch_source(
         setting.case,
         data=options.data,
@@ -55,7 +49,17 @@ def _train(
         seed=setting.seed,
         device=setting.device,
     )
-    contender = spec.make(dataclasses.replace(setting, case=case))
+    return dataclasses.replace(setting, case=case), source
+
+
+def _train(
+    setting: Setting,
+    spec: ContenderSpec,
+    source: BatchSource,
+    num_steps: int,
+    baseline: int = 0,
+) -> MemoryRecord:
+    contender = spec.make(setting)
     init_peak = 0
     for step in range(num_steps):
         if step == NUM_WARMUP_STEPS:

@@ -77,6 +77,18 @@ def overview(result: BenchResult) -> Table:
     return Table(title, ("workload", *names), tuple(rows))
 
 
+def memory_overview(result: BenchResult) -> Table:
+    """Return one row per case whose memory was measured: peak memory of each contender."""
+    names = [name for name in contender_names(result.cases) if _ran(result, name)]
+    rows = []
+    for case in result.cases:
+        found = {own.name: memory_text(own) for own in case.contenders if own.memory is not None}
+        if found:
+            cells = [found.get(name, "-") for name in names]
+            rows.append((workload_text(case.workload), *cells))
+    return Table("peak memory", ("workload", *names), tuple(rows))
+
+
 def speed_table(case: CaseResult) -> Table:
     """Return the timed region of a case."""
     rows = []
@@ -242,6 +254,7 @@ __all__ = [
     "NOT_MLPERF",
     "Table",
     "case_notes",
+    "memory_overview",
     "not_run_table",
     "overview",
     "reasons",
