@@ -22,7 +22,7 @@ from graphfsdp._capture.program_memory import ProgramMemory
 from graphfsdp._capture.sites import Site
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
-_COLLECTIVES = ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_")  # our own
+_COLLECTIVES = ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_")  # ours
 _COPIES = frozenset({"_to_copy", "cat", "clone", "contiguous", "copy_", "stack", "lift_fresh"})
 _FILLS = frozenset({"arange", "fill_", "full", "full_like", "ones", "ones_like", "zero_", "zeros"})
 _MORE_FILLS = frozenset({"empty", "empty_like", "empty_strided", "new_zeros", "scalar_tensor"})

@@ -11,6 +11,7 @@ from graphfsdp.buckets import Buckets as Buckets
 from graphfsdp.buckets import masked_mean as masked_mean
 from graphfsdp.clip import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
+from graphfsdp.config import OverlapPolicy as OverlapPolicy
 from graphfsdp.config import Scope as Scope
 from graphfsdp.config import ShardingStrategy as ShardingStrategy
 from graphfsdp.errors import BatchMismatchError as BatchMismatchError
@@ -65,6 +66,7 @@ __all__ = [
     "MetricRing",
     "MixedPrecisionPolicy",
     "NotCopyableError",
+    "OverlapPolicy",
     "Phase",
     "PhaseError",
     "PrecisionError",

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.input_cast import cast_inputs
 from graphfsdp.model_shards import ModelShards
 from graphfsdp.shard_group import ShardGroup, UnitOptions
 from graphfsdp.sharded import MainGrad
-from graphfsdp.unit import Unit, cast_inputs
+from graphfsdp.unit import Unit
 from graphfsdp.unit_memory import give_shards_memory, set_aside
 from graphfsdp.unit_mesh import find_axes
 
@@ -177,6 +178,7 @@ def fully_shard(
     replicate_axis: str | None = None,
     expert_axis: str | None = None,
     outer_strategy: str = "no_shard",
+    overlap: bool | OverlapPolicy = True,
 ) -> nn.Module:
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
@@ -205,6 +207,8 @@ def fully_shard(
         outer_strategy: "no_shard", or "optim" to cut main weights, main grads and optimizer
             state over the ranks of the outer axis too. Model weights are then gathered over that
             axis once an iteration.
+        overlap: Gather the next unit's weights and reduce gradients while others compute; an
+            ``OverlapPolicy`` says which of these. Results are the same bit for bit.
 
     Returns:
         The module, which is an ``FSDPModule`` now.
@@ -235,6 +239,7 @@ def fully_shard(
         policy=policy,
         reshard_after_forward=reshard_after_forward,
         reduction=_check_reduction(gradient_reduction),
+        overlap=OverlapPolicy.parse(overlap),
     )
     unit = Unit(module, ShardGroup(module, options))
     unit.group.bind_views()

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphfsdp.communicators import gather_group
 from graphfsdp.errors import ConfigError
+from graphfsdp.schedule import Schedule
 from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.unit import Unit, UnitPhase
 from graphfsdp.unit_plan import neighbour_starts
@@ -41,6 +43,17 @@ class ModelShards:
         self._refuse_shared_parameters(root)
         self._refuse_other_structure()
         self._move_together()
+        self._join_schedules()
+
+    def _join_schedules(self) -> None:
+        """Let all units go by one schedule, and give all-gathers communicators of their own."""
+        schedule = Schedule()
+        for unit in self.units:
+            unit.schedule = schedule
+            if unit.group.options.overlap.separate_communicators:
+                for buffer in unit.group.buffers:
+                    if buffer.sharded:
+                        buffer.gather_group = gather_group(buffer.group)
 
     def _refuse_busy_units(self) -> None:
         for unit in self.units:

@@ -57,13 +57,13 @@ class _Pack:
 
 
 def saving_places(
-    buffers: Sequence[ShardBuffer], on_gather: Callable[[], None]
+    buffers: Sequence[ShardBuffer], gather: Callable[[ShardBuffer], Tensor]
 ) -> AbstractContextManager[Any]:
     """Save places of unsharded buffers while the body runs; backward gathers them again.
 
     Args:
         buffers: The buffers of a unit, unsharded.
-        on_gather: Called whenever backward asks for a place.
+        gather: Called whenever backward asks for a place; returns the whole buffer.
     """
     storages = {
         buffer.full.untyped_storage()._cdata: index
@@ -83,8 +83,7 @@ def saving_places(
             )
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
-        full = buffers[saved.buffer_index].unshard()
-        on_gather()
+        full = gather(buffers[saved.buffer_index])
         return full.as_strided(saved.shape, saved.stride, saved.offset)
 
     return saved_tensors_hooks(_Pack(storages), unpack)

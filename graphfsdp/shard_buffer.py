@@ -5,18 +5,21 @@ the inner axis = elements that a rank gives to an all-gather. I = S, unless the 
 cut over an outer axis as well.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from graphfsdp.collectives import all_gather_, all_reduce_, reduce_scatter_
+from graphfsdp.collectives import all_gather_
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.layout import BufferLayout, LocalRows, Slot
+from graphfsdp.prefetched import Prefetched
+from graphfsdp.streams import Lane
 from graphfsdp.unit_mesh import UnitMesh
 from graphfsdp.unit_plan import BufferDtypes
+from graphfsdp.unreduced import Reducing, UnreducedGradients
 
 
 class ShardBuffer:
@@ -27,6 +30,8 @@ class ShardBuffer:
         main: [S] main weights; [B] where nothing is sharded.
         grad: [S] main grads, [B] where nothing is sharded; None for frozen parameters.
         full: [B] gathered weights while unsharded, else None.
+        gather_group: The communicator of all-gathers over the inner axis: one of their own, so
+            that they do not queue behind reductions, or that of the axis.
     """
 
     layout: BufferLayout
@@ -50,6 +55,7 @@ class ShardBuffer:
         self._device = device
         self.mesh = mesh
         self.group = mesh.inner
+        self.gather_group: dist.ProcessGroup = mesh.inner
         self._strategy = strategy
         self.main = torch.zeros(self.main_numel, dtype=dtypes.main, device=device)
         self.grad = (
@@ -57,9 +63,8 @@ class ShardBuffer:
         )
         self.full = None
         self._inner: Tensor | None = None  # [I] gathered over the outer axis
-        self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
-        self._full_grad: Tensor | None = None  # [B] not yet reduced
-        self._written: set[int] = set()  # slots of it that hold something, by index
+        self._prefetched: Prefetched | None = None
+        self._unreduced = UnreducedGradients(layout, dtypes, mesh, sharded=self.sharded)
 
     @property
     def sharded(self) -> bool:
@@ -148,18 +153,52 @@ class ShardBuffer:
             graph's pool. Where the optimizer's part is cut over the outer axis too, one more
             all-gather over that axis, once an iteration.
         """
+        self._receive()
         if self.full is not None:
             return self.full
         if not self.sharded:
             self.full = self.main.to(self.dtypes.compute)  # the main weights, if they fit
         else:
             source = self._unshard_outside()
-            self.full = torch.empty(
-                self.layout.total_numel, dtype=self.dtypes.compute, device=self._device
-            )
+            self.full = self._new_full()
             if self.full.numel():
-                all_gather_(self.full, source, self.group)
+                all_gather_(self.full, source, self.gather_group)
         return self.full
+
+    def begin_unshard(self, lane: Lane) -> None:
+        """Begin to gather weights that are not here; ``unshard`` waits for them.
+
+        Args:
+            lane: Where the all-gather runs meanwhile.
+
+        Capture: as ``unshard``, which adds a wait.
+        """
+        if self.full is not None or self.is_prefetched or not self.sharded:
+            return
+        if self.layout.total_numel:
+            source, full = self._unshard_outside(), self._new_full()
+            self._prefetched = Prefetched.begin(self.main, source, full, self.gather_group, lane)
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether weights are being gathered ahead of their use."""
+        return self._prefetched is not None
+
+    def drop_prefetched(self) -> None:
+        """Forget weights that were gathered ahead, as soon as they are here."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            prefetched.transfer.wait()
+
+    def _receive(self) -> None:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            self.full = prefetched.receive(self.main)
+            if self.full is None:
+                self._inner = None  # that is as old
+
+    def _new_full(self) -> Tensor:
+        return torch.empty(self.layout.total_numel, dtype=self.dtypes.compute, device=self._device)
 
     def _unshard_outside(self) -> Tensor:
         """Return [I], this rank's part for an all-gather over the inner axis."""
@@ -175,12 +214,13 @@ class ShardBuffer:
         return inner
 
     def reshard(self, *, outside: bool = False) -> None:
-        """Drop the gathered weights.
+        """Drop the gathered weights, also those that are still on their way.
 
         Args:
             outside: Also what was gathered over the outer axis, as when the main weights have
                 changed.
         """
+        self.drop_prefetched()
         self.full = None
         if outside:
             self._inner = None
@@ -192,20 +232,10 @@ class ShardBuffer:
             grads: One whole gradient per slot, in slot order; None where there is none.
             accumulate: The main grads hold something that must stay.
 
-        Capture: one copy or add per gradient, into a buffer from the graph's pool; where
-            nothing is sharded, into the main grads themselves.
+        Capture: see UnreducedGradients.add.
         """
-        for slot, grad in zip(self.layout.slots, grads, strict=True):
-            target = self._unreduced(slot, accumulate=accumulate)
-            if slot.index in self._written:
-                if grad is not None:
-                    target.add_(grad)
-                continue
-            self._written.add(slot.index)
-            if grad is None:
-                target.zero_()
-            else:
-                target.copy_(grad)
+        assert self.grad is not None
+        self._unreduced.add(self.grad, grads, accumulate=accumulate)
 
     def unreduced_gradient(self, slot: Slot, *, accumulate: bool) -> Tensor:
         """Return the whole gradient of one parameter for a layer that adds to it by itself.
@@ -216,126 +246,39 @@ class ShardBuffer:
 
         Capture: zeroed once an iteration.
         """
-        target = self._unreduced(slot, accumulate=accumulate)
-        if slot.index not in self._written:
-            self._written.add(slot.index)
-            target.zero_()
-        return target
+        assert self.grad is not None
+        return self._unreduced.view(self.grad, slot, accumulate=accumulate)
 
-    def _unreduced(self, slot: Slot, *, accumulate: bool) -> Tensor:
-        if self._full_grad is None:
-            self._full_grad = self._new_full_grad(accumulate=accumulate)
-        return self.full_view(self._full_grad, slot)
-
-    def _new_full_grad(self, *, accumulate: bool) -> Tensor:
-        free = not accumulate and self._partial is None
-        if self.grad is not None and not self.sharded and free and self._comm_is_main:
-            return self.grad
-        numel = self.layout.total_numel
-        full = torch.empty(numel, dtype=self.dtypes.comm, device=self._device)
-        for start, length in _gaps(self.layout):
-            # Padding is reduced too: whatever lay there must not become a NaN.
-            full.narrow(0, start, length).zero_()
-        return full
-
-    @property
-    def _comm_is_main(self) -> bool:
-        return self.dtypes.comm == self.dtypes.grad
-
-    def reduce(self, *, accumulate: bool, reduction: str, outside: bool = True) -> None:
+    def reduce(
+        self, lane: Lane | None, *, accumulate: bool, reduction: str, outside: bool = True
+    ) -> Reducing:
         """Reduce the gathered gradients over all ranks into the main grads.
 
         Args:
+            lane: Where a collective runs while others compute; None waits for it at once.
             accumulate: Add to the main grads instead of overwriting them.
             reduction: "mean" or "sum".
             outside: Where there is an outer axis, reduce over it too; else the gradients wait,
                 reduced over the inner axis alone, for a call that does.
 
-        Capture: one collective; the first of an iteration writes straight into the main grads.
-            With an outer axis one more for its last microbatch.
+        Yields:
+            When a collective is under way. The main grads are complete at the end.
+
+        Capture: see UnreducedGradients.reduce.
         """
-        full, self._full_grad = self._full_grad, None
-        self._written.clear()
-        if full is None or self.grad is None or not full.numel():
-            return
-        if self.mesh.outer is None:
-            adds = accumulate and full is not self.grad
-            self._reduce_inside(full, self.grad, adds=adds, reduction=reduction)
-            return
-        held = self._partial
-        if held is None:
-            # Main grads that hold something must not be reduced over the outer axis again.
-            held = self.grad
-            if accumulate or self._cuts_outside:
-                held = torch.empty(self.inner_numel, dtype=held.dtype, device=self._device)
-        self._reduce_inside(full, held, adds=self._partial is not None, reduction=reduction)
-        self._partial = held
-        if outside:
-            self._reduce_outside(self.mesh.outer, accumulate=accumulate, reduction=reduction)
-
-    def _reduce_inside(self, full: Tensor, target: Tensor, *, adds: bool, reduction: str) -> None:
-        """Reduce [B] gradients over the inner axis into [I] ``target``, or onto it."""
-        if not self.sharded:
-            all_reduce_(full, self.group, reduction=reduction)
-            reduced = full
-        elif not adds and self._comm_is_main:
-            reduced = target
-            reduce_scatter_(reduced, full, self.group, reduction=reduction)
-        else:
-            reduced = torch.empty(self.inner_numel, dtype=self.dtypes.comm, device=self._device)
-            reduce_scatter_(reduced, full, self.group, reduction=reduction)
-        if reduction == "mean" and self.mesh.num_experts_ranks > 1:
-            reduced.mul_(1 / self.mesh.num_experts_ranks)
-        _put(reduced, target, adds=adds)
-
-    def _reduce_outside(
-        self, outer: dist.ProcessGroup, *, accumulate: bool, reduction: str
-    ) -> None:
-        """Reduce what waits for it over the outer axis into the main grads."""
-        partial, self._partial = self._partial, None
-        assert partial is not None
         assert self.grad is not None
-        adds = accumulate and partial is not self.grad
-        reduced = partial.to(self.dtypes.comm)  # the same tensor if they agree
-        if not self._cuts_outside:
-            all_reduce_(reduced, outer, reduction=reduction)
-        else:
-            sent = reduced
-            reduced = self.grad
-            if adds or not self._comm_is_main:
-                reduced = torch.empty(self.main_numel, dtype=sent.dtype, device=self._device)
-            reduce_scatter_(reduced, sent, outer, reduction=reduction)
-        _put(reduced, self.grad, adds=adds)
+        return self._unreduced.reduce(
+            self.grad, lane, accumulate=accumulate, reduction=reduction, outside=outside
+        )
 
     def abandon_gradients(self) -> None:
         """Forget gradients that wait to be reduced."""
-        self._full_grad = None
-        self._partial = None
-        self._written.clear()
+        self._unreduced.forget()
 
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return self._full_grad is not None or self._partial is not None
-
-
-def _put(value: Tensor, target: Tensor, *, adds: bool) -> None:
-    """Write a value over the target or onto it; nothing if it is there already."""
-    if adds:
-        target.add_(value)
-    elif value is not target:
-        target.copy_(value)
-
-
-def _gaps(layout: BufferLayout) -> Iterator[tuple[int, int]]:
-    """Yield start and length of every stretch that belongs to no parameter."""
-    end = 0
-    for slot in layout.slots:
-        if slot.offset > end:
-            yield end, slot.offset - end
-        end = max(end, slot.end)
-    if layout.total_numel > end:
-        yield end, layout.total_numel - end
+        return self._unreduced.is_pending
 
 
 __all__ = ["ShardBuffer"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import ConfigError
 from graphfsdp.flat_buffer import contiguous_stride
@@ -91,6 +91,7 @@ class UnitOptions:
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool
+    overlap: OverlapPolicy
     reduction: str = "mean"
 
 
@@ -277,6 +278,11 @@ class ShardGroup:
             group for axes in self._axes.values() if axes.wraps for group in axes.all_groups
         )
         return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether weights are being gathered ahead of their use."""
+        return any(buffer.is_prefetched for buffer in self.buffers)
 
     @property
     def trainable(self) -> list[ManagedParameter]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -28,4 +29,28 @@ def forked(stream: "torch.cuda.Stream | None") -> Iterator[None]:
         current.wait_stream(stream)
 
 
-__all__ = ["forked"]
+@dataclass(frozen=True)
+class Lane:
+    """Where collectives run while others compute.
+
+    Attributes:
+        stream: A side stream; None on a CPU, where gloo's threads do the work.
+    """
+
+    stream: "torch.cuda.Stream | None" = None
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Run the body on the lane, ordered after the current stream; nobody waits for it yet.
+
+        Capture: legal inside one if what is begun here is waited for before it ends.
+        """
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+
+__all__ = ["Lane", "forked"]

@@ -10,19 +10,23 @@ resized, no hook waits on a parameter, and a recording sees ordinary operators o
 
 import enum
 import functools
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
+from graphfsdp.grad_binding import bind_main_grads, main_grads_are_bound
+from graphfsdp.nvtx import nvtx_range
 from graphfsdp.saved_weights import foreign_hooks_are_active, is_in_backward, saving_places
-from graphfsdp.shard_group import ManagedParameter, ShardGroup
+from graphfsdp.schedule import Schedule
+from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.shard_group import ShardGroup
+from graphfsdp.streams import Lane
 
 
 class UnitPhase(enum.Enum):
@@ -54,6 +58,7 @@ class Unit:
     Attributes:
         module: The module.
         group: Its parameters and buffers.
+        schedule: What all units under one root do while others compute.
         requires_gradient_sync: Reduce gradients after backward; off while accumulating.
         is_last_microbatch: Strategies that reduce once an iteration do it now, and every strategy
             reduces over the outer axis of its mesh.
@@ -64,6 +69,7 @@ class Unit:
     def __init__(self, module: nn.Module, group: ShardGroup) -> None:
         self.module = module
         self.group = group
+        self.schedule = Schedule()
         self.requires_gradient_sync = True
         self.is_last_microbatch = True
         self.requires_all_reduce = True
@@ -86,6 +92,16 @@ class Unit:
         sharded = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         return sharded and self.reshard_after_forward and not self.pinned
 
+    def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None:
+        """Begin to gather one of the buffers, unless the unit is at work.
+
+        Capture: see ShardBuffer.begin_unshard.
+        """
+        if self.phase is UnitPhase.IDLE and not self.pinned:
+            self._refresh()
+            with nvtx_range(f"unshard {self.group.name}"):
+                buffer.begin_unshard(lane)
+
     def enter_forward(self) -> None:
         """Put whole weights into the module.
 
@@ -101,13 +117,13 @@ class Unit:
             )
         self.group.check_memory()
         self.phase = UnitPhase.FORWARD
+        self.schedule.enter_forward(self)
         self._refresh()
-        self._install(self._differentiable_views())
+        with self._gathering():
+            self._install(self._differentiable_views())
         self._context = ExitStack()
         if torch.is_grad_enabled() and self.frees_weights and not foreign_hooks_are_active():
-            self._context.enter_context(
-                saving_places(self.group.buffers, self._queue_end_of_backward)
-            )
+            self._context.enter_context(saving_places(self.group.buffers, self._gather_again))
 
     def leave_forward(self) -> None:
         """Put the sharded parameters back, and drop the whole weights where they are not kept."""
@@ -117,13 +133,14 @@ class Unit:
             self._context.close()
             self._context = None
         self.phase = UnitPhase.IDLE
+        self.schedule.leave_forward(self)
         if self.pinned:
             self._install([view for _, view in self.group.full_views()])
             return
         self._install([item.param for item in self.group.managed])
         keeps = self.group.options.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS
         if not (keeps or (torch.is_grad_enabled() and not self.reshard_after_forward)):
-            self.group.reshard(outside=not torch.is_grad_enabled() and not self._fresh)
+            self._drop_weights(outside=not torch.is_grad_enabled() and not self._fresh)
 
     def unshard(self) -> None:
         """Hold whole weights in the module until ``reshard``."""
@@ -146,7 +163,8 @@ class Unit:
 
         Capture: see ShardBuffer.add_gradients and ShardBuffer.reduce.
         """
-        accumulate = self._main_grads_are_bound()
+        self.schedule.finish_reduction(self)  # of an earlier use in the same backward pass
+        accumulate = main_grads_are_bound(self.group)
         per_buffer: dict[int, list[Tensor | None]] = {}
         for position, (item, grad) in enumerate(zip(self.group.trainable, grads, strict=True)):
             if position in self._added_by_layer:
@@ -158,14 +176,20 @@ class Unit:
         stage = self.group.options.strategy.stage
         sync = self.requires_gradient_sync and (stage >= 2 or self.is_last_microbatch)
         outside = self.is_last_microbatch and self.requires_all_reduce
-        reduction = self.group.options.reduction
+        self.schedule.make_room()
+        steps = []
         for buffer in self.group.buffers:
             if buffer.trainable:
                 buffer.add_gradients(per_buffer[id(buffer)], accumulate=accumulate)
-                if sync:
-                    buffer.reduce(accumulate=accumulate, reduction=reduction, outside=outside)
-        if sync and (outside or self.group.options.mesh.outer is None):
-            self._bind_gradients()
+                lane = self.schedule.reduce_lane(self, buffer)
+                reduction = self.group.options.reduction
+                steps.append(
+                    buffer.reduce(lane, accumulate=accumulate, reduction=reduction, outside=outside)
+                )
+        if sync:
+            complete = outside or self.group.options.mesh.outer is None
+            with nvtx_range(f"reduce_grad {self.group.name}"):
+                self.schedule.reduce(self, steps, self._bind_gradients if complete else None)
         # Until then no optimizer step can have come between, so gathered weights stay good.
         self._fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
         self.end_backward()
@@ -177,13 +201,14 @@ class Unit:
             self._install([item.param for item in self.group.managed])
         stage_three = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         if stage_three and not self.pinned and self.phase is UnitPhase.IDLE:
-            self.group.reshard(outside=not self._fresh)
+            self._drop_weights(outside=not self._fresh)
 
     def abandon_iteration(self) -> None:
         """Go back to rest from wherever an exception has left the unit.
 
         torch calls no forward hooks after a KeyboardInterrupt, and no backward after an error.
         """
+        self.schedule.abandon()
         if self._context is not None:
             self._context.close()
             self._context = None
@@ -229,7 +254,9 @@ class Unit:
         self._recomputing = True
         self._queue_end_of_backward()
         leaves = []
-        for item, view in self.group.full_views():
+        with self._gathering():
+            views = list(self.group.full_views())
+        for item, view in views:
             leaf = view.detach().requires_grad_(item.buffer.trainable)
             if item.buffer.trainable:
                 leaf.register_post_accumulate_grad_hook(self._refuse_reentrant)
@@ -246,7 +273,30 @@ class Unit:
         """Forget gathered weights that the optimizer may have made stale."""
         if self._fresh or self.pinned or is_in_backward():
             return  # a forward inside backward is a recomputation: nothing has been stepped
-        self.group.reshard(outside=True)
+        if not self.group.is_prefetched:  # in this pass, so after any step
+            self.group.reshard(outside=True)
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Tell the schedule which buffers the body has gathered."""
+        missing = [buffer for buffer in self.group.buffers if buffer.full is None]
+        with nvtx_range(f"unshard {self.group.name}"):
+            yield
+        self.schedule.gathered(self, missing)
+
+    def _gather_again(self, buffer: ShardBuffer) -> Tensor:
+        """Return a whole buffer in a backward pass."""
+        self._queue_end_of_backward()
+        full = buffer.full
+        if full is None:
+            with nvtx_range(f"unshard {self.group.name}"):
+                full = buffer.unshard()
+            self.schedule.gathered(self, [buffer])
+        return full
+
+    def _drop_weights(self, *, outside: bool) -> None:
+        with nvtx_range(f"reshard {self.group.name}"):
+            self.group.reshard(outside=outside)
 
     def _differentiable_views(self) -> list[Tensor]:
         if not (torch.is_grad_enabled() and self.group.trainable):
@@ -275,9 +325,10 @@ class Unit:
         Capture: see ShardBuffer.unreduced_gradient.
         """
         item = self.group.trainable[position]
+        self.schedule.finish_reduction(self)
         self._landed.add(position)
         self._added_by_layer.add(position)
-        accumulate = self._main_grads_are_bound()
+        accumulate = main_grads_are_bound(self.group)
         return item.buffer.unreduced_gradient(item.slot, accumulate=accumulate)
 
     def _install(self, tensors: Sequence[Tensor]) -> None:
@@ -291,44 +342,9 @@ class Unit:
         if is_in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _main_grads_are_bound(self) -> bool:
-        """Tell whether the main grads hold something to add to; make unbound ones zero then."""
-        bound = [item for item in self.group.trainable if self._bound(item) is not None]
-        if bound and len(bound) < len(self.group.trainable):
-            for item in self.group.trainable:
-                if self._bound(item) is None and item.buffer.grad is not None:
-                    item.buffer.local_view(item.buffer.grad, item.slot).zero_()
-        return bool(bound)
-
-    def _bound(self, item: ManagedParameter) -> Tensor | None:
-        if self.group.options.policy.use_decoupled_grad:
-            return getattr(item.param, "decoupled_grad", None)
-        return item.param.grad
-
     def _bind_gradients(self) -> None:
-        for position, item in enumerate(self.group.trainable):
-            if position not in self._landed:
-                continue
-            if self.group.options.policy.use_decoupled_grad:
-                item.param.decoupled_grad = item.main_grad  # type: ignore[attr-defined]
-            else:
-                item.param.grad = item.main_grad
+        bind_main_grads(self.group, self._landed)
         self._landed.clear()
 
 
-def cast_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast floating-point inputs of a unit to the dtype that it computes in."""
-    if dtype is None:
-        return args, kwargs
-
-    def cast(leaf: Any) -> Any:
-        castable = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if castable else leaf
-
-    casted: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(cast, (args, kwargs))
-    return casted
-
-
-__all__ = ["Unit", "UnitPhase", "cast_inputs"]
+__all__ = ["Unit", "UnitPhase"]

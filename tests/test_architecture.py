@@ -38,6 +38,7 @@ SHARD_LEG = frozenset(
     {
         *("_fully_shard", "_materialize", "buffer_pool", "model_axes", "model_shards"),
         *("row_shard", "saved_weights", "schedule", "shard_buffer", "shard_group", "unit"),
+        *("communicators", "grad_binding", "input_cast", "prefetched", "unreduced"),
         *("diagnostics", "shard_table", "unit_mesh", "unit_plan"),
         *("init_order", "initializers", "meta_tensors", "rank_agreement"),
         *("meta_load", "unit_memory", "whole_unit"),

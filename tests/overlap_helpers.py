@@ -1,0 +1,73 @@
+"""A stack of blocks in any order, and a journal of collectives, for the tests of overlap."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ranks import rank_device
+from sharding_helpers import (
+    Block,
+    shard,
+    units,
+)
+
+WIDTH = 8
+NUM_BLOCKS = 4
+
+
+class Stack(nn.Module):
+    """Blocks that run in the order that ``order`` names; some may be left out or run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(NUM_BLOCKS)])
+        self.head = nn.Linear(WIDTH, 4)
+        self.order = list(range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        out: Tensor = self.head(x).square().mean()
+        return out
+
+
+def make_stack(strategy: str = "optim_grads_params", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return shard(Stack().to(rank_device()), strategy, **options)
+
+
+def inputs(num: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    return [torch.randn(6, WIDTH, generator=generator).to(rank_device()) for _ in range(num)]
+
+
+class Journal(TorchDispatchMode):
+    """Notes collectives with the name of the buffer's unit, and what is alive meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.lines: list[str] = []
+        self._names: dict[int, str] = {}  # of shards of weights and gradients, by address
+        for unit in units(model):
+            for index, buffer in enumerate(unit.group.buffers):
+                name = f"{unit.group.name or 'root'}/{index}"
+                self._names[buffer.main.data_ptr()] = name
+                if buffer.grad is not None:
+                    self._names[buffer.grad.data_ptr()] = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kind = str(func).removeprefix("graphfsdp.").partition("_.")[0]
+        if kind in ("all_gather", "reduce_scatter", "wait"):
+            found = [self._names.get(tensor.data_ptr()) for tensor in args[:2]]
+            name = next(name for name in found if name is not None)
+            ticket = args[-1] if kind != "wait" else None
+            begun = isinstance(ticket, Tensor)
+            self.lines.append(f"{'begin ' if begun else ''}{kind} {name}")
+        return result
