@@ -61,15 +61,17 @@ def test_two_axes_train_as_one_rank_and_replay_as_eager(
 class Collectives(OpNames):
     """Counts collectives by the axis that they run over."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
         super().__init__()
         self._axes: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis in HYBRID_AXES}
+        for buffer in buffers(model):  # all-gathers have communicators of their own
+            self._axes[buffer.gather_group.group_name] = self._axes[buffer.group.group_name]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "graphfsdp":
+        if func.namespace == "graphfsdp" and func._opname != "wait_":
             group = next(arg for arg in args if isinstance(arg, str))
             self.counts[f"{func._opname} {self._axes[group]}"] += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -80,9 +82,9 @@ def collectives_of(strategy: str, outer: str) -> tuple[dict[str, int], int, int,
     model = hybrid_net(strategy, outer)
     cut = sum(buffer.sharded for buffer in buffers(model))
     trainable = [buffer.sharded for buffer in buffers(model, trainable=True)]
-    seen = Collectives(hybrid_mesh())
     part = my_part(batches(1)[0])
     model.prepare_shards()
+    seen = Collectives(hybrid_mesh(), model)
     with seen:
         for index in range(3):
             model.set_is_last_microbatch(index == 2)
