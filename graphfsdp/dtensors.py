@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.errors import ConfigError
-
 # One group for each mesh axis that a tensor is sharded over; () where each rank holds all of it.
 RankGroups = tuple[dist.ProcessGroup, ...]
 
@@ -41,22 +39,6 @@ def sharding_groups(tensor: Tensor) -> RankGroups:
         for axis, place in enumerate(dtensor.placements)
         if not place.is_replicate()
     )
-
-
-def sharding_group(tensor: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the other parts of a DTensor; None if each holds all of it.
-
-    Raises:
-        ConfigError: it is sharded over several mesh axes at once.
-    """
-    groups = sharding_groups(tensor)
-    if len(groups) > 1:
-        dtensor: Any = tensor
-        raise ConfigError(
-            f"a DTensor is sharded over {len(groups)} mesh axes ({dtensor.placements}); one axis "
-            "is supported here"
-        )
-    return groups[0] if groups else None
 
 
 def mesh_groups(tensor: Tensor) -> RankGroups:
@@ -126,7 +108,6 @@ __all__ = [
     "is_dtensor",
     "local_part",
     "mesh_groups",
-    "sharding_group",
     "sharding_groups",
     "wrap_like",
     "wrap_rows_like",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from graphfsdp.collectives import all_reduce_
-from graphfsdp.dtensors import local_part, sharding_group, wrap_like, wrap_rows_like
+from graphfsdp.dtensors import local_part, sharding_groups, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.number_checks import check_lr, check_number
 from graphfsdp.optim.rules import Row, Rule
@@ -208,11 +208,10 @@ def _sum_over_ranks(works: list[_Work], parts: list[Tensor]) -> list[Tensor]:
     found = list(parts)
     by_group: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
     for index, work in enumerate(works):
-        group = sharding_group(work.member.param)
-        if group is not None:
+        for group in sharding_groups(work.member.param):  # one for each mesh axis
             by_group.setdefault((group, parts[index].dtype), []).append(index)
     for (group, _), indices in by_group.items():
-        packed = torch.cat([parts[index] for index in indices])
+        packed = torch.cat([found[index] for index in indices])
         all_reduce_(packed, group, reduction="sum")
         sizes = [parts[index].numel() for index in indices]
         for index, part in zip(indices, packed.split(sizes), strict=True):

@@ -106,10 +106,10 @@ class Muon(TensorOptimizer):
                 "Remedy: a group with use_muon=False, which AdamW steps on"
             )
         places = getattr(param, "placements", ())
-        if not all(place.is_replicate() or place.is_shard(0) for place in places):
+        if not all(place.is_replicate() or place.is_shard() for place in places):
             raise ConfigError(
-                f"Muon gathers rows, but {name} is a DTensor with {tuple(places)}; expected "
-                "Shard(0) or Replicate()"
+                f"Muon gathers rows and columns, but {name} is a DTensor with {tuple(places)}; "
+                "expected Shard or Replicate"
             )
 
     def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
