@@ -1,10 +1,18 @@
-"""NVTX ranges: the `nvtx` package where installed, else torch's own on CUDA, else nothing."""
+"""Names for stretches of the host's time: NVTX ranges on CUDA, and torch's profiler where it runs.
 
-from contextlib import AbstractContextManager, nullcontext
+For NVTX the `nvtx` package where installed, else torch's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Protocol
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
+
+# Before each name in torch's profiler, where operators are events like any other.
+RANGE_PREFIX = "graphfsdp: "
 
 
 class _RangeFactory(Protocol):
@@ -27,12 +35,21 @@ def _factory() -> _RangeFactory:
     return lambda name: nvtx.annotate(name, domain="graphfsdp")
 
 
+@contextmanager
+def _profiled(name: str) -> Iterator[None]:
+    # Not torch.profiler.record_function, which is an operator: a recording would hold it.
+    with _factory()(name), _RecordFunctionFast(RANGE_PREFIX + name):
+        yield
+
+
 def nvtx_range(name: str) -> AbstractContextManager[object]:
     """Return a context manager that shows as ``name`` in a profiler's timeline.
 
     Capture: host side only; inside a recording it marks the host's time, not the kernels'.
     """
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return _profiled(name)
     return _factory()(name)
 
 
-__all__ = ["nvtx_range"]
+__all__ = ["RANGE_PREFIX", "nvtx_range"]

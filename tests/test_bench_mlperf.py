@@ -166,7 +166,8 @@ def test_what_cannot_be_scored_is_refused_before_any_run(
     for flag in ("--mllog", "--save", "--load"):
         assert f"{flag} is of one run" in refused(*target, *out, flag, str(tmp_path / "x"))
     assert "--help' lists every flag" in refused(*target, *out, "--no-such-flag")
-    assert "cannot be made" in refused(*target, "--out", str(tmp_path / "shown" / "x"))
+    if importlib.util.find_spec("mlperf_logging") is not None:
+        assert "cannot be made" in refused(*target, "--out", str(tmp_path / "shown" / "x"))
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install mlperf-logging" in refused(*target, *out)

@@ -45,6 +45,8 @@ class ChildRequest:
     data: str | None
     random_tokens: bool
     roofline: bool
+    profile: str | None = None
+    nsys: bool = False
     memory: bool = False
     excluded: tuple[tuple[str, ...], ...] = ()
 
@@ -61,6 +63,8 @@ class ChildRequest:
             data=self.data,
             random_tokens=self.random_tokens,
             roofline=self.roofline,
+            profile=self.profile,
+            nsys=self.nsys,
             excluded=tuple((name, reason) for name, reason in self.excluded),
         )
 

@@ -14,8 +14,9 @@ from graphfsdp.bench.compare_command import run_compare
 from graphfsdp.bench.environment import describe, find_environment
 from graphfsdp.bench.mlperf_command import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
+from graphfsdp.bench.profiling import NSYS_NOTE
 from graphfsdp.bench.records import BenchResult, CaseResult, Environment
-from graphfsdp.bench.result_directory import PAGE, make_directory, write_directory
+from graphfsdp.bench.result_directory import PAGE, PROFILES, make_directory, write_directory
 from graphfsdp.bench.sweep import Sweep
 from graphfsdp.bench.tables import NOT_MLPERF, not_run_table, overview, short_table
 from graphfsdp.training.build import choose_device
@@ -84,7 +85,7 @@ class _Bench:
                 progress.update(task, description=text, completed=len(cases) + len(left_out))
 
             started = time.monotonic()
-            sweep = Sweep(self._options, self._device, self._ranks, started, say)
+            sweep = Sweep(self._options, self._device, self._ranks, started, say, folder)
             for each in planned:
                 key = each.case.key
                 try:
@@ -101,6 +102,11 @@ class _Bench:
         self._finish(self._result(cases, left_out))
         if folder is not None:
             self._line(f"wrote {folder}: result.json, report.md, {PAGE}, pictures")
+            if self._options.profile:
+                self._line(
+                    f"profiles in {folder / PROFILES}: a timeline, a summary and its numbers for "
+                    "each contender"
+                )
         return 0
 
     def _result(self, cases: Sequence[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
@@ -115,6 +121,8 @@ class _Bench:
 
     def _greet(self) -> None:
         load = self._environment.load_average
+        if self._options.nsys and self._device.type == "cpu":
+            self._line(NSYS_NOTE, "yellow")
         self._line(describe(self._environment))
         if load is not None and load > _BUSY and self._device.type == "cpu":
             self._line(

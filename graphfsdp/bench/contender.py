@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from graphfsdp.bench.batches import Batch
+from graphfsdp.bench.profile_names import GraphNode
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.training.ranks import Ranks
@@ -78,6 +79,10 @@ class Contender(abc.ABC):
 
         Weights and state are afterwards as they were.
         """
+        return ()
+
+    def replay_nodes(self) -> tuple[GraphNode, ...]:
+        """Return what a replay of its graph runs; empty without a graph of ours."""
         return ()
 
     def close(self) -> None:

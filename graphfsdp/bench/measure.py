@@ -16,6 +16,7 @@ from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.clock import Schedule, make_schedule, no_garbage_collection
 from graphfsdp.bench.contender import ContenderSpec, Setting
 from graphfsdp.bench.flops import find_peak, model_flops, num_parameters
+from graphfsdp.bench.profile_case import NUM_PROFILE_STEPS, profile_case
 from graphfsdp.bench.records import (
     REFERENCE,
     CaseResult,
@@ -47,6 +48,8 @@ class MeasureOptions:
         data: Text, as ``graphfsdp train --data`` takes it.
         random_tokens: Uniform tokens instead of text.
         roofline: Also time kernels (GPU) or operators (CPU).
+        profile: Folder for profiles of all contenders; None for none.
+        nsys: Mark some steps for Nsight Systems.
         excluded: Contenders that ended a process before, and how.
     """
 
@@ -54,6 +57,8 @@ class MeasureOptions:
     data: str | None = None
     random_tokens: bool = False
     roofline: bool = True
+    profile: str | None = None
+    nsys: bool = False
     excluded: tuple[tuple[str, str], ...] = ()
 
 
@@ -130,6 +135,7 @@ class _CaseBench:
         reference = self._reference()
         losses = {item.spec.name: torch.cat(item.losses).cpu() for item in self._running}
         rooflines = self._rooflines()
+        self._profile()
         results = []
         for item in self._running:
             facts = item.contender.graph_facts()
@@ -224,7 +230,7 @@ class _CaseBench:
     def _rooflines(self) -> dict[str, RooflineRecord]:
         """Return what is known of kernels, by contender."""
         found: dict[str, RooflineRecord] = {}
-        if not self._options.roofline:
+        if not self._options.roofline or self._options.nsys:  # both would listen to the GPU
             return found
         self._say("roofline", "", 0.0)
         device = self._setting.device
@@ -247,6 +253,22 @@ class _CaseBench:
                     median = other.timing().steps.median
                     found.setdefault(other.spec.name, operator_roofline(times, median))
         return found
+
+    def _profile(self) -> None:
+        """Run some steps under a profiler, where that was asked for."""
+        options = self._options
+        if options.profile is None and not options.nsys:
+            return
+        self._say("profile", "", 0.0)
+        batches = self._source.take(self._next_step, NUM_PROFILE_STEPS)
+        profile_case(
+            self._running,
+            batches,
+            self._next_step,
+            self._setting,
+            folder=options.profile,
+            nsys=options.nsys,
+        )
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
         self._not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))

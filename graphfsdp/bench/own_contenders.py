@@ -19,6 +19,7 @@ from graphfsdp.bench.contender import (
     initial_model,
     to_bf16,
 )
+from graphfsdp.bench.profile_names import GraphNode, replay_nodes
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.optim import FusedAdam
 
@@ -73,6 +74,11 @@ class OwnContender(Contender):
         if self._scope is not Scope.FULL_ITERATION:
             return ()
         return tuple(self.step.report(measure=True).node_us)
+
+    def replay_nodes(self) -> tuple[GraphNode, ...]:
+        """Return what the step's report says."""
+        report = self.step.report()
+        return replay_nodes(report) if report.num_captures else ()
 
     def close(self) -> None:
         """Free the graph."""

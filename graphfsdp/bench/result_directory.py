@@ -11,6 +11,7 @@ from graphfsdp.bench.tables import report_markdown
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.run_directory import refuse_used_directory
 
+PROFILES = "profile"
 RESULT, REPORT, PAGE = "result.json", "report.md", "report.html"
 
 
@@ -43,4 +44,4 @@ def write_directory(result: BenchResult, folder: Path, *, pictures: bool = True)
     (folder / PAGE).write_text(text, encoding="utf-8")
 
 
-__all__ = ["PAGE", "REPORT", "RESULT", "make_directory", "write_directory"]
+__all__ = ["PAGE", "PROFILES", "REPORT", "RESULT", "make_directory", "write_directory"]

@@ -24,7 +24,9 @@ def kernel_roofline(steps: Sequence[Callable[[], object]], step_ms: float) -> Ro
 
     The sum is the limit where no two kernels run at a time. None where the profiler saw no kernel.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         for step in steps:
             step()
         torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ from graphfsdp.bench.measure import MeasureOptions, Say, measure_case
 from graphfsdp.bench.memory import can_forget_peak
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.records import NOT_ASKED, CaseResult, NotRun
+from graphfsdp.bench.result_directory import PROFILES
 from graphfsdp.bench.suites import PlannedCase
 from graphfsdp.bench.together import first_says
 from graphfsdp.config import ShardingStrategy
@@ -31,6 +33,7 @@ class Sweep:
     Attributes:
         started: ``time.monotonic()`` when the budget began.
         say: Told what goes on within a case.
+        folder: The result directory, where rank 0 keeps profiles; None on other ranks.
     """
 
     options: BenchOptions
@@ -38,6 +41,14 @@ class Sweep:
     ranks: Ranks
     started: float
     say: Say
+    folder: Path | None = None
+
+    @property
+    def _profile(self) -> str | None:
+        """Where profiles go; None where none was asked for."""
+        if not self.options.profile:
+            return None
+        return str((self.folder or Path()).resolve() / PROFILES)
 
     def left_s(self) -> float:
         """Return the seconds that are left of the budget."""
@@ -67,7 +78,12 @@ class Sweep:
         strategy = ShardingStrategy.parse(options.strategy)
         setting = Setting(planned.case, self.device, options.seed, self.ranks, strategy)
         measure = MeasureOptions(
-            options.seconds, options.data, options.random_tokens, options.roofline
+            options.seconds,
+            options.data,
+            options.random_tokens,
+            options.roofline,
+            self._profile,
+            options.nsys,
         )
         try:
             return measure_case(setting, find_contenders(planned.contenders), measure, self.say)
@@ -99,6 +115,8 @@ class Sweep:
             data=options.data,
             random_tokens=options.random_tokens,
             roofline=options.roofline,
+            profile=self._profile,
+            nsys=options.nsys,
         )
 
 
