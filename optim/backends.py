@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.changes import Change, ChangeKind, refuse
 from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.baked_adapter import Adapter, BakedAdapter
 from graphfsdp.optim.baked_values import changed_groups
@@ -15,7 +16,7 @@ from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.foreign_adapters import ForeignAdamAdapter, foreign_name
 from graphfsdp.optim.offload import CPUOffload
 from graphfsdp.optim.precision_guard import OptimizerFacts
-from graphfsdp.optim.precision_table import OFFLOAD, Situation, find_row
+from graphfsdp.optim.precision_table import OFFLOAD, TORCH_SGD, Situation, find_row
 from graphfsdp.optim.tensor_optimizer import TensorOptimizer
 
 
@@ -35,6 +36,8 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
         return NativeAdapter(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return TorchAdamAdapter(optimizer)
+    if isinstance(optimizer, torch.optim.SGD) and foreign_name(optimizer) is None:
+        return TorchSGDAdapter(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "torch LBFGS runs the model as often as it likes within a step (step(closure)), so "
@@ -202,6 +205,31 @@ class TorchAdamAdapter(BakedAdapter):
         )
 
 
+class TorchSGDAdapter(BakedAdapter):
+    """torch's SGD, which is capturable as it is."""
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        """Refuse what torch's SGD cannot step on.
+
+        Raises:
+            PrecisionError: a gradient would reach the optimizer in another dtype.
+            ConfigError: it is fused and parameters are DTensors, or lr is on another device.
+        """
+        super().check(named_params, policy, scope)
+        row = find_row(Situation(TORCH_SGD, dtensor=True))
+        for name, param in named_params.items():
+            if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
+                raise ConfigError(
+                    f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: "
+                    f"{row.why}. Remedy: {row.remedy}"
+                )
+
+
 def _changed_lr(owner: str, index: int, old: int | None, new: int | None) -> Change:
     """Return the change of an lr that became, ceased to be, or is another tensor (by id)."""
     was, now = ("a number" if lr is None else "a tensor" for lr in (old, new))
@@ -211,4 +239,11 @@ def _changed_lr(owner: str, index: int, old: int | None, new: int | None) -> Cha
     return Change(ChangeKind.BAKED_VALUE, f"lr of group {index} of {owner}", was, now, remedy)
 
 
-__all__ = ["BakedAdapter", "NativeAdapter", "OffloadAdapter", "TorchAdamAdapter", "adapt"]
+__all__ = [
+    "BakedAdapter",
+    "NativeAdapter",
+    "OffloadAdapter",
+    "TorchAdamAdapter",
+    "TorchSGDAdapter",
+    "adapt",
+]

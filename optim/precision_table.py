@@ -116,6 +116,7 @@ class PrecisionRow:
 NATIVE = ("FusedAdam", "FusedSGD", "FusedLion", "Muon", "Adafactor")
 OFFLOAD = "CPUOffload of any of these"
 TORCH = "torch Adam, AdamW"
+TORCH_SGD = "torch SGD, fused"
 OTHER = "another torch.optim.Optimizer"
 TE = "Transformer Engine FusedAdam"
 APEX = "apex FusedAdam"
@@ -149,6 +150,19 @@ TABLE: tuple[PrecisionRow, ...] = (
         f"{_EQUAL}, or {_OURS}",
     ),
     PrecisionRow(TORCH, Case.REST, True),
+    _refused(
+        TORCH_SGD,
+        Case.DTENSOR,
+        "torch has no rule for its fused kernel on DTensors",
+        "graphfsdp.optim.FusedSGD; or fused=False, with an lr that does not change",
+    ),
+    _refused(
+        TORCH_SGD,
+        Case.GRAD_UNLIKE_PARAM,
+        "its kernels take one dtype for parameter and gradient",
+        f"{_EQUAL}, or graphfsdp.optim.FusedSGD",
+    ),
+    PrecisionRow(TORCH_SGD, Case.REST, True),
     _refused(
         OTHER,
         Case.GRAD_UNLIKE_PARAM,
@@ -289,6 +303,7 @@ __all__ = [
     "TABLE",
     "TE",
     "TORCH",
+    "TORCH_SGD",
     "Case",
     "PrecisionRow",
     "Situation",

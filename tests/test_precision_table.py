@@ -30,6 +30,7 @@ from graphfsdp.optim.precision_table import (
     TABLE,
     TE,
     TORCH,
+    TORCH_SGD,
     Case,
     PrecisionRow,
     Situation,
@@ -109,12 +110,17 @@ def make_foreign(package: str, params: list[nn.Parameter], **contract: Any) -> A
     return optimizer
 
 
-def use(package: str, situation: Situation) -> None:
+def parameter_of(situation: Situation) -> nn.Parameter:
     shape = (0, 4) if situation.empty_shard else (2, 4)
-    param = nn.Parameter(torch.zeros(shape, dtype=situation.param))
-    if situation.dtensor:
-        mesh = DeviceMesh("cpu", [0], _init_backend=False)
-        param = nn.Parameter(DTensor.from_local(param.detach(), mesh, [Shard(0)], run_check=False))
+    local = torch.zeros(shape, dtype=situation.param)
+    if not situation.dtensor:
+        return nn.Parameter(local)
+    mesh = DeviceMesh("cpu", [0], _init_backend=False)
+    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+
+
+def use(package: str, situation: Situation) -> None:
+    param = parameter_of(situation)
     contract: dict[str, Any] = {"capturable": situation.capturable}
     if situation.main is not None:
         contract |= {"master_weights": True, "master_weight_dtype": situation.main}
@@ -259,6 +265,27 @@ def test_the_optimizers_of_torch_are_captured_as_their_rows_say(name: str) -> No
     if name == TORCH:
         with pytest.raises(ConfigError, match="fused=True"):
             check(None)
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.optimizer == TORCH_SGD], ids=row_name)
+def test_the_fused_sgd_of_torch_is_captured_as_its_rows_say(
+    row: PrecisionRow, mesh_of_one: None
+) -> None:
+    case = CASES[row.case]
+    param = parameter_of(Situation(TORCH_SGD, **case))
+    grad = case.get("grad")
+    policy = MixedPrecisionPolicy(main_grads_dtype=grad)
+    named = {"layer.weight": param}
+    adapter = adapt(torch.optim.SGD([param], lr=0.1, fused=True))
+    if row.captured:
+        adapter.check(named, policy, Scope.FULL_ITERATION)
+        return
+    with pytest.raises(ConfigError if row.case is Case.DTENSOR else PrecisionError) as caught:
+        adapter.check(named, policy, Scope.FULL_ITERATION)
+    assert "'layer.weight'" in str(caught.value)
+    if row.case is Case.DTENSOR:
+        assert row.remedy in str(caught.value)
+        adapt(torch.optim.SGD([param], lr=0.1)).check(named, policy, Scope.FULL_ITERATION)
 
 
 def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
