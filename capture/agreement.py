@@ -46,7 +46,8 @@ class Agreement:
         """
         once = dict.fromkeys(group for group in groups if group.size() > 1)
         self._channels = [_Channel(group) for group in once]
-        self._attempt = 0
+        self._num_attempts = 0
+        self._attempt = ""
         self._stage = 0
 
     @property
@@ -54,10 +55,15 @@ class Agreement:
         """Whether other ranks take part."""
         return bool(self._channels)
 
-    def begin(self) -> None:
-        """Start an attempt; every rank makes the same ones."""
-        self._attempt += 1
-        self._stage = 0
+    def begin(self, name: str | None = None) -> None:
+        """Start an attempt; every rank makes the same ones.
+
+        Args:
+            name: Tells this attempt from all others where some rank may leave it out.
+        """
+        if name is None:
+            self._num_attempts += 1
+        self._attempt, self._stage = name or str(self._num_attempts), 0
 
     def settle(self, *, again: bool = False) -> bool:
         """Wait until every rank has come as far as this one.

@@ -77,6 +77,19 @@ class Graph(Protocol):
         """Run the recording once; the results are the caller's to keep."""
         ...
 
+    @property
+    def can_be_taken_back(self) -> bool:
+        """Whether ``take_back`` undoes every replay."""
+        ...
+
+    def take_back(self) -> None:
+        """Undo the last replay, also one that is over, bit for bit; twice is once."""
+        ...
+
+    def keep(self) -> None:
+        """Let the last replay stand: it cannot be taken back any more."""
+        ...
+
     def measure(self) -> tuple[float, ...]:
         """Replay, undo it, and return the microseconds that each node took.
 
@@ -141,6 +154,7 @@ class GraphBackend(Protocol):
         *,
         collective: bool,
         scratch: Sequence[Tensor],
+        undoable: bool = False,
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration, which also takes effect exactly once.
 
@@ -151,6 +165,7 @@ class GraphBackend(Protocol):
                 that a replay could not repeat. The last thing that can fail.
             collective: Other ranks run the same iteration at the same time.
             scratch: Tensors whose old contents a replay that fails need not put back.
+            undoable: Make a graph that can be taken back, where the backend has such graphs.
 
         Returns:
             The graph and the results of this first iteration.

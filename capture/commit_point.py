@@ -1,5 +1,6 @@
 """How far a replay on a CPU can be undone: up to the first write that nobody can put back."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ class CommitPoint:
     much time and memory as the optimizer itself. But weights and optimizer state are written at
     the end, gradients belong to an iteration that did not happen, and what else is written before
     is small: running statistics and the state of generators. These are kept, and with them every
-    failure before the optimizer step is undone.
+    failure before the optimizer step is undone. Who wants all of them undone pays for it
+    (``undo_replays=True``).
 
     Attributes:
         node: Index of the first node that writes what is not kept; None if no node does.
@@ -43,18 +45,33 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
         nodes: The program.
         scratch: Tensors whose old contents nobody needs.
     """
+    max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
+    return _scan(nodes, scratch, _MAX_KEPT_BYTES, max_kept)
+
+
+def find_everything_written(nodes: Sequence[Node]) -> CommitPoint:
+    """Return what a replay writes and draws from in all, with a commit point behind its end.
+
+    Args:
+        nodes: The program.
+    """
+    return _scan(nodes, (), math.inf, math.inf)
+
+
+def _scan(
+    nodes: Sequence[Node], scratch: Sequence[Tensor], max_bytes: float, max_kept: float
+) -> CommitPoint:
     free = {tensor.untyped_storage()._cdata for tensor in scratch}
     kept: dict[int, Value] = {}
     generators: dict[int, torch.Generator] = {}
     num_bytes = 0
-    max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
     for index, node in enumerate(nodes):
         for value in _values(written_arguments(node.op, node.args, node.kwargs)):
             info = value.storage
             if not info.external or id(value) in kept or _identity(info) in free:
                 continue
             num_bytes += _num_bytes(value)
-            if num_bytes > _MAX_KEPT_BYTES or len(kept) >= max_kept:
+            if num_bytes > max_bytes or len(kept) >= max_kept:
                 return CommitPoint(index, list(kept.values()), list(generators.values()))
             kept[id(value)] = value
         if torch.Tag.nondeterministic_seeded in node.op.tags or node.op.namespace not in _QUIET:
@@ -90,4 +107,4 @@ def _num_bytes(value: Value) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-__all__ = ["CommitPoint", "find_commit_point"]
+__all__ = ["CommitPoint", "find_commit_point", "find_everything_written"]

@@ -51,7 +51,7 @@ class CopyOnWrite:
             tensor: What will be written.
         """
         storage = storage_of(tensor, "save")
-        start, end = _byte_range(tensor)
+        start, end = byte_range(tensor)
         ranges = self._ranges.setdefault(storage._cdata, set())
         if any(first <= start and end <= last for first, last in ranges):
             return
@@ -146,7 +146,8 @@ def _identity(tensor: Tensor) -> int:
         return 0
 
 
-def _byte_range(tensor: Tensor) -> _Range:
+def byte_range(tensor: Tensor) -> _Range:
+    """Return the first byte of its storage that a tensor looks at, and the one behind its last."""
     if tensor.numel() == 0:
         return (0, 0)
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -159,4 +160,4 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-__all__ = ["CopyOnWrite", "is_undo_mode"]
+__all__ = ["CopyOnWrite", "byte_range", "is_undo_mode"]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from graphfsdp._capture.arena import Arena
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.collective_order import CollectiveOrder
-from graphfsdp._capture.commit_point import find_commit_point
+from graphfsdp._capture.commit_point import find_commit_point, find_everything_written
 from graphfsdp._capture.copy_on_write import CopyOnWrite
 from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu_recorder import Recorder, Value
 from graphfsdp._capture.measured_replay import measure_replay
 from graphfsdp._capture.program_description import describe_program
-from graphfsdp._capture.replay_undo import ReplayUndo
+from graphfsdp._capture.replay_undo import ReplayUndo, merged_bytes
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.undo_arena import give_back_freed_pages
 from graphfsdp._capture.values import materialise
@@ -49,6 +49,8 @@ class CpuGraph:
 
         Below autograd and autocast: both have done their part when the operators were recorded.
         """
+        if self.order is not None:
+            self.order.begin()
         self._undo.begin()
         try:
             results = self._run()
@@ -57,6 +59,19 @@ class CpuGraph:
             raise
         self._undo.effect = Effect.ALL
         return results
+
+    @property
+    def can_be_taken_back(self) -> bool:
+        """Whether ``take_back`` undoes every replay."""
+        return self._undo.is_whole
+
+    def take_back(self) -> None:
+        """Undo the last replay, also one that is over; twice is once."""
+        self._undo.roll_back()
+
+    def keep(self) -> None:
+        """Let the last replay stand."""
+        self._undo.keep()
 
     def measure(self) -> tuple[float, ...]:
         """Replay with a clock at each operator, and undo it; see Graph.measure."""
@@ -77,8 +92,6 @@ class CpuGraph:
     def _run(self) -> list[Tensor]:
         if self._replay is None:
             raise CaptureError("the graph is closed")
-        if self.order is not None:
-            self.order.begin()
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             return list(self._replay())
 
@@ -120,10 +133,12 @@ class CpuGraphBackend:
         *,
         collective: bool,
         scratch: Sequence[Tensor],
+        undoable: bool = False,
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration while it runs; see GraphBackend.record."""
         # A call of its own, so that the recording itself is freed before its pages are given back.
-        recorded = self._record(iterate, model, check, collective=collective, scratch=scratch)
+        free = None if undoable else scratch
+        recorded = self._record(iterate, model, check, collective=collective, scratch=free)
         give_back_freed_pages()
         return recorded
 
@@ -134,7 +149,7 @@ class CpuGraphBackend:
         check: Check,
         *,
         collective: bool,
-        scratch: Sequence[Tensor],
+        scratch: Sequence[Tensor] | None,
     ) -> tuple[Graph, list[Tensor]]:
         # A rank that stopped in the middle would leave the others waiting in a collective.
         recorder = Recorder(model, self.device, defers_refusals=collective)
@@ -143,10 +158,15 @@ class CpuGraphBackend:
         gc.collect()
         _await_release(recorder)
         refuse_dropped_tensors(recorder.storages)
-        builder = ProgramBuilder(recorder, values, scratch, self.arena, poisons=self._poisons)
-        point = find_commit_point(builder.nodes, scratch)
+        builder = ProgramBuilder(recorder, values, scratch or (), self.arena, poisons=self._poisons)
+        if scratch is None:
+            point = find_everything_written(builder.nodes)
+        else:
+            point = find_commit_point(builder.nodes, scratch)
         kept = [materialise(value, value.storage.get()) for value in point.kept]
-        undo = ReplayUndo(kept, point.generators)
+        if scratch is None:
+            kept = merged_bytes([*kept, *builder.escaped])
+        undo = ReplayUndo(kept, point.generators, is_whole=scratch is None)
         order = CollectiveOrder(builder.nodes, point.node)
 
         def commit() -> None:

@@ -36,6 +36,7 @@ class ProgramBuilder:
     Attributes:
         nodes: The program, without what nobody reads.
         escapes: Values that outlive the iteration.
+        escaped: Where they live on.
         memory: Where they all lie.
         num_calls: Operators that a replay calls; the others were over when it was built.
     """
@@ -65,13 +66,13 @@ class ProgramBuilder:
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
         self.escapes: list[Value] = []
-        self._escaped: list[Tensor] = []  # holds what another thread might free while we build
+        self.escaped: list[Tensor] = []  # holds what another thread might free while we build
         for info in recorder.storages:
             value = None if info.external else recorder.first_value(info)
             tensor = None if value is None or value.node is None else _if_alive(value)
             if value is not None and tensor is not None:
                 self.escapes.append(value)
-                self._escaped.append(tensor)
+                self.escaped.append(tensor)
         self.nodes = _without_dead(recorder.nodes, [*self._outputs, *self.escapes])
         self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena)
         self.num_calls = 0
@@ -106,7 +107,7 @@ class ProgramBuilder:
                 lines.append("    del " + ", ".join(map(self._name, dead)))
         if commit_node is None:
             lines.append(call_commit)
-        for value, tensor in zip(self.escapes, self._escaped, strict=True):
+        for value, tensor in zip(self.escapes, self.escaped, strict=True):
             target = self._constant(tensor, "e")
             lines.append(f"    {target}.copy_({self._name(value)})")
         lines.append(f"    return ({''.join(self._name(v) + ', ' for v in self._outputs)})")

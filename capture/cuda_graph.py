@@ -57,6 +57,22 @@ class CudaGraph:
         torch._foreach_copy_(copies, self._outputs)
         return copies
 
+    @property
+    def can_be_taken_back(self) -> bool:
+        """A launch is all or nothing; who wants it undone has to keep copies."""
+        return False
+
+    def take_back(self) -> None:
+        """Refuse.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError("the launch of a CUDA graph cannot be taken back")
+
+    def keep(self) -> None:
+        """Do nothing: it cannot be taken back anyway."""
+
     def measure(self) -> tuple[float, ...]:
         """Refuse: a launch is one call, which only a profiler can look into.
 
@@ -115,6 +131,7 @@ class CudaGraphBackend:
         *,
         collective: bool,
         scratch: Sequence[Tensor],
+        undoable: bool = False,
     ) -> tuple[Graph, list[Tensor]]:
         """Capture one iteration, then launch it once; see GraphBackend.record."""
         if not has_compiled_regions(model):

@@ -158,6 +158,20 @@ class Engine:
         """Return the optimizer's numbers that are not as recordings have baked them in."""
         return self.optimizer.changes() if self.full else ()
 
+    def save_bindings(self, recording: Recording) -> Callable[[], None]:
+        """Return a function that takes back what ``before_replay`` is about to bind."""
+        restore_gradients = self.gradients.save_bindings()
+        replayed = self._replayed
+        kept = [(vars(module), name, vars(module).get(name)) for module, name, _ in recording.kept]
+
+        def restore() -> None:
+            restore_gradients()
+            self._replayed = replayed
+            for attributes, name, value in kept:
+                attributes[name] = value
+
+        return restore
+
     def changes(self, recording: Recording) -> list[Change]:
         """Return what is not as it was when the graph was made."""
         assert recording.guards is not None

@@ -1,6 +1,7 @@
 """Runs one replay; a failed one is undone on all ranks as far as it can be."""
 
 import logging
+from contextlib import nullcontext
 from typing import NoReturn
 
 from torch import Tensor
@@ -12,7 +13,8 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.rank_watch import Failure, RankWatch, Stage
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.verification import Verifier
-from graphfsdp.errors import VerificationError, broken
+from graphfsdp.config import CaptureOptions
+from graphfsdp.errors import CaptureError, RankFailedError, VerificationError, broken
 from graphfsdp.nvtx import nvtx_range
 
 _ALONE = (
@@ -35,7 +37,7 @@ class Replayer:
         agreement: Agreement,
         watch: RankWatch,
         verifier: Verifier,
-        num_to_verify: int,
+        options: CaptureOptions,
     ) -> None:
         """Prepare.
 
@@ -44,13 +46,13 @@ class Replayer:
             agreement: With the other ranks.
             watch: Hears of their failures.
             verifier: Compares replays with eager runs.
-            num_to_verify: Replays of each graph that are compared.
+            options: What the user has chosen.
         """
         self._engine = engine
         self._agreement = agreement
         self._watch = watch
         self._verifier = verifier
-        self._num_to_verify = num_to_verify
+        self._options = options
         self.breakage = ""
 
     def prepare(self, graph: Graph) -> None:
@@ -78,12 +80,49 @@ class Replayer:
         """
         graph = recording.graph
         assert graph is not None
-        if recording.num_verified < self._num_to_verify:
-            results = self._verify(recording)
+        if self._options.undo_replays:
+            return self._run_undoably(recording, graph)
+        return self._run(recording, graph)
+
+    def _run(self, recording: Recording, graph: Graph) -> list[Tensor]:
+        if recording.num_verified < self._options.verify:
+            results = self._verify(recording, graph)
         else:
             results = self._replay(recording, graph)
         self._engine.after_replay()
         return results
+
+    def _run_undoably(self, recording: Recording, graph: Graph) -> list[Tensor]:
+        """Replay on all ranks or on none.
+
+        The copies are the graph's own where it can have such, and the optimizer is inside.
+        """
+        engine = self._engine
+        attempt = None if graph.can_be_taken_back and engine.full else engine.attempt()
+        restore_bindings = engine.save_bindings(recording)
+        self._agreement.begin(f"call{self._watch.num_calls}")
+        try:
+            with nullcontext() if attempt is None else attempt.watching():
+                results = self._run(recording, graph)
+            self._settle()
+        except BaseException as error:  # whatever ends it, it must leave no trace
+            if attempt is None:
+                graph.take_back()
+            else:
+                attempt.roll_back()
+            restore_bindings()
+            error.add_note("graphfsdp: the replay was undone: everything is as it was before it")
+            if self._watch.failure is None:  # else all ranks know
+                self._agreement.fail(error)
+            raise
+        graph.keep()
+        return results
+
+    def _settle(self) -> None:
+        try:
+            self._agreement.settle()
+        except CaptureError as error:
+            raise RankFailedError(str(error)) from error
 
     def stand_in(self, recording: Recording, error: BaseException, *, runs: bool) -> None:
         """Let the other ranks out of an iteration that this one cannot begin.
@@ -117,10 +156,8 @@ class Replayer:
             graph.order.begin()
             self._join(graph.order, failure)
 
-    def _verify(self, recording: Recording) -> list[Tensor]:
+    def _verify(self, recording: Recording, graph: Graph) -> list[Tensor]:
         self._engine.before_replay(recording)
-        graph = recording.graph
-        assert graph is not None
         try:
             with nvtx_range("replay"):
                 results = self._verifier.replay(recording)
@@ -178,6 +215,8 @@ class Replayer:
             return None  # the process group is broken, here and elsewhere
         if heard is None:
             passed = graph.effect is not Effect.NONE if order is None else order.is_too_late
+            if passed and self._options.undo_replays:
+                return None  # they hear of it at the end of theirs
             heard = self._watch.tell(error, Stage.AFTER if passed else Stage.BEFORE)
             if heard is None:
                 return None
@@ -205,11 +244,12 @@ class Replayer:
             _LOG.warning("this rank cannot stand in for the others' collectives: %s", error)
 
     def _after_failure(self, effect: Effect, error: BaseException) -> None:
-        if effect is Effect.NONE:
-            self._engine.gradients.drop()
-        if effect is Effect.PART:
-            self.breakage = f"{type(error).__name__}: {effect.value}"
-        error.add_note(f"graphfsdp: {effect.value}")
+        if not self._options.undo_replays:
+            if effect is Effect.NONE:
+                self._engine.gradients.drop()
+            if effect is Effect.PART:
+                self.breakage = f"{type(error).__name__}: {effect.value}"
+            error.add_note(f"graphfsdp: {effect.value}")
         self._agreement.explain(error, self._watch.num_calls)
 
 

@@ -69,7 +69,7 @@ class StepRunner:
         self._verifier = Verifier(engine, self._agreement)
         self._watch = RankWatch(self.groups)
         shared = (engine, self._agreement, self._watch)
-        self._replayer = Replayer(*shared, self._verifier, options.verify)
+        self._replayer = Replayer(*shared, self._verifier, options)
         self._tally = Tally()
         self._num_warmups = 0
         self._first_states: FirstStates | None = None
@@ -304,7 +304,7 @@ class StepRunner:
             attempt.host_state.check_unchanged(was_read)
             guards.arm(was_read)
             if self._agreement.settle():
-                raise WarmUpAgainError("another rank was given other numbers than before")
+                raise WarmUpAgainError("another rank was given other numbers")
 
         if engine.full:
             engine.optimizer.before_replay()
@@ -317,6 +317,7 @@ class StepRunner:
                 check,
                 collective=self._agreement.is_collective,
                 scratch=[*engine.gradients.storages(), *recording.inputs.tensors()],
+                undoable=self._options.undo_replays,
             )
         self._replayer.prepare(graph)
         recording.graph, recording.landed = graph, engine.gradients.landed()
@@ -325,9 +326,8 @@ class StepRunner:
             engine.step_outside()
             self._agreement.settle()
         self.phase = self.phase.to(Phase.REPLAY)
-        capture_ms = (time.perf_counter() - started) * 1e3
-        self._tally.add_capture(graph.facts, capture_ms)
-        _LOG.info("captured %s nodes in %.0f ms", graph.facts.num_nodes, capture_ms)
+        self._tally.add_capture(graph.facts, (time.perf_counter() - started) * 1e3)
+        _LOG.info("captured %s nodes", graph.facts.num_nodes)
         return results
 
     def _replay(self, recording: Recording) -> list[Tensor]:

@@ -52,6 +52,8 @@ class CapturedStep:
             BatchMismatchError: the batch is unlike the first one.
             CaptureError: the iteration cannot be captured, or another rank failed.
             GuardError: something that the graph has baked in was changed.
+            RankFailedError: another rank failed in this replay; it is named. If it has raised a
+                BatchMismatchError or a GuardError, so do all.
             VerificationError: with ``verify=n``: a replay is not what an eager run does.
             PhaseError: the step is closed or broken, is running already (on another thread, or
                 in its own ``loss_fn``), or belongs to another process.
@@ -59,7 +61,8 @@ class CapturedStep:
         Whatever a warm-up or a capture raises, parameters, buffers, gradients, optimizer state
         and generators are as they were before the call. A replay that fails before it has begun
         to update weights is undone too, but for the gradients, which are None then; after that
-        the step is broken. Ctrl-C waits until a replay is over.
+        the step is broken, unless it was made with ``undo_replays=True``, which undoes every
+        replay as a whole. Ctrl-C waits until a replay is over.
         """
         self._gate.enter("called")
         try:

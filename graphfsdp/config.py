@@ -159,6 +159,7 @@ class CaptureOptions:
     on_change: OnChange = OnChange.RAISE
     max_graphs: int = 16
     verify: int = 0
+    undo_replays: bool = False
 
     def __post_init__(self) -> None:
         minimum = 1 if self.scope is Scope.FULL_ITERATION else 0

@@ -47,6 +47,7 @@ def capture(
     max_graphs: int = 16,
     example_batch: object = None,
     verify: int = 0,
+    undo_replays: bool = False,
     backend: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> CapturedStep:
@@ -89,6 +90,10 @@ def capture(
             since only their first step knows how their state begins.
         verify: Compare this many replays of each graph with an eager run from the same state, bit
             for bit; see ``CapturedStep.verify``.
+        undo_replays: Undo a replay that fails anywhere, on all ranks, bit for bit: with copies of
+            everything that it writes (weights, optimizer state, gradients) on a CPU, of all state
+            in host memory on a GPU, and a question to the other ranks after each replay. Without
+            it a replay that fails while it writes weights leaves the step BROKEN.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
         mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
 
@@ -108,6 +113,7 @@ def capture(
         on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
         verify=verify,
+        undo_replays=undo_replays,
     )
     together = _one_module(model)
     inner = [inner_optimizer(item) for item in _as_list(optimizer, "optimizer")]

@@ -20,6 +20,7 @@ NUM_CALLS = 7
 WIDTH = 5
 # What may fail, before or after the operator has written; taken in turn over the operators.
 WAYS = tuple(itertools.product(Fault, (False, True)))
+REPLAY_WAYS = tuple(way for way in WAYS if way[0] is not Fault.INTERRUPT)  # Ctrl-C waits
 
 
 class Net(nn.Module):
@@ -140,13 +141,16 @@ def without_kept(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name != "attribute .kept"}
 
 
-def fail_everywhere(training: Training, index: int, stride: int = 1) -> tuple[Tensor, int]:
+def fail_everywhere(
+    training: Training, index: int, stride: int = 1, ways: tuple[tuple[Fault, bool], ...] = WAYS
+) -> tuple[Tensor, int]:
     """Call the step, every time with a fault at the next operator, until none is left.
 
     Args:
         training: Its state must not change until then.
         index: Of the call.
         stride: Leave out all positions but every n-th.
+        ways: What may fail, and whether after the operator.
 
     Returns:
         What the call without a fault returned, and the number of faults.
@@ -155,7 +159,7 @@ def fail_everywhere(training: Training, index: int, stride: int = 1) -> tuple[Te
     world, phase = training.world(), training.step.phase
     for count in itertools.count():
         position = index % stride + count * stride
-        fault, after = WAYS[(count + index) % len(WAYS)]
+        fault, after = ways[(count + index) % len(ways)]
         quick_garbage_collection()
         mode = FaultMode(position, fault, after=after)
         calls = training.step.report().num_calls
@@ -281,4 +285,25 @@ def test_ctrl_c_waits_until_a_replay_is_over(name: str) -> None:
                 training.step(batch)
         now = without_kept(snapshot(training.model, training.optim))
         assert_same_state(state, now, f"call {index}")
+    assert training.step.phase is Phase.REPLAY
+
+
+@pytest.mark.parametrize("name", ["fused", "adamw_clip", "microbatches", "eager_optimizer"])
+def test_undo_replays_takes_back_a_replay_that_fails_anywhere(name: str) -> None:
+    """At every operator, the last ones included, gradients and their identity too."""
+    reference = expected(name)
+    training = Training(name, undo_replays=True)
+    for index in range(4):
+        assert torch.equal(training.step(training.batch(index)), reference[index][0])
+    training.batch(4)
+    got, num_faults = fail_everywhere(training, 4, 1 if name == "fused" else 3, REPLAY_WAYS)
+    assert torch.equal(got, reference[4][0])
+    assert num_faults >= 15
+    for param in training.model.parameters():  # a user's own gradient, which the next call takes
+        param.grad = torch.full_like(param, 3.0)
+    got, _ = fail_everywhere(training, 5, 7, REPLAY_WAYS)
+    assert torch.equal(got, reference[5][0])
+    assert torch.equal(training.step(training.batch(6)), reference[6][0])
+    now = without_kept(snapshot(training.model, training.optim))
+    assert_same_state(reference[6][1], now, "in the end")
     assert training.step.phase is Phase.REPLAY

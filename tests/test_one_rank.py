@@ -114,10 +114,10 @@ class OpNames(TorchDispatchMode):
 class OneRank:
     """Training in which something goes wrong on one rank, again and again."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, **options: Any) -> None:
         eager, *_ = build(strategy, "none")
         self.expected = [eager(batch(index)) for index in range(9)]
-        self.step, self.model, self.optim = build(strategy, "full_iteration")
+        self.step, self.model, self.optim = build(strategy, "full_iteration", **options)
         self.num_trained = 0
 
     def train(self, mode: Any = None) -> None:
@@ -204,3 +204,32 @@ def test_what_one_rank_refuses_or_fails_in_ends_the_call_on_all_and_training_goe
     ranks2: RankPool, strategy: str
 ) -> None:
     ranks2.run(fails_on_one_rank, strategy)
+
+
+def fails_anywhere_on_one_rank(strategy: str) -> None:
+    training = OneRank(strategy, undo_replays=True)
+    x, short = batch(100), batch(101)[:2]
+    me = dist.get_rank()
+    for _ in range(4):
+        training.train()
+    replay = OpNames()
+    training.train(replay)
+    write = next(i for i, name in enumerate(replay.names) if "adam" in name)
+    mismatch = (graphfsdp.BatchMismatchError,) * 2
+    message = "^batch leaf|^rank 0 of 2 failed: BatchMismatchError"
+    training.fail(mismatch, message, x if me else short, without_gradients=False)
+    kinds = (graphfsdp.RankFailedError, InjectedError)
+    for position, after in ((4, True), (write - 1, False), (write, False), (write, True)):
+        mode = FaultMode(position if me else -1, Fault.ERROR, after=after)
+        message = "." if me else "^rank 1 of 2 failed: InjectedError"
+        training.fail(kinds, message, x, mode, without_gradients=False)
+    training.train()
+    training.train()
+    training.step.close()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_undo_replays_takes_back_all_ranks_wherever_one_fails(
+    ranks2: RankPool, strategy: str
+) -> None:
+    ranks2.run(fails_anywhere_on_one_rank, strategy)
