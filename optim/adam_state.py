@@ -87,7 +87,7 @@ def step_classes(states: Mapping[Tensor, State]) -> dict[Tensor, int]:
 
     Reads the counts on the host: not for the hot path.
     """
-    return {param: int(state["step"].item()) for param, state in states.items()}
+    return {param: int(state["step"].item()) for param, state in states.items() if state}
 
 
 def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> dict[Tensor, int]:

@@ -29,6 +29,7 @@ from graphfsdp.optim.state_loading import (
     match_state_dict,
 )
 from graphfsdp.optim.step_control import StepControl
+from graphfsdp.recut import recut_states
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
@@ -227,6 +228,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        state_dict = recut_states(state_dict, self)
         loaded = match_state_dict(state_dict, self.param_groups, self._settings)
         with torch.no_grad(), _disable_current_modes():
             self.load_states(loaded)

@@ -18,6 +18,7 @@ from graphfsdp.optim.adam_checks import check_gradient, check_lr_device, check_p
 from graphfsdp.optim.adam_members import parameter_name
 from graphfsdp.optim.hyper_table import HyperTable
 from graphfsdp.optim.rules import Rule
+from graphfsdp.recut import recut_states
 
 
 class TensorMember(NamedTuple):
@@ -218,6 +219,7 @@ class TensorOptimizer(torch.optim.Optimizer, abc.ABC):
         Raises:
             ConfigError: groups or shapes do not fit; nothing has been changed then.
         """
+        state_dict = recut_states(state_dict, self)
         saved_groups = state_dict["param_groups"]
         sizes = [[len(group["params"]) for group in g] for g in (self.param_groups, saved_groups)]
         if sizes[0] != sizes[1]:

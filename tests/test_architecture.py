@@ -31,7 +31,7 @@ FLOOR = frozenset(
             "metric_ring",
             "norms",
         ),
-        *("nvtx", "sharded", "streams"),
+        *("nvtx", "recut", "sharded", "streams"),
     }
 )
 SHARD_LEG = frozenset(

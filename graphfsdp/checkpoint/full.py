@@ -90,8 +90,9 @@ def _gather(part: Part, tensor: Tensor, members: Members) -> Tensor:
     """Return a whole tensor on rank 0, and an empty one elsewhere."""
     keep = members.rank == 0
     if is_dtensor(tensor):
-        dtensor: Any = tensor.detach()
-        whole: Tensor = dtensor.full_tensor()
+        dtensor: Any = tensor
+        with torch.no_grad():  # no detach(): see recut.py
+            whole: Tensor = dtensor.full_tensor()
         return whole.cpu() if keep else whole.new_empty(0)
     if part.local.shape == part.whole_shape:
         return tensor.detach().cpu().clone() if keep else tensor.new_empty(0)
