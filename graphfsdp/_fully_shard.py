@@ -13,7 +13,7 @@ from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrate
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.input_cast import cast_inputs
 from graphfsdp.model_shards import ModelShards
-from graphfsdp.recut import recut_in_place
+from graphfsdp.recut import recut_hook
 from graphfsdp.shard_group import ShardGroup, UnitOptions
 from graphfsdp.sharded import MainGrad
 from graphfsdp.unit import Unit
@@ -274,17 +274,9 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         unit.leave_forward()
 
-    def before_loading(
-        module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
-    ) -> None:
-        """Cut what was cut by torch, or not at all, as the parameters are."""
-        mine = {id(item.param) for item in unit.group.managed}
-        names = module.named_parameters(remove_duplicate=False)
-        recut_in_place(state, {f"{prefix}{name}": p for name, p in names if id(p) in mine})
-
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
-    module.register_load_state_dict_pre_hook(before_loading)
+    module.register_load_state_dict_pre_hook(recut_hook(lambda: unit.group.managed))
 
 
 def shards_of(module: object) -> ModelShards:

@@ -1,11 +1,11 @@
 """Brings tensors that are being loaded into the cut of those that they are copied into."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphfsdp.dtensors import is_dtensor, wrap_like
 from graphfsdp.errors import ConfigError
@@ -44,11 +44,32 @@ def recut(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return found
 
 
-def recut_in_place(state: MutableMapping[str, Any], likes: Mapping[str, Tensor]) -> None:
-    """Replace the tensors of a state that have another cut than those of the same name here."""
-    names = [name for name in likes if isinstance(state.get(name), Tensor)]
-    values = recut([(state[name], likes[name]) for name in names])
-    state.update(zip(names, values, strict=True))
+class _HasParameter(Protocol):
+    @property
+    def param(self) -> Tensor: ...
+
+
+def recut_hook(managed: Callable[[], Iterable[_HasParameter]]) -> Callable[..., None]:
+    """Return a hook that brings what a module is about to load into the cut of its parameters.
+
+    Args:
+        managed: Gives the parameters that the hook is for.
+    """
+
+    def before_loading(
+        module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
+    ) -> None:
+        mine = {id(item.param) for item in managed()}
+        likes = {
+            f"{prefix}{name}": param
+            for name, param in module.named_parameters(remove_duplicate=False)
+            if id(param) in mine
+        }
+        names = [name for name in likes if isinstance(state.get(name), Tensor)]
+        values = recut([(state[name], likes[name]) for name in names])
+        state.update(zip(names, values, strict=True))
+
+    return before_loading
 
 
 def recut_states(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -152,4 +173,4 @@ def _my_part(whole: Tensor, like: Any) -> Tensor:
     return wrap_like(part, like)
 
 
-__all__ = ["recut", "recut_in_place", "recut_states"]
+__all__ = ["recut", "recut_hook", "recut_states"]

@@ -10,6 +10,7 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.baked_values import BakedValues
 from graphfsdp.optim.precision_guard import OptimizerFacts, check_precision, main_grad_dtype
+from graphfsdp.optim.skip_counter import make_skip_counter
 
 
 class Adapter:
@@ -101,8 +102,7 @@ class BakedAdapter(Adapter):
                 "it has that; graphfsdp.optim.FusedAdam; or scope='forward_backward', which leaves "
                 "the optimizer outside the graph"
             )
-        device = self.optimizer.param_groups[0]["params"][0].device
-        self._skipped = torch.zeros((), device=device)
+        self._skipped = make_skip_counter(self.optimizer)
 
     def skipped_steps(self) -> Tensor | None:
         """Return [] float32, the steps that were skipped so far; None without skipping."""

@@ -1,5 +1,6 @@
 """Steps that are left out on the device, and float16 with a loss scale, inside the graph."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from graphfsdp.checkpoint import full_state_dict, load_full_state_dict
 from graphfsdp.optim import DeviceGradScaler, FusedAdam
 from helpers import (
     assert_same_state,
@@ -133,3 +135,37 @@ def test_looking_at_the_count_waits_for_nothing(device: torch.device) -> None:
         step(bad)
         assert first is not None
         assert first.item() == 0  # a tensor of its own
+
+
+@pytest.mark.parametrize(
+    "names", [("adamw", "adamw"), ("fused_adam", "adamw"), ("adamw", "fused_adam")]
+)
+def test_skipped_steps_are_in_checkpoints_of_any_optimizer(
+    names: tuple[str, str], device: torch.device, tmp_path: Path
+) -> None:
+    """Loaded before a capture, and into a live graph."""
+
+    def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(5, 1).to(device)
+        return model, make_optimizer(name, model.parameters(), device)
+
+    good, bad = torch.ones(2, 5, device=device), torch.full((2, 5), torch.nan, device=device)
+    saved, loading = make(names[0]), make(names[1])
+    with graphfsdp.capture(*saved, loss_fn=loss_fn, skip_nonfinite=True) as step:
+        for x in (good, bad, good, good, bad):
+            step(x)
+        graphfsdp.save(tmp_path, *saved, step=2)
+        whole = full_state_dict(*saved)
+        step(bad)
+        graphfsdp.save(tmp_path, *saved, step=3)
+    graphfsdp.load(tmp_path, *loading, step=2)
+    with graphfsdp.capture(*loading, loss_fn=loss_fn, skip_nonfinite=True) as step:
+        for index in range(5):
+            step(bad if index in (1, 4) else good)
+        assert step.skipped_steps is not None
+        assert step.skipped_steps.item() == 4
+        graphfsdp.load(tmp_path, *loading)
+        step(bad)
+        assert step.skipped_steps.item() == 4
+        load_full_state_dict(loading[0], whole, loading[1])
+        assert step.skipped_steps.item() == 2

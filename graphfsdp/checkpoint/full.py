@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from graphfsdp.checkpoint.engine import Members
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
@@ -31,6 +32,7 @@ from graphfsdp.checkpoint.values import encode
 from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointError, CheckpointMismatchError
 from graphfsdp.meta_load import memory_for_values
+from graphfsdp.optim.skip_counter import skip_counter
 
 FullState = dict[str, Any]
 
@@ -83,7 +85,11 @@ def _gather_optimizer(
         for group, names in zip(saved["param_groups"], parameters, strict=True)
     ]
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
-    return {**rest, "state": states, "param_groups": groups, "kind": type(optimizer).__name__}
+    skipped = skip_counter(optimizer)
+    if skipped is not None:
+        rest.setdefault("control", {"skipped_steps": skipped})
+    copied = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), rest)
+    return {**copied, "state": states, "param_groups": groups, "kind": type(optimizer).__name__}
 
 
 def _gather(part: Part, tensor: Tensor, members: Members) -> Tensor:

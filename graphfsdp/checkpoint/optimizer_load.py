@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphfsdp.checkpoint.in_place import load_in_place
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
 from graphfsdp.checkpoint.named import (
     cut,
@@ -20,6 +21,7 @@ from graphfsdp.checkpoint.values import Json, decode
 from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.skip_counter import make_skip_counter
 from graphfsdp.optim.state_loading import match_state_dict
 
 # They have the same states with the same meaning.
@@ -44,14 +46,18 @@ class OptimizerPlan:
     Attributes:
         optimizer: Which takes it in the end.
         state_dict: As its ``state_dict`` gives it; tensors are its own where they fit.
+        skipped: How many steps were skipped, for one that does not count them itself.
     """
 
     optimizer: torch.optim.Optimizer
     state_dict: dict[str, Any] = field(default_factory=dict)
+    skipped: Tensor | None = None
 
     def finish(self) -> None:
         """Give the optimizer what was read."""
-        self.optimizer.load_state_dict(self.state_dict)
+        load_in_place(self.optimizer, self.state_dict)
+        if self.skipped is not None:
+            make_skip_counter(self.optimizer).copy_(self.skipped)
 
 
 def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
@@ -79,6 +85,8 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     _note_left_over(plan, saved, named)
     rest = decode(saved["rest"], lambda key: _read_whole(plan, key))
     found.state_dict |= {key: value for key, value in rest.items() if key in current}
+    if "control" in rest and "control" not in current:
+        found.skipped = rest["control"]["skipped_steps"]
     if len(plan.problems) == num_problems and isinstance(optimizer, DeviceOptimizer):
         try:
             match_state_dict(found.state_dict, optimizer.param_groups, optimizer.settings)

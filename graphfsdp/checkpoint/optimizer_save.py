@@ -17,6 +17,7 @@ from graphfsdp.checkpoint.named import (
 from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.values import Json, StoreTensor, encode
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.skip_counter import skip_counter
 
 
 @dataclass
@@ -60,6 +61,9 @@ def describe_optimizer(
             }
         )
     rest = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+    skipped = skip_counter(optimizer)
+    if skipped is not None:  # as the optimizers that count themselves have it
+        rest.setdefault("control", {"skipped_steps": skipped})
     found = SavedOptimizer(
         {
             "kind": kind_of(optimizer),
