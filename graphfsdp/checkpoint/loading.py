@@ -14,6 +14,7 @@ from graphfsdp.checkpoint.engine import Members, run_load
 from graphfsdp.checkpoint.folder import resolve
 from graphfsdp.checkpoint.full import load_file
 from graphfsdp.checkpoint.fused import FusedWeight
+from graphfsdp.checkpoint.last_good import name_last_good
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import read_manifest
 from graphfsdp.checkpoint.named import name_model
@@ -26,7 +27,7 @@ from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writer import objects_file
 from graphfsdp.dtensors import is_dtensor
-from graphfsdp.errors import CheckpointMismatchError
+from graphfsdp.errors import CheckpointDamagedError, CheckpointMismatchError
 from graphfsdp.meta_load import memory_for_values
 from graphfsdp.sharded import ShardedModule, sharded_roots
 
@@ -100,6 +101,26 @@ def load(
         _forget_gathered(model)
         return Loaded(0, Path(path), skipped)
     folder = Path(members.first(lambda: str(resolve(Path(path), step))))
+    try:
+        return _load_folder(
+            folder, model, optimizer, objects or {}, members, strict=strict, fused=fused, rng=rng
+        )
+    except CheckpointDamagedError as error:  # on every rank
+        found = members.first(lambda: name_last_good(folder))
+        raise CheckpointDamagedError(f"{error}\n{found}") from None
+
+
+def _load_folder(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    objects: Mapping[str, Stateful],
+    members: Members,
+    *,
+    strict: bool,
+    fused: Sequence[FusedWeight],
+    rng: bool,
+) -> Loaded:
     manifest = members.together(lambda: read_manifest(folder))
     files = CheckpointFiles(folder, manifest)
 
@@ -109,7 +130,7 @@ def load(
         _plan_extra(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
-        _plan_objects(plan, objects or {}, files, members, rng=rng)
+        _plan_objects(plan, objects, files, members, rng=rng)
         if strict:
             _refuse_problems(plan, folder)
         return plan
