@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.cpu_recorder import Node, Value
-from graphfsdp._capture.memory_plan import ALIGNMENT_BYTES
 from graphfsdp._capture.values import span_bytes, values_in
+from graphfsdp.memory_plan import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

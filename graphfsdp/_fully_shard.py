@@ -180,6 +180,7 @@ def fully_shard(
     expert_axis: str | None = None,
     outer_strategy: str = "no_shard",
     overlap: bool | OverlapPolicy = True,
+    buffer_pool: bool = False,
 ) -> nn.Module:
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
@@ -195,10 +196,9 @@ def fully_shard(
             None is all ranks of the default process group.
         strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3.
         mp_policy: Dtypes of the copies of each weight and gradient.
-        reshard_after_forward: For "optim_grads_params": drop whole weights between forward and
-            backward, and gather them again.
-        gradient_reduction: "mean" over ranks, or "sum" for a loss that is already divided by
-            the number of tokens on all ranks (a per-token loss).
+        reshard_after_forward: For "optim_grads_params": backward gathers whole weights again.
+        gradient_reduction: "mean" over ranks, or "sum" for a per-token loss, which is already
+            divided by the number of tokens on all ranks.
         shard_axis: Name of the inner axis, in a mesh with more axes than are wanted here.
         replicate_axis: Likewise of the outer axis, if there is one.
         expert_axis: Name of an axis along which each rank has other experts: plain parameters,
@@ -206,10 +206,9 @@ def fully_shard(
             checkpoints hold all. The mean of gradients is over the ranks of this axis too, whose
             tokens an expert has seen.
         outer_strategy: "no_shard", or "optim" to cut main weights, main grads and optimizer
-            state over the ranks of the outer axis too. Model weights are then gathered over that
-            axis once an iteration.
-        overlap: Gather the next unit's weights and reduce gradients while others compute; an
-            ``OverlapPolicy`` says which of these. Results are the same bit for bit.
+            state over its ranks too: model weights are gathered over it once an iteration.
+        overlap: Gather and reduce while others compute, wholly or by an ``OverlapPolicy``.
+        buffer_pool: Whole weights and gradients have fixed places, planned beforehand.
 
     Returns:
         The module, which is an ``FSDPModule`` now.
@@ -241,6 +240,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         reduction=_check_reduction(gradient_reduction),
         overlap=OverlapPolicy.parse(overlap),
+        buffer_pool=buffer_pool,
     )
     unit = Unit(module, ShardGroup(module, options))
     unit.group.bind_views()

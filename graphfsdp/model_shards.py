@@ -50,6 +50,9 @@ class ModelShards:
         schedule = Schedule()
         for unit in self.units:
             unit.schedule = schedule
+            if unit.group.options.buffer_pool:
+                for buffer in unit.group.buffers:
+                    buffer.use_pool(schedule.pool)
             if unit.group.options.overlap.separate_communicators:
                 for buffer in unit.group.buffers:
                     if buffer.sharded:
@@ -60,7 +63,7 @@ class ModelShards:
             what = None
             if unit.pinned or unit.phase is not UnitPhase.IDLE:
                 what = "is unsharded"
-            elif unit.has_pending_gradients:
+            elif unit.group.has_pending_gradients:
                 what = "has gradients that wait for their reduction"
             if what is not None:
                 raise ConfigError(

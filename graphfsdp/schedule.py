@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from graphfsdp.buffer_pool import BufferPool
 from graphfsdp.saved_weights import is_in_backward
 from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.shard_group import ShardGroup
@@ -121,6 +122,7 @@ class Schedule:
     """Prefetch and reductions of all units under one root.
 
     Attributes:
+        pool: Memory for the buffers of units that were told to use it.
         num_prefetches: Buffers whose gather was begun ahead of their use.
         max_reductions: The most units whose gradients were on their way at a time.
     """
@@ -137,6 +139,8 @@ class Schedule:
         self._prefetched: list[ShardBuffer] = []
         self._reductions: deque[_Reduction] = deque()
         self._task = -1  # the backward pass that is under way, by autograd's number
+        self._iteration_is_over = True
+        self.pool = BufferPool()
         self.num_prefetches = 0
         self.max_reductions = 0
 
@@ -149,6 +153,9 @@ class Schedule:
             key = (unit, torch.is_grad_enabled())
             self._forward = self._forwards.setdefault(key, Order())
             self._forward.begin()
+            if self._iteration_is_over:
+                self.pool.begin(trains=torch.is_grad_enabled())
+                self._iteration_is_over = not torch.is_grad_enabled()
         self._inside.append(unit)
 
     def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:
@@ -216,6 +223,10 @@ class Schedule:
         while any(reduction.unit is unit for reduction in self._reductions):
             self._reductions.popleft().finish()
 
+    def end_iteration(self) -> None:
+        """Note that the backward pass under way is the last one of an iteration."""
+        self._iteration_is_over = True
+
     def settle(self) -> None:
         """Wait for whatever is under way, and drop what nobody has used."""
         self._task = -1
@@ -229,6 +240,7 @@ class Schedule:
         self._inside.clear()
         self._forwards.clear()
         self._backward.forget()
+        self._iteration_is_over = True
         while self._prefetched:
             # Another rank may be gone: then its group is of no use any more, and whoever abandons
             # the iteration has an error to tell already.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from graphfsdp.buffer_pool import BufferPool, take
 from graphfsdp.collectives import all_gather_
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.layout import BufferLayout, LocalRows, Slot
@@ -56,6 +57,7 @@ class ShardBuffer:
         self.mesh = mesh
         self.group = mesh.inner
         self.gather_group: dist.ProcessGroup = mesh.inner
+        self._pool: BufferPool | None = None
         self._strategy = strategy
         self.main = torch.zeros(self.main_numel, dtype=dtypes.main, device=device)
         self.grad = (
@@ -198,7 +200,11 @@ class ShardBuffer:
                 self._inner = None  # that is as old
 
     def _new_full(self) -> Tensor:
-        return torch.empty(self.layout.total_numel, dtype=self.dtypes.compute, device=self._device)
+        return take(self._pool, self, self.layout.total_numel, self.dtypes.compute, self._device)
+
+    def use_pool(self, pool: BufferPool) -> None:
+        """Take memory for whole weights and gradients from a pool from now on."""
+        self._pool = self._unreduced.pool = pool
 
     def _unshard_outside(self) -> Tensor:
         """Return [I], this rank's part for an all-gather over the inner axis."""
@@ -221,7 +227,9 @@ class ShardBuffer:
                 changed.
         """
         self.drop_prefetched()
-        self.full = None
+        was_whole, self.full = self.full is not None, None
+        if was_whole and self._pool is not None:
+            self._pool.dropped(self)
         if outside:
             self._inner = None
 

@@ -92,6 +92,7 @@ class UnitOptions:
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool
     overlap: OverlapPolicy
+    buffer_pool: bool
     reduction: str = "mean"
 
 
@@ -283,6 +284,11 @@ class ShardGroup:
     def is_prefetched(self) -> bool:
         """Whether weights are being gathered ahead of their use."""
         return any(buffer.is_prefetched for buffer in self.buffers)
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients of a backward pass wait for their reduction."""
+        return any(buffer.has_pending_gradients for buffer in self.buffers)
 
     @property
     def trainable(self) -> list[ManagedParameter]:

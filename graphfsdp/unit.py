@@ -192,6 +192,8 @@ class Unit:
                 self.schedule.reduce(self, steps, self._bind_gradients if complete else None)
         # Until then no optimizer step can have come between, so gathered weights stay good.
         self._fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
+        if not self._fresh:
+            self.schedule.end_iteration()
         self.end_backward()
 
     def end_backward(self) -> None:
@@ -222,11 +224,6 @@ class Unit:
         if not self.pinned:
             self.group.reshard(outside=True)
             self._install([item.param for item in self.group.managed])
-
-    @property
-    def has_pending_gradients(self) -> bool:
-        """Whether gradients of a backward pass wait for their reduction."""
-        return any(buffer.has_pending_gradients for buffer in self.group.buffers)
 
     def _inner_call(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
         """See to it that a module inside the unit finds whole weights.

@@ -6,10 +6,10 @@ the buffer that a rank of the inner axis has after a reduction over that axis.
 
 from collections.abc import Generator, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphfsdp.buffer_pool import BufferPool, take
 from graphfsdp.collectives import Transfer, all_reduce_, reduce_scatter_, under_way
 from graphfsdp.layout import BufferLayout, Slot
 from graphfsdp.streams import Lane
@@ -20,7 +20,11 @@ Reducing = Generator[None, None, None]  # yields while a collective is under way
 
 
 class UnreducedGradients:
-    """The gradients of one buffer on their way to its main grads."""
+    """The gradients of one buffer on their way to its main grads.
+
+    Attributes:
+        pool: Where whole gradients get their memory; None allocates it.
+    """
 
     def __init__(
         self, layout: BufferLayout, dtypes: BufferDtypes, mesh: UnitMesh, *, sharded: bool
@@ -29,6 +33,7 @@ class UnreducedGradients:
         self._dtypes = dtypes
         self._mesh = mesh
         self._sharded = sharded
+        self.pool: BufferPool | None = None
         self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
         self._full: Tensor | None = None  # [B] not yet reduced
         self._written: set[int] = set()  # slots of it that hold something, by index
@@ -102,7 +107,7 @@ class UnreducedGradients:
         if not self._sharded and free and self._comm_is_main:
             return main_grad
         numel = self._layout.total_numel
-        full = torch.empty(numel, dtype=self._dtypes.comm, device=main_grad.device)
+        full = take(self.pool, self, numel, self._dtypes.comm, main_grad.device)
         for start, length in _gaps(self._layout):
             # Padding is reduced too: whatever lay there must not become a NaN.
             full.narrow(0, start, length).zero_()
@@ -133,6 +138,8 @@ class UnreducedGradients:
         if self._mesh.outer is None:
             adds = accumulate and full is not main_grad
             yield from self._reduce_inside(full, main_grad, lane, adds=adds, reduction=reduction)
+            del full
+            self._let_go()
             return
         held = self._partial
         if held is None:
@@ -143,10 +150,16 @@ class UnreducedGradients:
         adds = self._partial is not None
         yield from self._reduce_inside(full, held, lane, adds=adds, reduction=reduction)
         self._partial = held
+        del full
+        self._let_go()
         if outside:
             yield from self._reduce_outside(
                 self._mesh.outer, main_grad, lane, accumulate=accumulate, reduction=reduction
             )
+
+    def _let_go(self) -> None:
+        if self.pool is not None:
+            self.pool.dropped(self)
 
     def _reduce_inside(
         self, full: Tensor, target: Tensor, lane: Lane | None, *, adds: bool, reduction: str

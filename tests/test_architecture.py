@@ -28,6 +28,7 @@ FLOOR = frozenset(
             "hazards",
             "layout",
             "layout_plan",
+            "memory_plan",
             "metric_ring",
             "norms",
         ),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture import choose_backend
 from graphfsdp._capture.cpu_graph import CpuGraphBackend
-from graphfsdp._capture.memory_plan import ALIGNMENT_BYTES, Lifetime, plan_memory
+from graphfsdp.memory_plan import ALIGNMENT_BYTES, Lifetime, plan_memory
 from helpers import check_against_eager
 from recording import record
 from zoo import ZOO
