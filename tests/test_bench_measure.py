@@ -267,6 +267,7 @@ def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
 
 
 @pytest.mark.slow
+@pytest.mark.time_limit(300)
 def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "graphfsdp", "bench", "--workload", "gpt-tiny"]

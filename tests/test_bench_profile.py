@@ -23,7 +23,7 @@ from graphfsdp.bench.profile_names import GraphNode, name_replays, replay_nodes
 from graphfsdp.bench.profile_records import ProfileRecord, describe_profile
 from graphfsdp.bench.profiling import nsys_range, profile_contender, summarise
 from graphfsdp.bench.record_files import from_data
-from graphfsdp.bench.run_contender import start_contender
+from graphfsdp.bench.run_contender import build_contender
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.errors import ConfigError
 from graphfsdp.nvtx import RANGE_PREFIX, nvtx_range
@@ -250,7 +250,8 @@ def test_a_contender_that_fails_under_the_profiler_says_so_and_stops_nobody(
         setting.case, data=None, random_tokens=True, seed=0, device=CPU, rank=0
     )
     (spec,) = find_contenders(("eager",))
-    running = start_contender(spec, setting, source.take(0, 1))
+    running = build_contender(spec, setting)
+    running.warm_up(source.take(0, 1), CPU)
     monkeypatch.setattr(
         running.contender, "train", lambda batch: (_ for _ in ()).throw(RuntimeError("no memory"))
     )

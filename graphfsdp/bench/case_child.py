@@ -6,6 +6,7 @@ is named, and costs nobody else's numbers.
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class ChildRequest:
     Attributes:
         contenders: Names of those to measure.
         excluded: Those that ended an earlier child, each with how.
+        limit_s: Seconds of the whole case; None for no limit.
         memory: Measure the memory of the one contender instead of times.
     """
 
@@ -49,6 +51,7 @@ class ChildRequest:
     nsys: bool = False
     memory: bool = False
     excluded: tuple[tuple[str, ...], ...] = ()
+    limit_s: float | None = None
 
     def setting(self) -> Setting:
         """Return what is to be trained."""
@@ -66,6 +69,7 @@ class ChildRequest:
             profile=self.profile,
             nsys=self.nsys,
             excluded=tuple((name, reason) for name, reason in self.excluded),
+            limit_s=math.inf if self.limit_s is None else self.limit_s,
         )
 
 

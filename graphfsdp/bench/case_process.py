@@ -48,7 +48,8 @@ def run_case(request: ChildRequest, say: Say, limit_s: float) -> CaseResult:
     """
     deadline = time.monotonic() + limit_s
     while True:
-        found = _run_child(request, CaseResult, say, deadline)
+        left_s = deadline - time.monotonic()
+        found = _run_child(dataclasses.replace(request, limit_s=left_s), CaseResult, say, deadline)
         if isinstance(found, CaseResult):
             return found
         if found.returncode == EXIT_CONFIG or not found.contender or found.contender == REFERENCE:

@@ -2,23 +2,26 @@
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from graphfsdp.bench.case_process import CaseFailedError
 from graphfsdp.bench.compare_command import run_compare
 from graphfsdp.bench.environment import describe, find_environment
+from graphfsdp.bench.measure import Say
 from graphfsdp.bench.mlperf_command import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.profiling import NSYS_NOTE
 from graphfsdp.bench.records import BenchResult, CaseResult, Environment
-from graphfsdp.bench.result_directory import PAGE, PROFILES, make_directory, write_directory
+from graphfsdp.bench.result_directory import PROFILES, make_directory, write_directory
+from graphfsdp.bench.suites import PlannedCase
 from graphfsdp.bench.sweep import Sweep
-from graphfsdp.bench.tables import NOT_MLPERF, not_run_table, overview, short_table
+from graphfsdp.bench.tables import NOT_MLPERF, memory_overview, not_run_table, overview, short_table
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 
@@ -75,39 +78,58 @@ class _Bench:
             lambda: make_directory(self._options.out) if self._ranks.is_first else None
         )
         self._greet()
-        cases: list[CaseResult] = []
-        left_out: dict[str, str] = {}
-        with _progress(self._console) as progress:
-            task = progress.add_task("", total=len(planned))
-
-            def say(phase: str, name: str, share: float) -> None:
-                text = f"{len(cases) + len(left_out) + 1}/{len(planned)} {key}: {phase} {name}"
-                progress.update(task, description=text, completed=len(cases) + len(left_out))
-
-            started = time.monotonic()
-            sweep = Sweep(self._options, self._device, self._ranks, started, say, folder)
-            for each in planned:
-                key = each.case.key
-                try:
-                    cases.append(sweep.measure(each))
-                    self._show(cases[-1])
-                except CaseFailedError as error:
-                    left_out[key] = str(error)
-                    self._line(f"{key}: left out: {error}", "yellow")
-                if folder is not None and cases:
-                    result = self._result(cases, left_out)
-                    write_directory(result, folder, pictures=self._options.pictures)
+        cases, left_out = self._measure(planned, folder)
         if not cases:
             return 1
         self._finish(self._result(cases, left_out))
         if folder is not None:
-            self._line(f"wrote {folder}: result.json, report.md, {PAGE}, pictures")
+            result = self._result(cases, left_out)
+            write_directory(result, folder, pictures=self._options.pictures)
+            names = ", ".join(sorted(path.name for path in folder.iterdir()))
+            self._line(f"wrote {folder}: {names}")
             if self._options.profile:
                 self._line(
                     f"profiles in {folder / PROFILES}: a timeline, a summary and its numbers for "
                     "each contender"
                 )
         return 0
+
+    def _measure(
+        self, planned: Sequence[PlannedCase], folder: Path | None
+    ) -> tuple[list[CaseResult], dict[str, str]]:
+        """Measure the speed of all cases, then the memory of those that want it.
+
+        What is known is in the directory after each case, so that Ctrl-C loses little.
+        """
+        found: dict[str, CaseResult] = {}
+        left_out: dict[str, str] = {}
+        with _progress(self._console) as progress:
+            task = progress.add_task("", total=len(planned))
+            sweep = Sweep(self._options, self._device, self._ranks, time.monotonic(), folder)
+            for number, each in enumerate(planned):
+                key = each.case.key
+                progress.update(task, completed=number)
+                try:
+                    say = _talk(progress, task, key)
+                    found[key] = sweep.measure(each, len(planned) - number, say)
+                    self._show(found[key])
+                except CaseFailedError as error:
+                    left_out[key] = str(error)
+                    self._line(f"{key}: left out: {error}", "yellow")
+                self._keep(found.values(), left_out, folder)
+            for each in planned:
+                key = each.case.key
+                if key in found:
+                    say = _talk(progress, task, key)
+                    found[key] = sweep.with_memory(each, found[key], say)
+        return list(found.values()), left_out
+
+    def _keep(
+        self, cases: Iterable[CaseResult], left_out: Mapping[str, str], folder: Path | None
+    ) -> None:
+        result = self._result(tuple(cases), left_out)
+        if folder is not None and result.cases:
+            write_directory(result, folder, pictures=False)
 
     def _result(self, cases: Sequence[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
         return BenchResult(
@@ -136,11 +158,18 @@ class _Bench:
             self._line(f"did not run: {name}: {reason}", "yellow")
 
     def _finish(self, result: BenchResult) -> None:
-        self._console.print(overview(result).rich())
+        for table in (overview(result), memory_overview(result)):
+            if table.rows:
+                self._console.print(table.rich())
         self._line(NOT_MLPERF)
 
     def _line(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _talk(progress: Progress, task: TaskID, key: str) -> Say:
+    """Return what puts the doings of a case into the progress bar."""
+    return lambda phase, name, share: progress.update(task, description=f"{key}: {phase} {name}")
 
 
 def _progress(console: Console) -> Progress:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from graphfsdp.bench.batches import BatchSource, batch_source
+from graphfsdp.bench.batches import Batch, BatchSource, batch_source
 from graphfsdp.bench.clock import Schedule, make_schedule, no_garbage_collection
 from graphfsdp.bench.contender import ContenderSpec, Setting
 from graphfsdp.bench.flops import find_peak, model_flops, num_parameters
@@ -27,13 +28,15 @@ from graphfsdp.bench.records import (
     WorkloadFacts,
 )
 from graphfsdp.bench.roofline import kernel_roofline, operator_roofline
-from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS, RunningContender, start_contender
+from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS, RunningContender, build_contender
 from graphfsdp.bench.together import Failure, attempt, first_says, line_up
 from graphfsdp.errors import ConfigError
 
 NUM_EARLY_STEPS = 10
 _NUM_PROBES = 2
 _NUM_PROFILED = 3
+# Of a case's time: for building, compiling and warming up.
+_START_SHARE = 0.6
 
 # Told what goes on: a phase, a contender's name or "", and what share of the phase is done.
 Say = Callable[[str, str, float], None]
@@ -51,6 +54,7 @@ class MeasureOptions:
         profile: Folder for profiles of all contenders; None for none.
         nsys: Mark some steps for Nsight Systems.
         excluded: Contenders that ended a process before, and how.
+        limit_s: Seconds of the whole case; when most of them are over, no contender starts.
     """
 
     seconds: float
@@ -60,6 +64,7 @@ class MeasureOptions:
     profile: str | None = None
     nsys: bool = False
     excluded: tuple[tuple[str, str], ...] = ()
+    limit_s: float = math.inf
 
 
 def measure_case(
@@ -170,19 +175,36 @@ class _CaseBench:
         )
 
     def _start(self, specs: Sequence[ContenderSpec]) -> None:
+        """Build and warm up every contender; those that compile come last, if time is left."""
         batches = self._source.take(0, NUM_WARMUP_STEPS)
-        for index, spec in enumerate(specs):
-            self._say("warm-up", spec.name, index / len(specs))
+        deadline = time.monotonic() + _START_SHARE * self._options.limit_s
+        order = sorted(specs, key=lambda spec: spec.compiles)
+        for index, spec in enumerate(order):
+            self._say("warm-up", spec.name, index / len(order))
+            if first_says(time.monotonic() > deadline, self._setting.ranks):
+                self._leave_out(spec, Failure("the time for this case was over before", ""))
+                continue
             line_up(self._setting.ranks, self._setting.device)
-            started = attempt(
-                functools.partial(start_contender, spec, self._setting, batches),
-                self._setting.ranks,
-            )
-            if isinstance(started, Failure):
-                self._leave_out(spec, started)
-            else:
-                self._running.append(started)
+            failure = self._start_one(spec, batches)
+            if failure is not None:
+                self._leave_out(spec, failure)
         self._reference()
+        names = [spec.name for spec in specs]
+        self._running.sort(key=lambda item: names.index(item.spec.name))
+        self._not_run.sort(key=lambda item: names.index(item.name) if item.name in names else -1)
+
+    def _start_one(self, spec: ContenderSpec, batches: Sequence[Batch]) -> Failure | None:
+        """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
+        setting = self._setting
+        built = attempt(functools.partial(build_contender, spec, setting), setting.ranks)
+        if isinstance(built, Failure):
+            return built
+        warmed = attempt(functools.partial(built.warm_up, batches, setting.device), setting.ranks)
+        if isinstance(warmed, Failure):
+            built.contender.close()
+            return warmed
+        self._running.append(built)
+        return None
 
     def _probe(self) -> Schedule:
         """Time a few steps of each contender to find out how many to run."""
@@ -212,7 +234,7 @@ class _CaseBench:
             self._next_step += schedule.num_steps
 
     def _window(
-        self, item: RunningContender, batches: list[tuple[Tensor, ...]], *, keep: bool = False
+        self, item: RunningContender, batches: list[Batch], *, keep: bool = False
     ) -> float | None:
         """Run a window; a contender that fails in it on any rank leaves. Returns ms per step."""
         device, ranks = self._setting.device, self._setting.ranks

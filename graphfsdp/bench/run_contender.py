@@ -23,6 +23,7 @@ class RunningContender:
     """A contender and what has been seen of it so far.
 
     Attributes:
+        before: What a GPU's allocator held before the contender was built.
         losses: Of its steps, in pieces of [K] float32 each, on the device.
         windows: Of the timed region.
     """
@@ -30,13 +31,17 @@ class RunningContender:
     spec: ContenderSpec
     contender: Contender
     build_ms: float
+    before: MemoryRecord
     warmup_ms: tuple[float, ...] = ()
     memory: MemoryRecord | None = None
     losses: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
     def warm_up(self, batches: Sequence[Batch], device: torch.device) -> None:
-        """Run the first steps, each timed with a sync after it."""
+        """Run the first steps, each timed with a sync after it.
+
+        On a GPU the peak memory until here is measured, capture and compilation included.
+        """
         times = []
         for index, batch in enumerate(batches):
             start = time.perf_counter()
@@ -45,6 +50,13 @@ class RunningContender:
                 torch.cuda.synchronize(device)
             times.append((time.perf_counter() - start) * 1e3)
         self.warmup_ms = tuple(times)
+        allocated, reserved = self.before.allocated_bytes, self.before.reserved_bytes
+        if allocated is not None and reserved is not None:
+            self.memory = MemoryRecord(
+                CUDA_ALLOCATOR,
+                allocated_bytes=torch.cuda.max_memory_allocated(device) - allocated,
+                reserved_bytes=torch.cuda.max_memory_reserved(device) - reserved,
+            )
 
     def time(self, batches: Sequence[Batch], first_step: int, device: torch.device) -> Window:
         """Run a window of steps."""
@@ -83,37 +95,22 @@ class RunningContender:
         )
 
 
-def start_contender(
-    spec: ContenderSpec, setting: Setting, batches: Sequence[Batch]
-) -> RunningContender:
-    """Build a contender and run its first steps; on a GPU also measure its memory.
-
-    The measured peak is that of these steps, capture and compilation included.
-    """
+def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
+    """Build a contender, ready for its first step."""
     device = setting.device
-    on_gpu = device.type == "cuda"
-    allocated = reserved = 0
-    if on_gpu:
+    before = MemoryRecord(CUDA_ALLOCATOR)
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        allocated = torch.cuda.memory_allocated(device)
-        reserved = torch.cuda.memory_reserved(device)
+        before = MemoryRecord(
+            CUDA_ALLOCATOR,
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+        )
     start = time.perf_counter()
     contender = spec.make(setting)
-    running = RunningContender(spec, contender, (time.perf_counter() - start) * 1e3)
-    try:
-        running.warm_up(batches, device)
-    except BaseException:
-        contender.close()
-        raise
-    if on_gpu:
-        running.memory = MemoryRecord(
-            CUDA_ALLOCATOR,
-            allocated_bytes=torch.cuda.max_memory_allocated(device) - allocated,
-            reserved_bytes=torch.cuda.max_memory_reserved(device) - reserved,
-        )
-    return running
+    return RunningContender(spec, contender, (time.perf_counter() - start) * 1e3, before)
 
 
-__all__ = ["NUM_WARMUP_STEPS", "RunningContender", "start_contender"]
+__all__ = ["NUM_WARMUP_STEPS", "RunningContender", "build_contender"]

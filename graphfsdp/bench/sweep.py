@@ -32,7 +32,6 @@ class Sweep:
 
     Attributes:
         started: ``time.monotonic()`` when the budget began.
-        say: Told what goes on within a case.
         folder: The result directory, where rank 0 keeps profiles; None on other ranks.
     """
 
@@ -40,7 +39,6 @@ class Sweep:
     device: torch.device
     ranks: Ranks
     started: float
-    say: Say
     folder: Path | None = None
 
     @property
@@ -56,8 +54,14 @@ class Sweep:
             return _NO_LIMIT_S
         return self.options.budget * 60 - (time.monotonic() - self.started)
 
-    def measure(self, planned: PlannedCase) -> CaseResult:
-        """Measure one case.
+    def measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
+        """Measure the speed of one case.
+
+        Args:
+            planned: The case.
+            num_left: Cases that are to be measured yet, this one included; of the time that is
+                left, this one may take three times its share.
+            say: Told what goes on.
 
         Raises:
             CaseFailedError: it cannot be measured; the message says why.
@@ -65,15 +69,27 @@ class Sweep:
         left_s = first_says(self.left_s(), self.ranks)
         if left_s < _SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self.options.budget:g} min was spent")
+        limit_s = min(left_s, max(3 * left_s / num_left, _SHORTEST_CASE_S))
         if self.ranks.launched:
-            found = self._measure_here(planned)
-        else:
-            found = run_case(self._request(planned), self.say, left_s)
-            if planned.memory and self.device.type == "cpu" and can_forget_peak():
-                found = self._with_memory(planned, found)
-        return with_unasked(found)
+            return with_unasked(self._measure_here(planned, limit_s, say))
+        return with_unasked(run_case(self._request(planned), say, limit_s))
 
-    def _measure_here(self, planned: PlannedCase) -> CaseResult:
+    def with_memory(self, planned: PlannedCase, found: CaseResult, say: Say) -> CaseResult:
+        """Return the case with the memory of each contender that time is left for, on a CPU."""
+        wanted = planned.memory and self.device.type == "cpu" and not self.ranks.launched
+        if not wanted or not can_forget_peak():
+            return found
+        measured = []
+        for index, own in enumerate(found.contenders):
+            say("memory", own.name, index / len(found.contenders))
+            record = None
+            if self.left_s() > _SHORTEST_CASE_S:
+                request = dataclasses.replace(self._request(planned), contenders=(own.name,))
+                record = run_memory(request, self.left_s())
+            measured.append(dataclasses.replace(own, memory=record))
+        return dataclasses.replace(found, contenders=tuple(measured))
+
+    def _measure_here(self, planned: PlannedCase, limit_s: float, say: Say) -> CaseResult:
         options = self.options
         strategy = ShardingStrategy.parse(options.strategy)
         setting = Setting(planned.case, self.device, options.seed, self.ranks, strategy)
@@ -84,22 +100,12 @@ class Sweep:
             options.roofline,
             self._profile,
             options.nsys,
+            limit_s=limit_s,
         )
         try:
-            return measure_case(setting, find_contenders(planned.contenders), measure, self.say)
+            return measure_case(setting, find_contenders(planned.contenders), measure, say)
         except ConfigError as error:
             raise CaseFailedError(str(error)) from error
-
-    def _with_memory(self, planned: PlannedCase, found: CaseResult) -> CaseResult:
-        measured = []
-        for index, own in enumerate(found.contenders):
-            self.say("memory", own.name, index / len(found.contenders))
-            record = None
-            if self.left_s() > _SHORTEST_CASE_S:
-                request = dataclasses.replace(self._request(planned), contenders=(own.name,))
-                record = run_memory(request, self.left_s())
-            measured.append(dataclasses.replace(own, memory=record))
-        return dataclasses.replace(found, contenders=tuple(measured))
 
     def _request(self, planned: PlannedCase) -> ChildRequest:
         case, options = planned.case, self.options

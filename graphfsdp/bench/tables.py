@@ -139,14 +139,13 @@ def short_table(case: CaseResult) -> Table:
                 *(f"{value:.2f}" for value in (steps.median, steps.p95)),
                 "1" if is_reference else ratio_text(speedup),
                 f"{case.items_per_s(own.name):,.0f}",
-                memory_text(own),
                 f"{ready_ms / 1e3:.1f}",
                 "reference" if is_reference else short_parity_text(own.parity),
             )
         )
     heading = (
         *("contender", "ms/step", "p95", "times as fast as eager", f"{case.workload.unit}/s"),
-        *("peak memory", "init s", "losses"),
+        *("init s", "losses"),
     )
     return Table(workload_text(case.workload), heading, tuple(rows))
 

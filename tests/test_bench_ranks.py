@@ -1,0 +1,86 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphfsdp.bench.batches import Batch
+from graphfsdp.bench.contender import Contender, ContenderSpec, Setting
+from graphfsdp.bench.contenders import find_contenders
+from graphfsdp.bench.measure import MeasureOptions, measure_case
+from graphfsdp.bench.records import CaseResult
+from graphfsdp.bench.together import Failure, attempt, first_says
+from graphfsdp.bench.workloads import Case, DtypeName, find_workload
+from graphfsdp.training.ranks import Ranks
+from ranks import RankPool
+
+
+def these_ranks() -> Ranks:
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, launched=True)
+
+
+class Silent(Contender):
+    """Would train nothing, and asks no other rank for anything."""
+
+    def train(self, batch: Batch) -> Tensor:
+        raise AssertionError("the other rank could not even build this")
+
+
+def fail_on_last(setting: Setting) -> Contender:
+    if setting.ranks.rank == setting.ranks.size - 1:
+        raise RuntimeError("this rank alone")
+    return Silent()
+
+
+def measure_on_rank(dtype: DtypeName) -> CaseResult:
+    case = Case(find_workload("gpt-tiny"), dtype, 1)
+    setting = Setting(case, torch.device("cpu"), ranks=these_ranks())
+    specs = [
+        *find_contenders(("pytorch", "fsdp2")),
+        ContenderSpec("lame", "fails on one rank", fail_on_last),
+        *find_contenders(("full_iteration",))[1:],
+    ]
+    return measure_case(setting, specs, MeasureOptions(seconds=0.1), lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(
+    ranks2: RankPool, dtype: DtypeName
+) -> None:
+    results = ranks2.run(measure_on_rank, dtype, limit_s=110)
+    for case in results:
+        assert [own.name for own in case.contenders] == [
+            *("eager", "pytorch", "fsdp2", "full_iteration")
+        ]
+        (lame,) = case.not_run
+        assert lame.reason == "rank 1: RuntimeError: this rank alone"
+        captured = case.find("full_iteration")
+        assert captured.parity.bit_exact
+        for name in ("pytorch", "fsdp2"):
+            # Sums in another order; in bf16 the plain loop rounds elsewhere.
+            limit = 1e-4 if dtype == "fp32" else 0.05
+            assert case.find(name).parity.early_difference < limit
+    shapes = [[len(window) for window in case.contenders[0].timing.step_ms] for case in results]
+    assert shapes[0] == shapes[1], "the ranks did not run the same rounds"
+    losses = [case.contenders[0].parity.last_loss for case in results]
+    assert losses[0] != losses[1], "the ranks trained on the same batches"
+
+
+def decide_on_rank() -> tuple[int | Failure, int]:
+    ranks = these_ranks()
+
+    def make() -> int:
+        if ranks.rank == 0:
+            raise ValueError("no\n\nmore lines")
+        return 7
+
+    return attempt(make, ranks), first_says(ranks.rank + 40, ranks)
+
+
+def test_a_failure_on_one_rank_is_everybodys(ranks2: RankPool) -> None:
+    (first, said_first), (second, said_second) = ranks2.run(decide_on_rank)
+    assert isinstance(first, Failure)
+    assert first == second
+    assert first.reason == "rank 0: ValueError: no"
+    assert "more lines" in first.detail
+    assert said_first == said_second == 40
