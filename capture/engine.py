@@ -118,13 +118,18 @@ class Engine:
             results += [] if grad_norm is None else [grad_norm]
         return results
 
-    def evaluate(self, recording: Recording) -> list[Tensor]:
+    def evaluate(self, recording: Recording, watch: AbstractContextManager[None]) -> list[Tensor]:
         """Run the forward pass alone; return its results as a flat list.
+
+        Args:
+            recording: Has the inputs.
+            watch: Entered around the forward pass.
 
         Capture: everything in here.
         """
         self._replayed = None
-        output = self._iteration.forward(recording.inputs, recording.num_microbatches)
+        with watch:
+            output = self._iteration.forward(recording.inputs, recording.num_microbatches)
         return recording.results.flatten(output)
 
     def step_outside(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphfsdp._capture.agreement import Agreement
+from graphfsdp._capture.agreement import Agreement, WarmUpAgainError
 from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.interrupts import DeferredInterrupts
@@ -103,17 +103,31 @@ class Evaluator:
             with attempt.watching(), _evaluating(self._engine.model) as trained:
                 if captures:
                     return self._capture(recording, attempt, trained)
-                with self._engine.backend.on_capture_stream():
-                    results = self._engine.evaluate(recording)
-                self._agreement.settle()
-                recording.num_eager += 1
-                return results
+                return self._warm_up(recording)
         except BaseException as error:  # whatever ends it, it must leave no trace
             with DeferredInterrupts():
                 attempt.roll_back()
-                self._recordings.remove(recording)
-            self._agreement.fail(error)
-            raise
+                recording.drop_graph()
+                refused = recording.refused_values(error)
+                waits = (refused or isinstance(error, WarmUpAgainError)) and recording.wait_once()
+                if not waits:
+                    self._recordings.remove(recording)
+            if not waits:
+                self._agreement.fail(error)
+                raise
+            if refused:  # no rank warms up once more unless all do
+                self._agreement.settle(again=True)
+            _LOG.info("evaluation: warming up once more: %s", error)
+        return self._attempt(recording, captures=False)
+
+    def _warm_up(self, recording: Recording) -> list[Tensor]:
+        engine = self._engine
+        watch = recording.noting(engine.constant_watch())
+        with engine.backend.on_capture_stream():
+            results = engine.evaluate(recording, watch)
+        self._agreement.settle()
+        recording.num_eager += 1
+        return results
 
     def _capture(
         self, recording: Recording, attempt: Attempt, trained: Callable[[], None]
@@ -125,16 +139,18 @@ class Evaluator:
             attempt.host_state.check_unchanged(was_read)
             trained()  # the modes that every later call will find
             guards.arm(was_read)
-            self._agreement.settle()
+            if self._agreement.settle():
+                raise WarmUpAgainError("another rank was given other numbers")
 
         with guards.recording():
             recording.graph, results = engine.backend.record(
-                lambda: engine.evaluate(recording),
+                lambda: engine.evaluate(recording, recording.comparing()),
                 engine.model,
                 check,
                 collective=self._agreement.is_collective,
                 scratch=recording.inputs.tensors(),
             )
+        recording.constants = None
         return results
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
@@ -207,3 +208,83 @@ def evaluated_on_ranks(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_evaluation_of_a_sharded_model(strategy: str, ranks2: RankPool) -> None:
     ranks2.run(evaluated_on_ranks, strategy)
+
+
+def counted(model: nn.Module, optimizer: FusedAdam, numbers: list[float]) -> graphfsdp.CapturedStep:
+    """Return a step whose evaluation takes a new number from Python each time."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model(x).square().mean()
+        return out if model.training else out * numbers.pop(0)
+
+    return graphfsdp.capture(model, optimizer, loss_fn=loss_fn, warmup_steps=1)
+
+
+def linear(device: torch.device) -> tuple[nn.Module, FusedAdam, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1).to(device)
+    x = torch.randn(4, 5, device=device)
+    return model, FusedAdam(model.parameters(), lr=0.1), x
+
+
+def test_a_number_that_differs_in_each_evaluation_is_refused(device: torch.device) -> None:
+    """A replay would freeze it; training goes on."""
+    model, optimizer, x = linear(device)
+    numbers = [float(n) for n in range(2, 30)]
+    with counted(model, optimizer, numbers) as step:
+        step(x)
+        plain = model(x).square().mean().detach()
+        assert torch.equal(step.evaluate(x), plain * 2)
+        # The second differs from the first, and is taken for a warm-up; the third, too, is refused.
+        assert torch.equal(step.evaluate(x), plain * 4)
+        with pytest.raises(graphfsdp.CaptureError, match=r"loss_fn|numbers\.pop|mul"):
+            step.evaluate(x)
+        assert model.training
+        for _ in range(3):
+            step(x)
+        assert step.phase is Phase.REPLAY
+
+
+def test_a_number_that_was_changed_once_costs_one_more_eager_evaluation(
+    device: torch.device,
+) -> None:
+    model, optimizer, x = linear(device)
+    # The capture that is refused has called the function, too.
+    numbers = [2.0, 3.0, *[3.0] * 20]
+    with counted(model, optimizer, numbers) as step:
+        plain = model(x).square().mean().detach()
+        assert torch.equal(step.evaluate(x), plain * 2)
+        assert torch.equal(step.evaluate(x), plain * 3)  # refused, and run eagerly
+        left = len(numbers)
+        assert torch.equal(step.evaluate(x), plain * 3)  # captured
+        assert len(numbers) < left
+        left = len(numbers)
+        for _ in range(10):
+            x = torch.randn_like(x)
+            assert torch.equal(step.evaluate(x), model(x).square().mean() * 3)  # replayed
+        assert len(numbers) == left
+
+
+def refuse_on_one_rank() -> None:
+    model = make_net("optim_grads_params")
+    optimizer = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    numbers = [2.0, 3.0, *[3.0] * 20] if dist.get_rank() else [3.0] * 22
+    batch = my_part(token_batches(1)[0])
+
+    def loss_fn(model: nn.Module, *batch: Tensor) -> Tensor:
+        out: Tensor = model(*batch)
+        return out if model.training else out * numbers.pop(0)
+
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, warmup_steps=1) as step:
+        first = step.evaluate(*batch)
+        second = step.evaluate(*batch)  # a number is another one on rank 1: all warm up again
+        third = [step.evaluate(*batch) for _ in range(3)]
+        assert all(torch.equal(one, second) for one in third)
+        torch.testing.assert_close(first / (2 if dist.get_rank() else 3), second / 3)
+        left = len(numbers)
+        step.evaluate(*batch)
+        assert len(numbers) == left  # a replay
+
+
+def test_ranks_warm_an_evaluation_up_together(ranks2: RankPool) -> None:
+    ranks2.run(refuse_on_one_rank)
