@@ -138,6 +138,10 @@ class Unit:
             self._install([view for _, view in self.group.full_views()])
             return
         self._install([item.param for item in self.group.managed])
+        if is_in_backward() and torch.is_grad_enabled() and self.group.trainable:
+            # A recomputation: its own backward follows, and needs the weights that are here.
+            self._queue_end_of_backward()
+            return
         keeps = self.group.options.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS
         if not (keeps or (torch.is_grad_enabled() and not self.reshard_after_forward)):
             self._drop_weights(outside=not torch.is_grad_enabled() and not self._fresh)
