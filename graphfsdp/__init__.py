@@ -36,12 +36,12 @@ from graphfsdp.preflight import check as check
 from graphfsdp.preflight_report import CheckReport as CheckReport
 
 if TYPE_CHECKING:
-    from graphfsdp._fully_shard import FSDPModule as FSDPModule
     from graphfsdp._fully_shard import fully_shard as fully_shard
     from graphfsdp._materialize import materialize as materialize
     from graphfsdp.checkpoint import AsyncSaver as AsyncSaver
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
+    from graphfsdp.fsdp_module import FSDPModule as FSDPModule
 
 __version__ = "0.1.0"
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp._fully_shard import FSDPModule, class_name, shards_of, unit_of
 from graphfsdp.collectives import broadcast_
 from graphfsdp.errors import ConfigError, GraphFSDPError
+from graphfsdp.fsdp_module import FSDPModule, class_name, shards_of, unit_of
 from graphfsdp.init_order import InitOrder, Stop
 from graphfsdp.initializers import keeping
 from graphfsdp.meta_tensors import give_memory, give_up_memory, is_partly_unset

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from graphfsdp._fully_shard import class_name
 from graphfsdp.errors import ConfigError
+from graphfsdp.fsdp_module import class_name
 from graphfsdp.initializers import (
     in_init_order,
     model_initializer,

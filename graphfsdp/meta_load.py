@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._fully_shard import FSDPModule, shards_of, unit_of
 from graphfsdp._materialize import materialize, target_device
+from graphfsdp.fsdp_module import FSDPModule, shards_of, unit_of
 from graphfsdp.meta_tensors import give_memory, give_up_memory
 from graphfsdp.sharded import sharded_roots
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp._fully_shard import FSDPModule, unit_of
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import ConfigError, GraphFSDPError
+from graphfsdp.fsdp_module import FSDPModule, unit_of
 from graphfsdp.shard_group import ManagedParameter
 from graphfsdp.unit import Unit
 

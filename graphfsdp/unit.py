@@ -1,14 +1,8 @@
 """A sharded module while it runs: whole weights in forward and backward, reduced gradients after.
 
-Note [Unshard as an operator of autograd]: the whole weights of a unit are outputs of one
-autograd function, whose backward gets all their gradients at once and reduces them. Operators
-inside the unit save weights for backward not as tensors but as places in the gathered buffer
-(saved-tensor hooks), so after forward nothing holds the buffer and it is freed by itself; the
-first operator of the backward pass that asks for a place gathers it again. No storage is ever
-resized, no hook waits on a parameter, and a recording sees ordinary operators only.
+See Note [Unshard as an operator of autograd] in unshard_function.py.
 """
 
-import enum
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
@@ -27,29 +20,8 @@ from graphfsdp.schedule import Schedule
 from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.shard_group import ShardGroup
 from graphfsdp.streams import Lane
-
-
-class UnitPhase(enum.Enum):
-    """What a unit is doing."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-
-
-class _Unshard(torch.autograd.Function):
-    """Whole weights forward, reduced gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, unit: "Unit") -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
-        return tuple(view for item, view in unit.group.full_views() if item.buffer.trainable)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        ctx.unit.take_gradients(grads)
-        return None, None
+from graphfsdp.unit_phase import UnitPhase as UnitPhase
+from graphfsdp.unshard_function import Unshard
 
 
 class Unit:
@@ -82,6 +54,7 @@ class Unit:
         self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context: ExitStack | None = None
         self._recomputing = False
+        self._from_leaves = False  # gradients have come from reentrant recomputations
         for owner in {id(o): o for item in group.managed for o, _ in item.owners}.values():
             if owner is not module:
                 owner.register_forward_pre_hook(self._inner_call)
@@ -139,8 +112,7 @@ class Unit:
             return
         self._install([item.param for item in self.group.managed])
         if is_in_backward() and torch.is_grad_enabled() and self.group.trainable:
-            # A recomputation: its own backward follows, and needs the weights that are here.
-            self._queue_end_of_backward()
+            self._queue_end_of_backward()  # a recomputation, whose backward needs the weights too
             return
         keeps = self.group.options.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS
         if not (keeps or (torch.is_grad_enabled() and not self.reshard_after_forward)):
@@ -177,6 +149,7 @@ class Unit:
             if grad is not None:
                 self._landed.add(position)
         self._added_by_layer.clear()
+        self._from_leaves = False
         stage = self.group.options.strategy.stage
         sync = self.requires_gradient_sync and (stage >= 2 or self.is_last_microbatch)
         outside = self.is_last_microbatch and self.requires_all_reduce
@@ -220,7 +193,7 @@ class Unit:
             self._context = None
         self.phase = UnitPhase.IDLE
         self._fresh = False
-        self._recomputing = False
+        self._recomputing = self._from_leaves = False
         self._landed.clear()
         self._added_by_layer.clear()
         for buffer in self.group.buffers:
@@ -243,32 +216,55 @@ class Unit:
                 "unit's own forward, where its weights are shards. Remedy: call the unit, or "
                 "wrap the inner module with fully_shard itself, or unshard() the unit first"
             )
-        if not self._recomputing:
+        self.install_if_recomputing()
+
+    def install_if_recomputing(self) -> bool:
+        """Put whole weights into the module if backward asks for them while they are shards."""
+        resting = self.phase is UnitPhase.IDLE and not (self.pinned or self._recomputing)
+        if resting and is_in_backward():
             self._install_for_recomputation()
+            return True
+        return False
 
     def _install_for_recomputation(self) -> None:
         """Put whole weights into the module while backward runs a part of its forward again.
 
         Their gradients come through the original forward; these leaves only make the same
-        operators save the same tensors.
+        operators save the same tensors. A reentrant checkpoint has a graph of its own, which
+        ends in them: then gradients come from there.
         """
         self._recomputing = True
         self._queue_end_of_backward()
-        leaves = []
         with self._gathering():
             views = list(self.group.full_views())
-        for item, view in views:
-            leaf = view.detach().requires_grad_(item.buffer.trainable)
-            if item.buffer.trainable:
-                leaf.register_post_accumulate_grad_hook(self._refuse_reentrant)
-            leaves.append(leaf)
+        leaves = [view.detach().requires_grad_(item.buffer.trainable) for item, view in views]
+        for position, leaf in enumerate(leaf for leaf in leaves if leaf.requires_grad):
+            take = functools.partial(self._take_from_leaf, position)
+            leaf.register_post_accumulate_grad_hook(take)
         self._install(leaves)
 
-    def _refuse_reentrant(self, leaf: Tensor) -> None:
-        raise PhaseError(
-            f"a reentrant checkpoint inside unit {self.group.name!r} computes gradients of its "
-            "own, which would be lost. Remedy: checkpoint(..., use_reentrant=False)"
-        )
+    def _take_from_leaf(self, position: int, leaf: Tensor) -> None:
+        """Add a gradient that a reentrant checkpoint has computed to those of the unit.
+
+        Autograd runs what was made last first, so ``Unshard`` comes after all checkpoints of its
+        pass, and takes the other gradients. Where nothing else uses the weights it never comes:
+        see ``_finish_backward``.
+        """
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        self.schedule.finish_reduction(self)
+        self.schedule.make_room()
+        self._from_leaves = True
+        self._landed.add(position)
+        item = self.group.trainable[position]
+        accumulate = main_grads_are_bound(self.group)
+        item.buffer.unreduced_gradient(item.slot, accumulate=accumulate).add_(grad)
+
+    def _finish_backward(self) -> None:
+        if self._from_leaves:
+            self.take_gradients([None] * len(self.group.trainable))
+            self.schedule.finish_reduction(self)
+        self.end_backward()
 
     def _refresh(self) -> None:
         """Forget gathered weights that the optimizer may have made stale."""
@@ -302,7 +298,7 @@ class Unit:
     def _differentiable_views(self) -> list[Tensor]:
         if not (torch.is_grad_enabled() and self.group.trainable):
             return [view for _, view in self.group.full_views()]
-        whole = _Unshard.apply(self._token, self)  # type: ignore[no-untyped-call]
+        whole = Unshard.apply(self._token, self)  # type: ignore[no-untyped-call]
         for position, tensor in enumerate(whole):
             # Names that Megatron's and Transformer Engine's layers look for.
             tensor.get_main_grad = functools.partial(self.unreduced_gradient, position)
@@ -341,7 +337,7 @@ class Unit:
 
     def _queue_end_of_backward(self) -> None:
         if is_in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _bind_gradients(self) -> None:
         bind_main_grads(self.group, self._landed)

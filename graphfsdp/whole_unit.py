@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._fully_shard import class_name
 from graphfsdp.errors import ConfigError
+from graphfsdp.fsdp_module import class_name
 from graphfsdp.meta_tensors import is_partly_unset, mark_unset_
 from graphfsdp.shard_group import ManagedParameter
 from graphfsdp.unit import Unit

@@ -42,7 +42,8 @@ SHARD_LEG = frozenset(
         *("communicators", "grad_binding", "input_cast", "prefetched", "unreduced"),
         *("diagnostics", "shard_table", "unit_mesh", "unit_plan"),
         *("init_order", "initializers", "meta_tensors", "rank_agreement"),
-        *("meta_load", "unit_memory", "whole_unit"),
+        *("meta_load", "unit_memory", "unshard_function", "whole_unit"),
+        *("fsdp_module", "unit_phase"),
     }
 )
 ROOF = frozenset(

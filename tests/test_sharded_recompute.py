@@ -22,10 +22,10 @@ from sharding_helpers import (
 # By name: whether the block, a segment of blocks or a part of a block runs again, and by whom;
 # with how much dropout, which torch's own would draw anew. Others are in test_sharded_capture.py.
 WAYS = {
-    "optim_grads": (("segment_reentrant", 0.0),),
+    "optim_grads": (("part_reentrant", 0.0),),
     "optim_grads_params": (
         *(("block_reentrant", 0.0), ("segment_reentrant", 0.0), ("segment_torch", 0.0)),
-        *(("block_ours", 0.3), ("part_ours", 0.3)),
+        *(("part_reentrant", 0.0), ("block_ours", 0.3), ("part_ours", 0.3)),
     ),
 }
 
@@ -49,7 +49,8 @@ class Layer(nn.Module):
         self.way = way
 
     def part(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.down(torch.tanh(self.up(x)))) * self.gain
+        # The block's own parameter comes first: before a module says that it is called again.
+        out: Tensor = self.dropout(self.down(torch.tanh(self.up(self.gain * x))))
         return out
 
     def forward(self, x: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def _offsets(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """
     if not any(hasattr(module, "prepare_shards") for module in model.modules()):
         return {}
-    from graphfsdp._fully_shard import FSDPModule, unit_of
+    from graphfsdp.fsdp_module import FSDPModule, unit_of
     from graphfsdp.unit import UnitPhase
 
     found: dict[int, tuple[int, ...]] = {}

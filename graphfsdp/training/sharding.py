@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp._fully_shard import unit_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.dtensors import is_dtensor
+from graphfsdp.fsdp_module import unit_of
 from graphfsdp.training.gpt import GPT
 
 
