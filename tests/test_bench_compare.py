@@ -238,15 +238,18 @@ def test_the_command_prints_a_table_writes_json_and_ends_as_a_gate(tmp_path: Pat
         (tmp_path / name).mkdir()
         write_result(value, tmp_path / name / "result.json")
     old_file, new_file = str(tmp_path / "old"), str(tmp_path / "new" / "result.json")
-    console = Console(width=200, record=True, file=(tmp_path / "shown").open("w"))
+    console = Console(file=(tmp_path / "shown").open("w"))
     with console.file:
         answer = run_compare([old_file, new_file, "--json", str(tmp_path / "out")], console)
         assert answer == 1
         assert run_compare([old_file, old_file], console) == 0
         assert run_compare([old_file, new_file, "--tolerance", "0.5"], console) == 0
-    shown = console.export_text()
+        write_result(result(EAGER, contender("full_iteration", 6.5, jitter=0.9)), tmp_path / "x")
+        assert run_compare([old_file, str(tmp_path / "x")], console) == 0
+    shown = (tmp_path / "shown").read_text()
     for text in ("full_iteration", "slower", "torch: 2.13.0 -> 2.14.0", "x: None -> 1",
-                 "1 of 1 contenders are worse", "nothing is worse (tolerance 50%)"):  # fmt: skip
+                 "1 of 1 contenders are worse", "nothing is worse (tolerance 50%)",
+                 "1 unclear: the rounds scatter", "nothing is clearly worse"):  # fmt: skip
         assert text in shown
     data = json.loads((tmp_path / "out").read_text())
     assert data["kind"] == "graphfsdp_bench_comparison"

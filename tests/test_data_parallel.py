@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -33,6 +34,7 @@ DROPOUT = ["--hidden-dropout", "0.2", "--attention-dropout", "0.1"]
 ONE_LAYER = ["--num-layers", "1"]
 STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 BITWISE = [("fp32", "0"), ("decoupled", "1"), ("fp32", "3")]
+HAS_MLLOG = importlib.util.find_spec("mlperf_logging") is not None
 SCOPES = ["none", "full_iteration"]
 PRECISIONS = {
     "fp32": ["--no-bf16"],
@@ -119,6 +121,11 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         plan.add(
             name, [*extra, *data, *ONE_LAYER, "--global-batch-size", "4", "--sample-tokens", "5"]
         )
+    if HAS_MLLOG:
+        log = ["--data-parallel-sharding-strategy", "3", "--mllog", str(plan.folder / "ends.log")]
+        plan.add("mllog", log)
+        log[-1] = str(plan.folder / "fails.log")
+        plan.add("mllog-absent", log, of_rank_1=("--data", str(plan.folder / "nothing")))
     plan.execute()
     return plan
 
@@ -173,6 +180,24 @@ def test_two_ranks_train_as_one_process_does(
             assert (quantity in mine) == (quantity in other)
             expected = pytest.approx(other.get(quantity, 0), rel=TOLERANCES[precision])
             assert mine.get(quantity, 0) == expected, (quantity, mine, other)
+
+
+@pytest.mark.skipif(not HAS_MLLOG, reason="mlperf-logging is not installed")
+def test_a_log_of_two_ranks_is_written_once_and_changes_no_number(plan: Plan) -> None:
+    assert [answer["code"] for answer in plan.answers("mllog")] == [0, 0], plan.answers("mllog")
+    ours, plain = lines_of(plan.folder / "mllog"), lines_of(plan.folder / "fp32-optim_grads_params")
+    assert numbers(ours) == numbers(plain)
+    assert {line["phase"] for line in ours} == {"replay"}
+    text = (plan.folder / "ends.log").read_text()
+    assert text.count('"run_start"') == text.count('"status": "success"') == 1
+    assert '"global_batch_size", "value": 8' in text
+    assert '"gradient_accumulation_steps", "value": 2' in text
+    # Other flags on another rank are refused while the clock stands still.
+    assert [answer["code"] for answer in plan.answers("mllog-absent")] == [2, 2]
+    text = (plan.folder / "fails.log").read_text()
+    assert text.count('"init_start"') == 1
+    assert '"run_start"' not in text
+    assert '"run_stop"' not in text
 
 
 @pytest.mark.parametrize("name", ["fp32-no_shard", "fp32-optim_grads_params", "bf16-3", "meta-3"])

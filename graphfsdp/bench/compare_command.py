@@ -16,6 +16,7 @@ from graphfsdp.bench.records import REFERENCE
 from graphfsdp.errors import ConfigError
 
 EXIT_REGRESSION = 1
+_WIDTH = 160  # of a file or a pipe
 _STYLES = (
     (Verdict.SLOWER, "bold red"),
     (Verdict.LOST, "bold red"),
@@ -57,7 +58,8 @@ def run_compare(arguments: Sequence[str], console: Console) -> int:
             Path(options.json).write_text(to_json(found), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {options.json} cannot be written: {error}") from None
-    _print(found, console)
+    wide = None if console.is_terminal else max(console.width, _WIDTH)
+    _print(found, Console(file=console.file, width=wide))
     return EXIT_REGRESSION if found.regressions else 0
 
 
@@ -109,13 +111,19 @@ def _print(found: Comparison, console: Console) -> None:
     for change in found.changes:
         if change.reason:
             _line(console, f"{change.contender} no longer runs: {change.reason}")
+    num_unclear = sum(change.verdict is Verdict.UNCLEAR for change in found.changes)
+    if num_unclear:
+        _line(
+            console,
+            f"{num_unclear} unclear: the rounds scatter more than what has changed; measure "
+            "longer, or on a quiet machine",
+        )
     num_regressions = len(found.regressions)
-    _line(
-        console,
-        f"{num_regressions} of {len(found.changes)} contenders are worse"
-        if num_regressions
-        else f"nothing is worse (tolerance {found.tolerance:.0%})",
-    )
+    if num_regressions:
+        _line(console, f"{num_regressions} of {len(found.changes)} contenders are worse")
+    else:
+        clearly = "clearly " if num_unclear else ""
+        _line(console, f"nothing is {clearly}worse (tolerance {found.tolerance:.0%})")
 
 
 def _line(console: Console, text: str) -> None:

@@ -150,6 +150,7 @@ def _iterate(
         captured = phase_before is not step.phase
         out.advance()
         done = iteration + 1
+        log.trained(done * run.batch.num_sequences)
         position = Position(done, start.tokens + (done - start.iteration) * run.batch.num_tokens)
         is_last = done == config.train_iters
         evaluates = is_last or _is_due(done, config.eval_interval)

@@ -123,6 +123,10 @@ class MlperfLog(RunLog):
         self._logger.start("block_start", metadata={"samples_count": num_samples})
         self._block_began = time.perf_counter()
 
+    def trained(self, num_samples: int) -> None:
+        """Remember how far the run is, for its end."""
+        self._num_samples = num_samples
+
     def block_stops(self, num_samples: int) -> None:
         """End a stretch of training, with its speed, and start a validation."""
         seconds = time.perf_counter() - self._block_began

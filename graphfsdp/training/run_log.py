@@ -18,6 +18,9 @@ class RunLog:
     def block_starts(self, num_samples: int) -> None:
         """Training goes on until the next validation."""
 
+    def trained(self, num_samples: int) -> None:
+        """Another iteration is done, or on its way on the device."""
+
     def block_stops(self, num_samples: int) -> None:
         """A validation is about to begin."""
 
