@@ -23,7 +23,7 @@ from graphfsdp.bench.record_files import read_result
 from graphfsdp.bench.records import BenchResult
 from graphfsdp.bench.result_directory import RESULT
 from graphfsdp.bench.spread import Spread
-from graphfsdp.bench.tables import Table, memory_overview, overview, reasons
+from graphfsdp.bench.tables import Table, cpu_overview, memory_overview, overview, reasons
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -66,7 +66,7 @@ def bench_section(path: pathlib.Path) -> str:
 
 def bench_tables(result: BenchResult) -> list[Table]:
     """Return the tables of one result that the README shows."""
-    tables = [overview(result), memory_overview(result)]
+    tables = [overview(result), cpu_overview(result), memory_overview(result)]
     return [table for table in tables if table.rows]
 
 

@@ -106,7 +106,7 @@ def test_the_page_needs_no_network_and_shows_no_markup_of_names(tmp_path: pathli
     assert "<script" not in text
     assert not re.findall(r"""(?:src|href)=['"](?!data:)""", text)
     assert "data:image/png;base64,cG5n" in text
-    assert text.count("<table>") == 1 + 2 + 3
+    assert text.count("<table>") == 2 + 2 + 3
 
 
 def test_a_directory_holds_everything_and_is_never_overwritten(tmp_path: pathlib.Path) -> None:
@@ -211,9 +211,17 @@ def test_flags_that_cannot_work_are_refused_by_name(arguments: str, message: str
         parse_bench_arguments(arguments.split())
 
 
-def test_a_suite_takes_no_batch_sizes() -> None:
+@pytest.mark.parametrize("arguments", ["--batch-size 4", "--suite quick --dtype bf16"])
+def test_a_suite_has_sizes_and_precisions_of_its_own(arguments: str) -> None:
     with pytest.raises(ConfigError, match="goes with --workload"):
-        parse_bench_arguments(["--batch-size", "4"]).cases("cpu")
+        parse_bench_arguments(arguments.split()).cases("cpu")
+
+
+def test_the_table_of_cpu_time_is_there_on_a_cpu_alone() -> None:
+    (row,) = tables.cpu_overview(result()).rows
+    assert row == ("gpt-tiny fp32, 4 x 32 tokens", "2.00", "2.00 (1.00x)")
+    facts = dataclasses.replace(result().environment, gpu="NVIDIA Z")
+    assert tables.cpu_overview(result(environment=facts)).rows == ()
 
 
 def test_the_help_names_every_workload_and_contender() -> None:

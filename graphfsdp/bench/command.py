@@ -21,7 +21,15 @@ from graphfsdp.bench.records import BenchResult, CaseResult, Environment
 from graphfsdp.bench.result_directory import PROFILES, make_directory, write_directory
 from graphfsdp.bench.suites import PlannedCase
 from graphfsdp.bench.sweep import Sweep
-from graphfsdp.bench.tables import NOT_MLPERF, memory_overview, not_run_table, overview, short_table
+from graphfsdp.bench.tables import (
+    NOT_MLPERF,
+    cpu_overview,
+    memory_overview,
+    not_run_table,
+    overview,
+    short_table,
+)
+from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 
@@ -47,6 +55,11 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         return run_mlperf(arguments, console)
     options = parse_bench_arguments(arguments)
     ranks = find_ranks()
+    if options.strategy is not None and not ranks.launched:
+        raise ConfigError(
+            "--strategy says what is cut over several ranks, and this is one process; start them "
+            "with torchrun --nproc-per-node N -m graphfsdp bench ..."
+        )
     device = choose_device(options.device, ranks)
     torch.set_num_threads(options.threads)
     command = shlex.join(["graphfsdp", "bench", *arguments])
@@ -158,7 +171,7 @@ class _Bench:
             self._line(f"did not run: {name}: {reason}", "yellow")
 
     def _finish(self, result: BenchResult) -> None:
-        for table in (overview(result), memory_overview(result)):
+        for table in (overview(result), cpu_overview(result), memory_overview(result)):
             if table.rows:
                 self._console.print(table.rich())
         self._line(NOT_MLPERF)

@@ -52,7 +52,8 @@ class BenchOptions:
         seconds: Of the timed region of a case, all contenders together.
         budget: Minutes of the whole run; None for no limit.
         threads: Of torch on a CPU.
-        strategy: What graphfsdp cuts where there are several ranks.
+        dtype: Precisions; None is fp32.
+        strategy: What graphfsdp cuts where there are several ranks; None is what FSDP2 does.
         memory: On a CPU, measure peak memory in processes of their own.
         profile: Keep a profile of each contender in the result directory.
         nsys: Mark some steps of each contender for Nsight Systems.
@@ -62,7 +63,7 @@ class BenchOptions:
     suite: str | None = None
     workload: tuple[str, ...] = ()
     batch_size: tuple[int, ...] | None = None
-    dtype: tuple[DtypeName, ...] = ("fp32",)
+    dtype: tuple[DtypeName, ...] | None = None
     contender: tuple[str, ...] | None = None
     data: str | None = None
     random_tokens: bool = False
@@ -71,7 +72,7 @@ class BenchOptions:
     seed: int = 0
     threads: int = 1
     device: DeviceChoice = "auto"
-    strategy: str = ShardingStrategy.OPTIM_GRADS_PARAMS.value
+    strategy: str | None = None
     memory: bool = True
     roofline: bool = True
     pictures: bool = True
@@ -102,16 +103,22 @@ class BenchOptions:
         for name in self.workload:
             find_workload(name)
         find_contenders(self.contender)
-        ShardingStrategy.parse(self.strategy)
+        if self.strategy is not None:
+            ShardingStrategy.parse(self.strategy)
 
     def cases(self, device_type: str) -> tuple[PlannedCase, ...]:
         """Return what to measure on such a device."""
         if self.workload:
             return plan_cases(
-                self.workload, self.batch_size, self.dtype, self.contender, memory=self.memory
+                self.workload,
+                self.batch_size,
+                self.dtype or ("fp32",),
+                self.contender,
+                memory=self.memory,
             )
-        if self.batch_size is not None:
-            raise ConfigError("--batch-size goes with --workload; a suite has its own sizes")
+        for name, value in (("--batch-size", self.batch_size), ("--dtype", self.dtype)):
+            if value is not None:
+                raise ConfigError(f"{name} goes with --workload; a suite has its own")
         name = self.suite or ("gpu" if device_type == "cuda" else "cpu")
         return tuple(
             PlannedCase(

@@ -13,6 +13,7 @@ from graphfsdp.bench.tables import (
     NOT_MLPERF,
     Table,
     case_notes,
+    cpu_overview,
     not_run_table,
     overview,
     speed_table,
@@ -49,7 +50,7 @@ def page(result: BenchResult, pictures: Sequence[Path]) -> str:
         f"<pre>{_text(result.command)}</pre>",
         f"<p class='note'>{_text(NOT_MLPERF)}</p>",
         "<h2>Overview</h2>",
-        _table(overview(result)),
+        *(_table(table) for table in (overview(result), cpu_overview(result)) if table.rows),
         *(_picture(path) for path in pictures),
     ]
     for case in result.cases:

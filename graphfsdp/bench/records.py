@@ -275,6 +275,16 @@ class CaseResult:
         ratios = self.ratios(name, base)
         return Spread.of(ratios) if ratios else None
 
+    def cpu_ratios(self, name: str, base: str = REFERENCE) -> tuple[float, ...]:
+        """Return how many times as much CPU time the base needed, round by round.
+
+        Other programs on the machine hardly change it, unlike the time on a clock.
+        """
+        own, reference = self.find(name), self.find(base)
+        if own is None or reference is None or not all(own.timing.cpu_ms):
+            return ()
+        return tuple(paired_ratios(reference.timing.cpu_ms, own.timing.cpu_ms))
+
     def items_per_s(self, name: str) -> float | None:
         """Return tokens or images per second on each rank, of the median step."""
         own = self.find(name)

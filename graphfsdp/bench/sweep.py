@@ -91,7 +91,7 @@ class Sweep:
 
     def _measure_here(self, planned: PlannedCase, limit_s: float, say: Say) -> CaseResult:
         options = self.options
-        strategy = ShardingStrategy.parse(options.strategy)
+        strategy = ShardingStrategy.parse(options.strategy or ShardingStrategy.OPTIM_GRADS_PARAMS)
         setting = Setting(planned.case, self.device, options.seed, self.ranks, strategy)
         measure = MeasureOptions(
             options.seconds,

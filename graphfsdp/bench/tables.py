@@ -1,5 +1,6 @@
 """A result as tables: plain rows, and these as Markdown and for a terminal."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,31 @@ def overview(result: BenchResult) -> Table:
                 cells.append(f"{own.timing.steps.median:.2f} ({speedup.median:.2f}x)")
         rows.append(tuple(cells))
     title = "ms per step (median), and how many times as fast as eager (median of pairs)"
+    return Table(title, ("workload", *names), tuple(rows))
+
+
+def cpu_overview(result: BenchResult) -> Table:
+    """Return the same of the process's CPU time; empty where the work is a GPU's.
+
+    Other programs on the machine hardly change it.
+    """
+    if result.environment.gpu is not None:
+        return Table("", (), ())
+    names = [name for name in contender_names(result.cases) if _ran(result, name)]
+    rows = []
+    for case in result.cases:
+        cells = [workload_text(case.workload)]
+        for name in names:
+            own, ratios = case.find(name), case.cpu_ratios(name)
+            if own is None or not ratios:
+                cells.append("-")
+                continue
+            text = f"{statistics.median(own.timing.cpu_ms):.2f}"
+            if name != REFERENCE:
+                text += f" ({statistics.median(ratios):.2f}x)"
+            cells.append(text)
+        rows.append(tuple(cells))
+    title = "CPU ms per step, which other programs hardly change, and eager's over each"
     return Table(title, ("workload", *names), tuple(rows))
 
 
@@ -209,8 +235,9 @@ def report_markdown(result: BenchResult, pictures: Sequence[str] = ()) -> str:
         pictures: Names of files beside the text.
     """
     parts = ["# graphfsdp bench", describe(result.environment), f"`{result.command}`", NOT_MLPERF]
-    table = overview(result)
-    parts += [f"**{table.title}**", table.markdown()]
+    for table in (overview(result), cpu_overview(result)):
+        if table.rows:
+            parts += [f"**{table.title}**", table.markdown()]
     parts += [f"![{name}]({name})" for name in pictures]
     for case in result.cases:
         speed, start = speed_table(case), start_table(case)
@@ -253,6 +280,7 @@ __all__ = [
     "NOT_MLPERF",
     "Table",
     "case_notes",
+    "cpu_overview",
     "memory_overview",
     "not_run_table",
     "overview",
