@@ -36,6 +36,8 @@ STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 BITWISE = [("fp32", "0"), ("decoupled", "1"), ("fp32", "3")]
 HAS_MLLOG = importlib.util.find_spec("mlperf_logging") is not None
 SCOPES = ["none", "full_iteration"]
+INSTANCES = ["--data-parallel-sharding-strategy", "3", "--num-distributed-optimizer-instances"]
+INSTANCES += ["2", "--outer-dp-sharding-strategy", "optim"]
 PRECISIONS = {
     "fp32": ["--no-bf16"],
     "meta": ["--no-bf16", "--init-model-with-meta-device"],
@@ -111,6 +113,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for precision, strategy in (("bf16", "3"), ("decoupled", "2"), ("meta", "3")):
         flags = [*PRECISIONS[precision], "--data-parallel-sharding-strategy", strategy]
         plan.add(f"{precision}-{strategy}", flags)
+    plan.add("thirds", ["--num-distributed-optimizer-instances", "3"])
+    plan.add("alone", ["--outer-dp-sharding-strategy", "optim"])
+    plan.add("fp32-instances", INSTANCES)
     for (precision, strategy), scope in itertools.product(BITWISE, SCOPES):
         flags = [*PRECISIONS[precision], *DROPOUT, "--cuda-graph-scope", scope, *ONE_LAYER]
         flags += ["--data-parallel-sharding-strategy", strategy]
@@ -163,6 +168,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         *(("fp32", strategy) for strategy in STRATEGIES),
         *(("bf16", "3"), ("decoupled", "2"), ("meta", "3")),
+        ("fp32", "instances"),
     ],
 )
 def test_two_ranks_train_as_one_process_does(
@@ -264,6 +270,8 @@ def test_only_the_first_rank_prints_and_writes(plan: Plan) -> None:
         ("used", "holds another run (config.json)"),
         ("absent", "error: rank 1: --data "),
         ("different", "error: rank 1 has --lr 0.5, rank 0 has 0.003"),
+        ("thirds", "does not divide the 2 ranks"),
+        ("alone", "add --num-distributed-optimizer-instances"),
     ],
 )
 def test_what_one_rank_cannot_do_ends_all_with_one_message(

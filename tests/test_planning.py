@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp._fully_shard import unit_of
 from graphfsdp.cli import main
-from graphfsdp.config import MixedPrecisionPolicy
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.activations import Activations, measure_activations
@@ -49,10 +49,18 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def real_world(strategy: str, policy_name: str, microbatches: int) -> dict[str, Any]:
-    """Train for a few steps, and count what is there."""
+def real_world(
+    strategy: str, policy_name: str, microbatches: int, outer: str | None
+) -> dict[str, Any]:
+    """Train for a few steps, and count what is there; ``outer`` is for two instances."""
     model = make_model("cpu")
-    shard_model(model, strategy, POLICIES[policy_name])  # type: ignore[arg-type]
+    shard_model(
+        model,
+        ShardingStrategy.parse(strategy),
+        POLICIES[policy_name],
+        num_instances=1 if outer is None else 2,
+        outer_strategy=outer or "no_shard",
+    )
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
     optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
@@ -66,8 +74,12 @@ def real_world(strategy: str, policy_name: str, microbatches: int) -> dict[str, 
     for node in report.nodes():
         if node.kind.value == "collective":
             op = node.op.split(".")[1].removesuffix("_")
-            # The whole buffer is what an all-gather writes and what a reduction reads or writes.
-            sizes = [buffers[number].num_bytes for number in (*node.writes, *node.reads)]
+            if op == "wait":  # of a collective that was begun before
+                continue
+            # The whole buffer is what an all-gather writes and what a reduction reads. Main
+            # grads, which a reduction may write, lie in a storage with those of other units.
+            seen = (node.writes, node.reads) if op == "all_gather" else (node.reads, node.writes)
+            sizes = [buffers[number].num_bytes for number in seen[0] or seen[1]]
             collectives[op, max(sizes)] += 1
     units = [unit_of(m) for m in model.modules() if isinstance(m, graphfsdp.FSDPModule)]
     held = [buffer for unit in units for buffer in unit.group.buffers]
@@ -81,22 +93,33 @@ def real_world(strategy: str, policy_name: str, microbatches: int) -> dict[str, 
     }
 
 
-def plan_of(strategy: str, policy: str, microbatches: int, num_ranks: int) -> ModelPlan:
+def plan_of(
+    strategy: str, policy: str, microbatches: int, num_ranks: int, outer: str | None = None
+) -> ModelPlan:
     model = make_model("meta")
     units = [f"blocks.{index}" for index in range(2)]
     return plan_model(
         model,
         units,
         num_ranks=num_ranks,
+        num_outer=1 if outer is None else 2,
+        cuts_outside=outer == "optim",
         strategy=strategy,
         mp_policy=POLICIES[policy],
         num_microbatches=microbatches,
     )
 
 
-def check(pool: RankPool, num_ranks: int, strategy: str, policy: str, microbatches: int) -> None:
-    plan = plan_of(strategy, policy, microbatches, num_ranks)
-    for rank, real in enumerate(pool.run(real_world, strategy, policy, microbatches)):
+def check(
+    pool: RankPool,
+    num_ranks: int,
+    strategy: str,
+    policy: str,
+    microbatches: int,
+    outer: str | None = None,
+) -> None:
+    plan = plan_of(strategy, policy, microbatches, num_ranks, outer)
+    for rank, real in enumerate(pool.run(real_world, strategy, policy, microbatches, outer)):
         assert real["buffers"] == [(b.layout, b.sharded, b.dtypes) for b in plan.buffers]
         assert real["main"] == plan.main_weight_bytes
         assert real["grads"] == plan.main_grad_bytes
@@ -123,6 +146,20 @@ def test_plan_is_what_two_ranks_really_hold(
 
 def test_plan_is_what_four_ranks_really_hold(ranks4: RankPool) -> None:
     check(ranks4, 4, "optim_grads_params", "bf16", 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy", "outer"),
+    [
+        ("optim_grads_params", "bf16", "no_shard"),
+        ("optim_grads_params", "bf16", "optim"),
+        ("optim", "fp32", "optim"),
+    ],
+)
+def test_plan_is_what_two_instances_really_hold(
+    ranks4: RankPool, strategy: str, policy: str, outer: str
+) -> None:
+    check(ranks4, 4, strategy, policy, 2, outer)
 
 
 def test_a_plan_needs_modules_and_ranks_that_exist() -> None:

@@ -138,6 +138,8 @@ def test_precision_flags_become_a_policy() -> None:
         ("--log-interval 0", "--log-interval must be at least 1"),
         ("--seed -1", "--seed must be at least 0"),
         ("--data-parallel-sharding-strategy 4", "argument --data-parallel-sharding-strategy: inv"),
+        ("--num-distributed-optimizer-instances 0", "-instances must be at least 1, got 0"),
+        ("--outer-dp-sharding-strategy 2", "argument --outer-dp-sharding-strategy: invalid"),
         ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be at least 1"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
     ],

@@ -11,6 +11,7 @@ from rich.table import Table
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.model_plan import Collective
+from graphfsdp.planning.planned_mesh import PlannedMesh
 from graphfsdp.planning.time_estimate import Speeds
 from graphfsdp.planning.training_plan import TrainingPlan, plan_training
 from graphfsdp.training.arguments import parse_train_arguments
@@ -88,7 +89,7 @@ def _memory_table(plan: TrainingPlan) -> Table:
     model = plan.model
     table = Table(
         title=f"{plan.config.preset}: memory of each of {model.num_ranks} ranks, "
-        f"{model.strategy.value}",
+        f"{model.strategy.value}{_axes(model.mesh)}",
         title_justify="left",
     )
     for name in ("kind", "bytes", ""):
@@ -142,6 +143,13 @@ def _summary(plan: TrainingPlan) -> list[str]:
         "does",
         "~ marks estimates; everything else is what the layout decides, to the byte",
     ]
+
+
+def _axes(mesh: PlannedMesh) -> str:
+    if mesh.num_outer == 1:
+        return ""
+    state = ", optimizer state cut over these too" if mesh.cuts_outside else ""
+    return f" over {mesh.num_inner}, {mesh.num_outer} times{state}"
 
 
 def _readable(num_bytes: int) -> str:

@@ -4,14 +4,15 @@ What the layout decides comes from the functions that lay out the real run, so i
 byte. Nothing here allocates: the model may lie on the meta device.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.neighbours import state_numel, storage_bytes
+from graphfsdp.planning.planned_mesh import PlannedMesh
 from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
 
 ROOT = "(root)"
@@ -73,7 +74,7 @@ class ModelPlan:
     Attributes:
         units: In the order of the modules, the root first; so they lie in memory.
         strategy: What is sharded.
-        num_ranks: Ranks that share every unit.
+        mesh: Ranks that share every unit.
         num_microbatches: Forwards and backwards of an iteration.
         reshard_after_forward: Whole weights are dropped between forward and backward.
         clips: The norm of the gradients is computed.
@@ -82,11 +83,16 @@ class ModelPlan:
 
     units: tuple[UnitPlan, ...]
     strategy: ShardingStrategy
-    num_ranks: int
+    mesh: PlannedMesh
     num_microbatches: int
     reshard_after_forward: bool
     clips: bool
     module_buffer_bytes: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share every unit."""
+        return self.mesh.num_ranks
 
     @property
     def buffers(self) -> tuple[BufferPlan, ...]:
@@ -121,6 +127,9 @@ class ModelPlan:
         time, and those of the largest unit inside it.
         """
         casts = sum(b.full_bytes for b in self.buffers if not b.sharded and _casts(b))
+        if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
+            # What was gathered over the outer axis stays for the iteration.
+            casts += sum(b.full_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
         sizes = [unit.full_bytes for unit in self.units]
         if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.reshard_after_forward:
             return casts + sizes[0] + max(sizes[1:], default=0)
@@ -134,6 +143,24 @@ class ModelPlan:
             for unit in self.units
         ]
         keeps = self.strategy.stage < 2 and self.num_microbatches > 1
+        whole = sum(waiting) if keeps else max(waiting, default=0)
+        return whole + self._unreduced_outside_bytes
+
+    @property
+    def _unreduced_outside_bytes(self) -> int:
+        """Bytes of gradients that are reduced over the inner axis alone, beside the main grads."""
+        if not self.mesh.cuts_outside:
+            return 0  # the main grads themselves
+        waiting = [
+            sum(
+                b.layout.total_numel * b.dtypes.grad.itemsize
+                for b in unit.buffers
+                if b.sharded and b.trainable
+            )
+            // self.mesh.num_inner
+            for unit in self.units
+        ]
+        keeps = self.strategy.stage >= 2 and self.num_microbatches > 1
         return sum(waiting) if keeps else max(waiting, default=0)
 
     def collectives(self) -> tuple[Collective, ...]:
@@ -153,9 +180,28 @@ class ModelPlan:
                 if buffer.trainable:
                     op = "reduce_scatter" if buffer.sharded else "all_reduce"
                     found.append(self._call(op, name, self._reduces, buffer.full_grad_bytes))
+                found += self._outside(name, buffer)
         if self.clips and any(buffer.sharded and buffer.trainable for buffer in self.buffers):
-            found.append(self._call("all_reduce", "norm of the gradients", 1, _NORM_BYTES))
+            norm = Collective("all_reduce", "norm of the gradients", 1, _NORM_BYTES, 1)
+            found.append(replace(norm, num_ranks=self.mesh.num_inner))
+            if self.mesh.cuts_outside and self.mesh.num_outer > 1:
+                found.append(replace(norm, num_ranks=self.mesh.num_outer))
         return tuple(found)
+
+    def _outside(self, name: str, buffer: BufferPlan) -> Iterator[Collective]:
+        """Yield what the ranks of the outer axis do with a buffer in one iteration."""
+        if self.mesh.num_outer == 1:
+            return
+        share = self.mesh.num_inner if buffer.sharded else 1
+        cuts = buffer.sharded and self.mesh.cuts_outside
+        name = f"{name}, outer axis"
+        if cuts:
+            num_bytes = buffer.full_bytes // share
+            yield Collective("all_gather", name, 1, num_bytes, self.mesh.num_outer)
+        if buffer.trainable:
+            op = "reduce_scatter" if cuts else "all_reduce"
+            num_bytes = buffer.full_grad_bytes // share
+            yield Collective(op, name, 1, num_bytes, self.mesh.num_outer)
 
     def state_bytes(self, rank: int = 0, *, num_moments: int = 2, moment_itemsize: int = 4) -> int:
         """Return the bytes of FusedAdam's state on a rank, step counts included.
@@ -169,7 +215,7 @@ class ModelPlan:
             moment_itemsize: Bytes of an element of them.
         """
         num_params = sum(len(buffer.names) for buffer in self.buffers if buffer.trainable)
-        numel = state_numel(self.buffers, rank)
+        numel = state_numel(self.buffers, self.mesh.part(rank))
         return num_moments * moment_itemsize * numel + 4 * num_params
 
     @property
@@ -183,7 +229,7 @@ class ModelPlan:
         return self.num_microbatches if self.strategy.stage >= 2 else 1
 
     def _call(self, op: str, unit: str, count: int, num_bytes: int) -> Collective:
-        return Collective(op, unit, count, num_bytes, self.num_ranks)
+        return Collective(op, unit, count, num_bytes, self.mesh.num_inner)
 
 
 def plan_model(
@@ -191,6 +237,8 @@ def plan_model(
     units: Sequence[str],
     *,
     num_ranks: int,
+    num_outer: int = 1,
+    cuts_outside: bool = False,
     strategy: str | int | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS,
     mp_policy: MixedPrecisionPolicy | None = None,
     num_microbatches: int = 1,
@@ -204,6 +252,8 @@ def plan_model(
         units: Full names of the modules that are wrapped one by one, in the order of wrapping;
             the root comes last by itself.
         num_ranks: Ranks that share every unit.
+        num_outer: How many of them hold the same shard: ranks of the outer axis.
+        cuts_outside: Main weights, main grads and optimizer state are cut over these too.
         strategy: As for ``fully_shard``.
         mp_policy: As for ``fully_shard``.
         num_microbatches: Forwards and backwards of an iteration.
@@ -226,6 +276,7 @@ def plan_model(
     if unknown:
         raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
     parsed = ShardingStrategy.parse(strategy)
+    mesh = PlannedMesh(num_ranks, num_outer, cuts_outside and num_outer > 1)
     taken: set[int] = set()
     plans = []
     for name in (*(name for name in units if name), ""):
@@ -243,14 +294,14 @@ def plan_model(
             kinds,
             policy=mp_policy or MixedPrecisionPolicy(),
             strategy=parsed,
-            num_ranks=num_ranks,
+            num_ranks=mesh.num_parts,
         )
         plans.append(UnitPlan(name, tuple(buffers)))
     order = {name: index for index, name in enumerate(modules)}
     return ModelPlan(
         units=tuple(sorted(plans, key=lambda plan: order[plan.name])),
         strategy=parsed,
-        num_ranks=num_ranks,
+        mesh=mesh,
         num_microbatches=num_microbatches,
         reshard_after_forward=reshard_after_forward,
         clips=clips,

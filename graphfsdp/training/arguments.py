@@ -266,6 +266,15 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "gathered block by block when they are needed; each saves more memory, and the losses are "
         "the same up to rounding; without torchrun there is nothing to cut",
     )  # fmt: skip
+    group.value(
+        "--num-distributed-optimizer-instances", int, "cut over groups of ranks, and repeat that "
+        "so many times: gradients go from group to group once an iteration, weights stay within "
+        "one; must divide the number of ranks",
+    )  # fmt: skip
+    group.choice(
+        "--outer-dp-sharding-strategy", ("no_shard", "optim"), "with several instances: each "
+        "keeps the whole optimizer state, or a part of it",
+    )  # fmt: skip
     group.switch(
         "--init-model-with-meta-device", "build the model without memory, and draw its weights "
         "block by block on the device after it is cut, so that no rank ever holds all of it; for "

@@ -122,7 +122,13 @@ def _make_program(
         ranks.copy_first(model)
     with _precision_in_flags(config):
         if ranks.launched:
-            shard_model(model, config.sharding, config.mp_policy)
+            shard_model(
+                model,
+                config.sharding,
+                config.mp_policy,
+                num_instances=config.num_distributed_optimizer_instances,
+                outer_strategy=config.outer_dp_sharding_strategy,
+            )
         if on_meta:
             graphfsdp.materialize(model, device)
         if ranks.rank > 0:

@@ -17,6 +17,7 @@ _FREE = frozenset(
         *("sample_tokens", "save", "load", "save_interval", "async_save", "keep_last"),
         *("cuda_graph_scope", "cuda_graph_warmup_steps", "device", "micro_batch_size"),
         *("data_parallel_sharding_strategy", "distributed_timeout_minutes", "target_loss"),
+        *("num_distributed_optimizer_instances", "outer_dp_sharding_strategy"),
         "init_model_with_meta_device",
         *("mllog", "mllog_benchmark", "mllog_org", "mllog_platform", "mllog_division"),
         *("mllog_status", "mllog_cache_cleared"),

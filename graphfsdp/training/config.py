@@ -87,6 +87,8 @@ class TrainConfig:
     device: DeviceChoice = "auto"
     # Several processes.
     data_parallel_sharding_strategy: str = "no_shard"
+    num_distributed_optimizer_instances: int = 1
+    outer_dp_sharding_strategy: str = "no_shard"
     init_model_with_meta_device: bool = False
     distributed_timeout_minutes: int = 10
     # Checkpoints.
@@ -182,10 +184,12 @@ class TrainConfig:
 
     def _check_sharding(self) -> None:
         self._at_least("distributed_timeout_minutes", 1)
-        try:
-            ShardingStrategy.parse(self.data_parallel_sharding_strategy)
-        except ConfigError as error:
-            raise ConfigError(f"--data-parallel-sharding-strategy: {error}") from None
+        self._at_least("num_distributed_optimizer_instances", 1)
+        for name in ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"):
+            try:
+                ShardingStrategy.parse(getattr(self, name))
+            except ConfigError as error:
+                raise ConfigError(f"{_flag(name)}: {error}") from None
 
     def _check_checkpoints(self) -> None:
         self._at_least("save_interval", 0)

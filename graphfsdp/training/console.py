@@ -126,6 +126,9 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
     backend = "nccl" if run.device.type == "cuda" else "gloo"
     sizes = shard_sizes(run.model)
     weights, grads = (f"{size / 2**20:,.1f} MiB" for size in (sizes.weight_bytes, sizes.grad_bytes))
+    instances = run.config.num_distributed_optimizer_instances
+    if instances > 1:
+        strategy += f" over {run.ranks.size // instances} ranks, {instances} times"
     return [
         ("ranks", f"{run.ranks.size} ({backend})"),
         (

@@ -3,24 +3,73 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.dtensors import is_dtensor
+from graphfsdp.errors import ConfigError
 from graphfsdp.fsdp_module import unit_of
 from graphfsdp.training.gpt import GPT
 
 
-def shard_model(model: GPT, strategy: ShardingStrategy, policy: MixedPrecisionPolicy) -> None:
+def shard_model(
+    model: GPT,
+    strategy: ShardingStrategy,
+    policy: MixedPrecisionPolicy,
+    *,
+    num_instances: int = 1,
+    outer_strategy: str = "no_shard",
+) -> None:
     """Make a unit of each block and one of the rest, which holds tied embeddings too.
 
+    Args:
+        model: The model.
+        strategy: What is cut.
+        policy: Dtypes of the copies.
+        num_instances: How many groups of ranks each hold all shards.
+        outer_strategy: What is cut over these too.
+
     Raises:
+        ConfigError: the ranks cannot be cut into so many groups, or there is one alone.
         PrecisionError: gradients would have another dtype than the main weights.
     """
-    for block in model.blocks:
-        graphfsdp.fully_shard(block, strategy=strategy, mp_policy=policy)
-    graphfsdp.fully_shard(model, strategy=strategy, mp_policy=policy)
+    if num_instances == 1 and outer_strategy != "no_shard":
+        raise ConfigError(
+            f"--outer-dp-sharding-strategy {outer_strategy} needs several instances to cut over: "
+            "add --num-distributed-optimizer-instances"
+        )
+    mesh = _mesh_of(model, num_instances)
+    for module in (*model.blocks, model):
+        graphfsdp.fully_shard(
+            module,
+            mesh,
+            strategy=strategy,
+            mp_policy=policy,
+            outer_strategy=outer_strategy,
+        )
+
+
+def _mesh_of(model: GPT, num_instances: int) -> DeviceMesh | None:
+    num_ranks = dist.get_world_size()
+    if num_ranks % num_instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {num_instances} does not divide the "
+            f"{num_ranks} ranks"
+        )
+    if num_instances == 1:
+        return None
+    device_type = next(model.parameters()).device.type
+    if device_type == "meta":
+        on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        device_type = "cuda" if on_gpu else "cpu"
+    return init_device_mesh(
+        device_type,
+        (num_instances, num_ranks // num_instances),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+    )
 
 
 @dataclass(frozen=True)
