@@ -201,6 +201,8 @@ def test_other_work_is_refused_by_name() -> None:
 def test_what_cannot_be_answered_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'fsdp2'.*did not run.*one of: eager, full_iteration"):
         compare(OLD, OLD, base="fsdp2")
+    with pytest.raises(ConfigError, match="x in case tiny fp32 x4 of the second result has a win"):
+        compare(OLD, result(EAGER, contender("x", 0.0)))
     with pytest.raises(ConfigError, match="no contender beside 'eager' ran in both"):
         compare(OLD, result(EAGER))
     with pytest.raises(ConfigError, match=r"--tolerance must be in \[0, 1\), got 1"):

@@ -169,6 +169,9 @@ def test_what_cannot_be_scored_is_refused_before_any_run(
     if importlib.util.find_spec("mlperf_logging") is not None:
         assert "cannot be made" in refused(*target, "--out", str(tmp_path / "shown" / "x"))
     assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as launched:
+        launched.setenv("RANK", "0")
+        assert "without torchrun" in refused(*target, *out)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install mlperf-logging" in refused(*target, *out)
 

@@ -137,6 +137,12 @@ def _case_changes(old: CaseResult, new: CaseResult, base: str, tolerance: float)
                 f"{base!r}, which speed-ups are of, did not run in case {case.workload.key} of the "
                 f"{which} result. Remedy: give as --base one of: {ran}"
             )
+        for item in case.contenders:
+            if not all(window > 0 for window in item.timing.window_ms):
+                raise ConfigError(
+                    f"{item.name} in case {case.workload.key} of the {which} result has a window "
+                    "of 0 ms, which no measurement has. Remedy: measure again"
+                )
     key, changes = old.workload.key, []
     reasons = {item.name: item.reason for item in new.not_run if item.reason != NOT_ASKED}
     for contender in old.contenders:

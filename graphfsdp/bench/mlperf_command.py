@@ -129,6 +129,11 @@ def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainCo
     for name, minimum in (("runs", MIN_NUM_RUNS), ("ranks", 1)):
         if getattr(options, name) < minimum:
             raise ConfigError(f"--{name} must be at least {minimum}, got {getattr(options, name)}")
+    if "RANK" in os.environ:
+        raise ConfigError(
+            "--mlperf starts the ranks of its runs itself; start it once, without torchrun, and "
+            "give --ranks N"
+        )
     config = parse_train_arguments(train_flags)
     if config.target_loss is None:
         raise ConfigError(
