@@ -1,13 +1,15 @@
 """FusedAdam beside torch's fused AdamW on GPT-2-124M's tensors, on the CPU, in paired rounds.
 
 Plain float32, and bfloat16 weights with float32 main weights beside the usual loop: a list of
-float32 copies that AdamW steps on, gradients cast to float32, weights cast back.
+float32 copies that AdamW steps on, gradients cast to float32, weights cast back. The time is the
+processor's, all threads together, so that other processes count only by what they do to caches.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.adam_table import gpt2_124m
 from benchmarks.environment import describe, output_directory
 from benchmarks.layout_table import Shapes
-from benchmarks.timing import as_record, interleave
+from benchmarks.timing import as_record
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.adam_settings import bytes_per_param
 
@@ -77,8 +79,23 @@ def time_placement(
     contenders: dict[str, Callable[[], object]] = {"torch": theirs, "FusedAdam": ours.step}
     for step in contenders.values():
         step()
-    seconds = interleave(contenders, num_rounds, 1, _DEVICE)
+    seconds = processor_seconds(contenders, num_rounds)
     return seconds, bytes_per_param(ours.settings, dtype, dtype)
+
+
+def processor_seconds(
+    contenders: Mapping[str, Callable[[], object]], num_rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of processor time of each contender in each round, in turning order."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    for _ in range(num_rounds):
+        for name in order:
+            began = time.process_time()
+            contenders[name]()
+            seconds[name].append(time.process_time() - began)
+        order.reverse()
+    return seconds
 
 
 def measure_dtype(

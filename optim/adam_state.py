@@ -11,6 +11,7 @@ from torch import Tensor
 from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.flat_runs import is_dense
+from graphfsdp.optim.host_memory import zeros_flat
 from graphfsdp.optim.scaled_moments import has_scales, scale_of, scale_shape
 
 State = dict[str, Tensor]
@@ -135,7 +136,7 @@ def _like(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         previous = param
     if not params:
         return []
-    buffer = torch.zeros(end, dtype=dtype, device=params[0].device)
+    buffer = zeros_flat(end, dtype, params[0].device)
     return [
         buffer.as_strided(param.shape, param.stride(), offset)
         if is_dense(param.shape, param.stride())

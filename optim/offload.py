@@ -25,6 +25,7 @@ from graphfsdp.optim.offload_plan import (
     state_bytes,
 )
 from graphfsdp.optim.rules import check_buffers
+from graphfsdp.optim.scaled_moments import fits_scales
 from graphfsdp.optim.state_loading import Loaded
 
 
@@ -117,7 +118,15 @@ class CPUOffload(DeviceOptimizer):
         params = self._parameters()
         numels = [local_part(param).numel() for param in params]
         chosen = choose_offloaded(numels, self._options.offload_fraction)
-        return [param for param, is_chosen in zip(params, chosen, strict=True) if is_chosen]
+        return [
+            param
+            for param, is_chosen in zip(params, chosen, strict=True)
+            # Moments with scales: the rows alone must be stored as in the whole parameter.
+            if is_chosen
+            and not (
+                self._settings.uses_scales and fits_scales(param) != fits_scales(local_part(param))
+            )
+        ]
 
     @property
     def saved_bytes(self) -> int:

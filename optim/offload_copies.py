@@ -13,6 +13,7 @@ from torch import Tensor
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adam_state import BORDER_NUMEL, continues
 from graphfsdp.optim.flat_runs import is_dense
+from graphfsdp.optim.host_memory import zeros_flat
 
 _HOST = torch.device("cpu")
 
@@ -20,7 +21,7 @@ _HOST = torch.device("cpu")
 def pack(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None, *, pinned: bool
 ) -> list[Tensor]:
-    """Return uninitialised tensors on the CPU, in one buffer for each dtype.
+    """Return new tensors on the CPU, in one buffer for each dtype.
 
     Those that are neighbours in memory have neighbours, and others have not: vectorised kernels
     round the last elements of a run otherwise, and runs are to be the same on the CPU.
@@ -54,7 +55,7 @@ def _view(buffer: Tensor, like: Tensor, offset: int) -> Tensor:
 
 def _allocate(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     if not pinned:
-        return torch.empty(numel, dtype=dtype, device=_HOST)
+        return zeros_flat(numel, dtype, _HOST)
     try:
         return torch.empty(numel, dtype=dtype, device=_HOST, pin_memory=True)
     except RuntimeError as error:
