@@ -53,6 +53,7 @@ def test_operators_gaps_and_ranges_of_a_made_up_cpu_step() -> None:
         event(RANGE_PREFIX + "forward", 150, 500),
         event("aten::linear", 200, 400),
         event("aten::addmm", 250, 390),
+        event(RANGE_PREFIX + "unshard ", 1200, 1202),
         event("autograd::engine::evaluate_function: AddmmBackward0", 500, 800),
         event("AddmmBackward0", 510, 790),
         event("aten::mm", 600, 700),
@@ -77,7 +78,7 @@ def test_operators_gaps_and_ranges_of_a_made_up_cpu_step() -> None:
         (0.2, "aten::linear", "aten::mm", "eager"),
     ]
     assert [(r.name, r.ms, r.calls) for r in found.ranges] == [
-        ("eager", 0.4, 0.5), ("forward", 0.175, 0.5)
+        ("eager", 0.4, 0.5), ("forward", 0.175, 0.5), ("unshard (root)", 0.001, 0.5)
     ]  # fmt: skip
 
 

@@ -184,7 +184,8 @@ def _innermost(ranges: Sequence[Event], start: float, end: float) -> str:
 
 def range_name(event: Event) -> str:
     """Return the name without what marks it as ours."""
-    return event.name.removeprefix(RANGE_PREFIX)
+    name = event.name.removeprefix(RANGE_PREFIX)
+    return f"{name}(root)" if name.endswith(" ") else name  # the outermost unit has no name
 
 
 def range_totals(ranges: Sequence[Event], num_steps: int) -> tuple[RangeTotal, ...]:

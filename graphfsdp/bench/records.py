@@ -335,20 +335,7 @@ class BenchResult:
 
 
 __all__ = [
-    "KIND",
-    "NOT_ASKED",
-    "REFERENCE",
-    "SCHEMA_VERSION",
-    "BenchResult",
-    "CaseResult",
-    "ContenderResult",
-    "Environment",
-    "InitRecord",
-    "MemoryRecord",
-    "NotRun",
-    "ParityRecord",
-    "PeakFacts",
-    "RooflineRecord",
-    "TimingRecord",
-    "WorkloadFacts",
+    *("KIND", "NOT_ASKED", "REFERENCE", "SCHEMA_VERSION", "BenchResult", "CaseResult"),
+    *("ContenderResult", "Environment", "InitRecord", "MemoryRecord", "NotRun"),
+    *("ParityRecord", "PeakFacts", "RooflineRecord", "TimingRecord", "WorkloadFacts"),
 ]
