@@ -36,8 +36,7 @@ STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 BITWISE = [("fp32", "0"), ("decoupled", "1"), ("fp32", "3")]
 HAS_MLLOG = importlib.util.find_spec("mlperf_logging") is not None
 SCOPES = ["none", "full_iteration"]
-INSTANCES = ["--data-parallel-sharding-strategy", "3", "--num-distributed-optimizer-instances"]
-INSTANCES += ["2", "--outer-dp-sharding-strategy", "optim"]
+STAGE_3 = ["--data-parallel-sharding-strategy", "3"]
 PRECISIONS = {
     "fp32": ["--no-bf16"],
     "meta": ["--no-bf16", "--init-model-with-meta-device"],
@@ -113,9 +112,10 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for precision, strategy in (("bf16", "3"), ("decoupled", "2"), ("meta", "3")):
         flags = [*PRECISIONS[precision], "--data-parallel-sharding-strategy", strategy]
         plan.add(f"{precision}-{strategy}", flags)
-    plan.add("thirds", ["--num-distributed-optimizer-instances", "3"])
-    plan.add("alone", ["--outer-dp-sharding-strategy", "optim"])
-    plan.add("fp32-instances", INSTANCES)
+    number, outer = "--num-distributed-optimizer-instances", "--outer-dp-sharding-strategy"
+    plan.add("thirds", [number, "3"])
+    plan.add("alone", [outer, "optim"])
+    plan.add("fp32-instances", [*STAGE_3, number, "2", outer, "optim"])
     for (precision, strategy), scope in itertools.product(BITWISE, SCOPES):
         flags = [*PRECISIONS[precision], *DROPOUT, "--cuda-graph-scope", scope, *ONE_LAYER]
         flags += ["--data-parallel-sharding-strategy", strategy]
@@ -301,8 +301,7 @@ def endless(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Two ranks in the middle of a long training, started as the README says."""
     out = tmp_path / "run"
     flags = [*SMALL, "--data", TEXT, "--train-iters", "1000000", "--out", str(out)]
-    command = torchrun_command("-m", "graphfsdp", "train", *flags)
-    command += ["--data-parallel-sharding-strategy", "optim_grads_params"]
+    command = torchrun_command("-m", "graphfsdp", "train", *flags, *STAGE_3)
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True,
