@@ -276,3 +276,19 @@ def test_old_checkpoints_go_and_a_step_can_be_chosen(tmp_path: Path) -> None:
     with pytest.raises(graphfsdp.CheckpointError, match=r"no checkpoint of step 5.*step=10, 15"):
         graphfsdp.load(tmp_path, model, step=5)
     assert graphfsdp.save(tmp_path, model).name == "step-00000016"
+
+
+def test_who_goes_back_keeps_what_the_run_goes_on_from(tmp_path: Path) -> None:
+    """And not the later ones in its place, which may be damaged."""
+    model = nn.Linear(1, 1, bias=False)
+
+    def save(step: int) -> list[str]:
+        graphfsdp.save(tmp_path, model, step=step, keep_last=2)
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    for step in (10, 20):
+        save(step)
+    graphfsdp.load(tmp_path, model, step=10)
+    assert save(15) == ["latest", "step-00000010", "step-00000015", "step-00000020"]
+    assert graphfsdp.load(tmp_path, model).step == 15
+    assert save(20) == ["latest", "step-00000015", "step-00000020.1"]

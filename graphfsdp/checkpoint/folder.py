@@ -131,7 +131,7 @@ def commit(root: Path, name: str, manifest: Manifest, keep_last: int | None) -> 
         root: Folder of checkpoints.
         name: From ``begin``.
         manifest: What it holds.
-        keep_last: Remove all but so many of the newest steps; None keeps all.
+        keep_last: Remove all but so many of the newest steps up to this one; None keeps all.
 
     Raises:
         CheckpointError: something cannot be written.
@@ -157,15 +157,18 @@ def give_up(root: Path, name: str) -> None:
 def _remove_old(root: Path, name: str, keep_last: int | None) -> None:
     """Remove checkpoints that are not wanted any more; the one that was just saved is.
 
+    Those of later steps stay: who went back to an earlier one goes on from that, and must not
+    lose it for others, which may be damaged. They go when the run has passed their steps.
     Failing to is no failure of the save: what is left is removed the next time.
     """
     known = entries(root)
     saved = next(entry for entry in known if entry.name == name)
     old = [entry for entry in known if entry.step == saved.step and entry != saved]
     if keep_last is not None:
-        steps = sorted({entry.step for entry in known} - {saved.step}, reverse=True)
+        earlier = [entry for entry in known if entry.step < saved.step]
+        steps = sorted({entry.step for entry in earlier}, reverse=True)
         kept = set(steps[: keep_last - 1])
-        old += [e for e in known if e.step != saved.step and e.step not in kept]
+        old += [entry for entry in earlier if entry.step not in kept]
     for entry in old:
         with contextlib.suppress(OSError):
             # Renamed first, so that a half-removed one is never taken for a checkpoint.

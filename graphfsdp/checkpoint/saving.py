@@ -94,7 +94,8 @@ def save(
             position in the data. Each rank's state is kept; where the number of ranks changes,
             only objects whose states were equal can be loaded.
         step: Number of the checkpoint; None is one more than the last in ``path``.
-        keep_last: Then remove all but so many of the newest; None keeps all.
+        keep_last: Then remove all but so many of the newest up to this one; None keeps all.
+            Those of later steps, from before an earlier one was loaded, stay until passed.
         fused: Parameters to save as the matrices that they consist of.
         rng: Also save the generators of torch, numpy and Python.
         process_group: Ranks that save together; None is all.
