@@ -32,6 +32,7 @@ PART_NAMES = (
     "parity-fp32",
     "parity-bf16",
     "optimizer",
+    "overlap",
 )
 # Last, since it takes what the others leave, up to its own limit.
 BENCH = "bench"

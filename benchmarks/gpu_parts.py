@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import workloads
 from benchmarks.adam_speed import compare_optimizers
+from benchmarks.gpu_overlap import overlap
 from benchmarks.workloads import SCOPES, Run, Workload
 
 PARITY_STEPS = 20
@@ -94,6 +95,7 @@ def run_part(name: str, device: torch.device) -> list[Row]:
             row for each in small for row in parity(replace(each, bf16=True), device)
         ],
         "optimizer": lambda: compare_as_rows(large, device, *((2, 1) if rehearsal else (20, 10))),
+        "overlap": lambda: [Row(*row) for row in overlap(large, device)],
     }
     return table[name]()
 

@@ -2,7 +2,8 @@
 
 ``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
 `make bench`, ``bench_gpu`` around those of the newest result of a GPU, ``zoo_speed`` around that
-of the small architectures, ``gpu_check`` around that of the newest `make gpu-check`.
+of the small architectures, ``overlap_cpu`` around that of overlap and pool, ``gpu_check`` around
+that of the newest `make gpu-check`.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies result and picture of a result
 directory of ``graphfsdp bench`` into benchmarks/results.
@@ -109,6 +110,30 @@ def zoo_speed(results: pathlib.Path) -> str | None:
     return f"{markdown(heading, rows)}\n\n{note}"
 
 
+def overlap_cpu(results: pathlib.Path) -> str | None:
+    """Return the table of ``python -m benchmarks.overlap``, or a sentence without a result."""
+    path = results / "overlap_cpu.json"
+    if not path.exists():
+        return "Not measured yet: `python -m benchmarks.overlap`."
+    document: dict[str, Any] = json.loads(path.read_text())
+    rows = [
+        (result["name"], name, found["reference"], str(Spread(**found["speedup"])))
+        for result in document["workloads"]
+        for name, found in result["contenders"].items()
+        if found["speedup"] is not None
+    ]
+    facts = document["environment"]
+    first = document["workloads"][0]
+    heading = ("model", "ZeRO-3", "beside", "times as fast: median (min to max)")
+    note = (
+        f"Measured {facts['date']} with {first['num_ranks']} gloo ranks of one thread each on "
+        f"{facts['cpu']} ({facts['num_cpus']} cores), torch {facts['torch']}; "
+        f"{first['num_rounds']} pairs each. Other programs ran meanwhile (load average "
+        f"{document['load_average_before']:.1f} at the start). Losses were equal bit for bit."
+    )
+    return f"{markdown(heading, rows)}\n\n{note}"
+
+
 def gpu_check(results: pathlib.Path) -> str | None:
     """Return the table of the newest `make gpu-check`, or a sentence where there is none."""
     documents = [json.loads(path.read_text()) for path in results.glob("gpu_check_*.json")]
@@ -134,6 +159,7 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str | None]] = {
     "bench_gpu": bench_gpu,
     "zoo_speed": zoo_speed,
     "gpu_check": gpu_check,
+    "overlap_cpu": overlap_cpu,
 }
 
 

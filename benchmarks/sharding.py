@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,12 +107,13 @@ def torch_contender(workload: Workload) -> Contender:
     return step
 
 
-def graphfsdp_contender(workload: Workload, scope: str) -> Contender:
-    """Return a step with graphfsdp's sharding."""
+def graphfsdp_contender(workload: Workload, scope: str, **options: bool) -> Contender:
+    """Return a step with graphfsdp's sharding, with the given options of it."""
     model = make_gpt(workload)
+    further: dict[str, Any] = dict(options)
     for block in blocks_of(model):
-        graphfsdp.fully_shard(block)
-    graphfsdp.fully_shard(model)
+        graphfsdp.fully_shard(block, **further)
+    graphfsdp.fully_shard(model, **further)
     optimizer = FusedAdam(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     step = graphfsdp.capture(model, optimizer, scope=scope, warmup_steps=WARMUP_STEPS)
     source = rank_batches(workload)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bench_results
-from benchmarks import gpu_bench, gpu_check, gpu_parts, suite
+from benchmarks import gpu_bench, gpu_check, gpu_overlap, gpu_parts, suite
 from graphfsdp.bench.records import NotRun
 from graphfsdp.bench.result_directory import write_directory
 from graphfsdp.bench.sweep import with_unasked
@@ -68,6 +68,27 @@ def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
     assert rows
     assert [row for row in rows if not row.ok] == []
     assert json.dumps([row.data for row in rows])
+
+
+def test_how_much_communication_runs_beside_computation() -> None:
+    comm, compute = [(0.0, 4.0), (3.0, 5.0), (8.0, 9.0)], [(1.0, 2.0), (4.5, 8.5), (1.5, 3.0)]
+    assert gpu_overlap.length(comm) == 6.0
+    assert gpu_overlap.covered(comm, compute) == 2.0 + 0.5 + 0.5
+    numbers = {"loss": 1.0, "peak_bytes": 100, "comm_us": 6.0, "hidden_us": 3.0}
+    found = {
+        "torch fully_shard": numbers,
+        "one after the other": {**numbers, "num_prefetches": 0},
+        "overlap": {**numbers, "num_prefetches": 3, "peak_bytes": 120},
+        "overlap and pool": {**numbers, "num_prefetches": 3, "loss": 2.0},
+    }
+    _, plain, more_memory, other_loss = gpu_overlap.rows_of(found, "gpt")
+    assert plain[1:3] == (
+        "0 gathers begun ahead, peak 0 MiB, 1.00 of FSDP2's, 50% of communication beside "
+        "computation",
+        True,
+    )
+    assert not more_memory[2]
+    assert not other_loss[2]
 
 
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
