@@ -102,6 +102,8 @@ class Iteration:
             for root in sharded_roots(self._model):
                 root.set_is_last_microbatch(index == num_microbatches - 1)
             outputs.append(self._microbatch(inputs, index, num_microbatches))
+        for root in sharded_roots(self._model):
+            root.finish_microbatches()
         self._gradients.finish()
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 

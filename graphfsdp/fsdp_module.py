@@ -50,6 +50,16 @@ class FSDPModule:
         for unit in _units(self, recurse=True):
             unit.is_last_microbatch = is_last
 
+    @torch.no_grad()
+    def finish_microbatches(self) -> None:
+        """Reduce what still waits after the last microbatch: of units that did not run in it.
+
+        ``graphfsdp.capture`` calls it. A loop of your own must do so before the optimizer steps,
+        if it uses ``set_is_last_microbatch`` and some unit may not run in each microbatch.
+        """
+        for unit in _units(self, recurse=True):
+            unit.end_iteration()
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Reduce over the outer axis of the mesh after each backward pass, or not yet.
 

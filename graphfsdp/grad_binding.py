@@ -38,10 +38,25 @@ def bind_main_grads(group: ShardGroup, landed: Iterable[int]) -> None:
             item.param.grad = item.main_grad
 
 
+def reduce_pending(group: ShardGroup) -> None:
+    """Reduce gradients of earlier microbatches that wait for it, over all ranks.
+
+    Args:
+        group: A unit's parameters.
+
+    Capture: see UnreducedGradients.reduce.
+    """
+    accumulate = main_grads_are_bound(group)
+    for buffer in group.buffers:
+        if buffer.has_pending_gradients:
+            for _ in buffer.reduce(None, accumulate=accumulate, reduction=group.options.reduction):
+                pass  # without a lane each collective is waited for
+
+
 def _bound(item: ManagedParameter, group: ShardGroup) -> Tensor | None:
     if group.options.policy.use_decoupled_grad:
         return getattr(item.param, "decoupled_grad", None)
     return item.param.grad
 
 
-__all__ = ["bind_main_grads", "main_grads_are_bound"]
+__all__ = ["bind_main_grads", "main_grads_are_bound", "reduce_pending"]

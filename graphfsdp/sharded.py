@@ -38,6 +38,10 @@ class ShardedModule(Protocol):
         """Tell whether the coming backward pass ends the iteration."""
         ...
 
+    def finish_microbatches(self) -> None:
+        """Reduce what still waits after the last backward pass of an iteration."""
+        ...
+
     def abandon_iteration(self) -> None:
         """Forget an iteration that an exception has ended somewhere in the middle."""
         ...

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
-from graphfsdp.grad_binding import bind_main_grads, main_grads_are_bound
+from graphfsdp.grad_binding import bind_main_grads, main_grads_are_bound, reduce_pending
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.saved_weights import foreign_hooks_are_active, is_in_backward, saving_places
 from graphfsdp.schedule import Schedule
@@ -150,18 +150,17 @@ class Unit:
                 self._landed.add(position)
         self._added_by_layer.clear()
         self._from_leaves = False
-        stage = self.group.options.strategy.stage
-        sync = self.requires_gradient_sync and (stage >= 2 or self.is_last_microbatch)
+        early = self.group.options.strategy.stage >= 2
+        sync = self.requires_gradient_sync and (early or self.is_last_microbatch)
         outside = self.is_last_microbatch and self.requires_all_reduce
         self.schedule.make_room()
         steps = []
         for buffer in self.group.buffers:
             if buffer.trainable:
                 buffer.add_gradients(per_buffer[id(buffer)], accumulate=accumulate)
-                lane = self.schedule.reduce_lane(self, buffer)
-                reduction = self.group.options.reduction
+                lane, how = self.schedule.reduce_lane(self, buffer), self.group.options.reduction
                 steps.append(
-                    buffer.reduce(lane, accumulate=accumulate, reduction=reduction, outside=outside)
+                    buffer.reduce(lane, accumulate=accumulate, reduction=how, outside=outside)
                 )
         if sync:
             complete = outside or self.group.options.mesh.outer is None
@@ -182,11 +181,15 @@ class Unit:
         if stage_three and not self.pinned and self.phase is UnitPhase.IDLE:
             self._drop_weights(outside=not self._fresh)
 
-    def abandon_iteration(self) -> None:
-        """Go back to rest from wherever an exception has left the unit.
+    def end_iteration(self) -> None:
+        """Take note that all microbatches are over, if the unit did not run in the last one."""
+        self._fresh = False
+        if self.group.has_pending_gradients:
+            reduce_pending(self.group)
+            self._bind_gradients()
 
-        torch calls no forward hooks after a KeyboardInterrupt, and no backward after an error.
-        """
+    def abandon_iteration(self) -> None:
+        """Go back to rest from where an exception, after which torch calls no hook, has left it."""
         self.schedule.abandon()
         if self._context is not None:
             self._context.close()

@@ -134,6 +134,10 @@ class UnreducedGradients:
         full, self._full = self._full, None
         self._written.clear()
         if full is None or not full.numel():
+            if outside and self._partial is not None and self._mesh.outer is not None:
+                yield from self._reduce_outside(
+                    self._mesh.outer, main_grad, lane, accumulate=accumulate, reduction=reduction
+                )
             return
         if self._mesh.outer is None:
             adds = accumulate and full is not main_grad

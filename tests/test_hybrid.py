@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphfsdp
 from graphfsdp import diagnostics
 from graphfsdp.dtensors import local_part
+from graphfsdp.optim import FusedAdam
 from helpers import OpNames
 from ranks import RankPool
 from sharding_helpers import (
+    ADAM_EPS,
     HYBRID_AXES,
     STRATEGIES,
     Net,
@@ -240,3 +243,53 @@ def test_optimizer_state_takes_half_where_it_is_cut_outside_too(ranks4: RankPool
     both = ranks4.run(looked_at, "optim")[0]["bytes"]
     # What the layout may round up: a border of 16 bytes for each buffer and kind.
     assert both <= 0.5 * inside + 16 * 2 * 8
+
+
+class Sometimes(Net):
+    """Leaves a block out in the last of two microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = 0
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.blocks[1](self.embedding(tokens))
+        if self.turn == 0:
+            hidden = self.blocks[0](hidden)
+        self.turn = 1 - self.turn
+        out: Tensor = self.head(hidden) * self.scale
+        return out
+
+
+def left_out(strategy: str, outer: str | None) -> None:
+    axes: dict[str, Any] = {}
+    if outer is not None:
+        axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
+    plain, model = (Sometimes().double() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    shard(model, strategy, **axes)
+    params = [param for param in plain.parameters() if param.requires_grad]
+    optimizer = FusedAdam(params, lr=0.02, eps=ADAM_EPS)
+    ours = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=ADAM_EPS)
+    with graphfsdp.capture(model, ours, scope="none", microbatches=2) as step:
+        for batch in batches(4):
+            optimizer.zero_grad()
+            rows = torch.arange(len(batch[0])).view(dist.get_world_size(), -1)
+            for half in rows[:, :2].chunk(2, dim=1):
+                part = half.flatten()
+                (plain(*(leaf[part] for leaf in batch)) / 2).backward()
+            optimizer.step()
+            step(*(leaf[:2] for leaf in my_part(batch)))
+    expected = dict(plain.named_parameters())
+    for name, whole in full_parameters(model).items():
+        torch.testing.assert_close(whole, expected[name].detach(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "outer"),
+    [("optim", None), ("optim_grads", "no_shard"), ("optim_grads_params", "optim")],
+)
+def test_a_unit_that_is_left_out_of_the_last_microbatch_is_reduced(
+    ranks4: RankPool, strategy: str, outer: str | None
+) -> None:
+    ranks4.run(left_out, strategy, outer)
