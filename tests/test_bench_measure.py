@@ -135,6 +135,17 @@ def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
         measure_case(setting_on(device), specs, OPTIONS, no_talk)
 
 
+def test_a_case_without_time_measures_the_reference_and_names_the_others(
+    device: torch.device,
+) -> None:
+    options = dataclasses.replace(OPTIONS, limit_s=1e-9, roofline=False)
+    case = measure_case(setting_on(device), find_contenders(("pytorch",)), options, no_talk)
+    assert [own.name for own in case.contenders] == ["eager"]
+    assert len(case.contenders[0].timing.window_ms) == 1
+    (late,) = case.not_run
+    assert (late.name, late.reason) == ("pytorch", "the time for this case was over before")
+
+
 def test_losses_are_compared_bit_for_bit_and_by_size() -> None:
     reference = torch.linspace(4, 3, 20)
     assert compare_losses(reference, reference.clone()).bit_exact

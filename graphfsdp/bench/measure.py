@@ -35,8 +35,8 @@ from graphfsdp.errors import ConfigError
 NUM_EARLY_STEPS = 10
 _NUM_PROBES = 2
 _NUM_PROFILED = 3
-# Of a case's time: for building, compiling and warming up.
-_START_SHARE = 0.6
+# Of a case's time: when no further contender starts, and no further round.
+_START_SHARE, _TIMING_SHARE = 0.5, 0.8
 
 # Told what goes on: a phase, a contender's name or "", and what share of the phase is done.
 Say = Callable[[str, str, float], None]
@@ -54,7 +54,8 @@ class MeasureOptions:
         profile: Folder for profiles of all contenders; None for none.
         nsys: Mark some steps for Nsight Systems.
         excluded: Contenders that ended a process before, and how.
-        limit_s: Seconds of the whole case; when most of them are over, no contender starts.
+        limit_s: Seconds of the whole case; when half of them are over, no contender starts, and
+            when most are, no round.
     """
 
     seconds: float
@@ -130,6 +131,7 @@ class _CaseBench:
         self._not_run = not_run
         self._running: list[RunningContender] = []
         self._next_step = NUM_WARMUP_STEPS
+        self._started = time.monotonic()
 
     def run(self, specs: Sequence[ContenderSpec]) -> tuple[ContenderResult, ...]:
         """Start, time and question all contenders."""
@@ -158,6 +160,11 @@ class _CaseBench:
             )
         return tuple(results)
 
+    def _is_late(self, share: float) -> bool:
+        """Tell whether that share of the time for the case is over; all ranks agree."""
+        late = time.monotonic() - self._started > share * self._options.limit_s
+        return first_says(late, self._setting.ranks)
+
     def close(self) -> None:
         """Free all contenders, also after a failure."""
         for item in self._running:
@@ -177,11 +184,10 @@ class _CaseBench:
     def _start(self, specs: Sequence[ContenderSpec]) -> None:
         """Build and warm up every contender; those that compile come last, if time is left."""
         batches = self._source.take(0, NUM_WARMUP_STEPS)
-        deadline = time.monotonic() + _START_SHARE * self._options.limit_s
         order = sorted(specs, key=lambda spec: spec.compiles)
         for index, spec in enumerate(order):
             self._say("warm-up", spec.name, index / len(order))
-            if first_says(time.monotonic() > deadline, self._setting.ranks):
+            if spec.name != REFERENCE and self._is_late(_START_SHARE):
                 self._leave_out(spec, Failure("the time for this case was over before", ""))
                 continue
             line_up(self._setting.ranks, self._setting.device)
@@ -220,10 +226,15 @@ class _CaseBench:
         return first_says(schedule, self._setting.ranks)
 
     def _time(self, schedule: Schedule) -> None:
-        """Run rounds of one window each; the order turns round after each of them."""
+        """Run rounds of one window each; the order turns round after each of them.
+
+        Where the time for the case is nearly over, fewer rounds must do.
+        """
         order = list(self._running)
         for number in range(schedule.num_rounds):
             batches = self._source.take(self._next_step, schedule.num_steps)
+            if number and self._is_late(_TIMING_SHARE):
+                break
             with no_garbage_collection():
                 for item in order:
                     if item in self._running:
