@@ -22,6 +22,7 @@ from graphfsdp.checkpoint.saving import (
     take_snapshot,
     write_snapshot,
 )
+from graphfsdp.errors import CheckpointError
 
 
 class AsyncSaver:
@@ -40,6 +41,7 @@ class AsyncSaver:
         """
         self._members = Members.find(process_group)
         self._thread: threading.Thread | None = None
+        self._is_closed = False
         self._result: Path | None = None
         self._failure: BaseException | None = None
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
@@ -72,6 +74,8 @@ class AsyncSaver:
             ConfigError: an argument cannot be used.
         """
         self.wait()
+        if self._is_closed:
+            raise CheckpointError("this AsyncSaver was closed. Remedy: make another one")
         check_arguments(objects, step, keep_last)
         snapshot = self._members.together(
             lambda: self._copy(
@@ -114,6 +118,7 @@ class AsyncSaver:
         Raises:
             CheckpointError: the last save could not be written.
         """
+        self._is_closed = True
         try:
             self.wait()
         finally:

@@ -51,15 +51,22 @@ class Members:
         """Run something on every rank; if it fails on one, it fails on all, with equal words.
 
         Raises:
-            CheckpointError: or the child of it that ``make`` raised on the first such rank.
+            CheckpointError: or the child of it that ``make`` raised on the first such rank. What
+                else it raised is raised as it is on its own rank.
         """
         made: list[T] = []
         failure = None
+        other: Exception | None = None
         try:
             made.append(make())
         except CheckpointError as error:
             failure = error
+        except Exception as error:  # a user's state_dict() may raise anything; the others wait
+            other = error
+            failure = CheckpointError(f"{type(error).__name__}: {error}")
         said = self.gather(failure)
+        if other is not None:
+            raise other
         failed = {rank: what for rank, what in enumerate(said) if what is not None}
         if not failed:
             return made[0]

@@ -12,7 +12,7 @@ from graphfsdp.checkpoint.parts import NamedPart, part_of
 from graphfsdp.checkpoint.safetensors_file import raw_bytes
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.dtensors import is_dtensor
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import CheckpointError, ConfigError
 
 
 @runtime_checkable
@@ -95,10 +95,16 @@ def encode_objects(objects: Mapping[str, Stateful], sink: TensorSink) -> dict[st
     Raises:
         CheckpointError: a state could only be kept by pickling; it is named.
     """
-    return {
-        name: encode(thing.state_dict(), f"objects/{name}", sink.store)
-        for name, thing in objects.items()
-    }
+    found = {}
+    for name, thing in objects.items():
+        state = thing.state_dict()
+        try:
+            found[name] = encode(state, f"objects/{name}", sink.store)
+        except RecursionError:
+            raise CheckpointError(
+                f"the state of objects[{name!r}] holds itself, or is nested too deeply"
+            ) from None
+    return found
 
 
 __all__ = ["BufferState", "Stateful", "TensorSink", "check_objects", "encode_objects"]

@@ -131,7 +131,8 @@ def check_arguments(
     if taken:
         raise ConfigError(f"objects may not have the name {taken.pop()!r}, which is taken")
     for name, value, minimum in (("step", step, 0), ("keep_last", keep_last, 1)):
-        if value is not None and (isinstance(value, bool) or value < minimum):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and value >= minimum):
             raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
