@@ -201,7 +201,7 @@ REQUEST = ChildRequest(
 
 # Ends as the first argument says, unless the contender that it was at is excluded already.
 CHILD = f"""
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 how, path = sys.argv[1], pathlib.Path(sys.argv[2])
 request = json.loads(path.read_text())
 print("some library talks", flush=True)
@@ -211,6 +211,9 @@ if not request["excluded"]:
         os.kill(os.getpid(), signal.SIGSEGV)
     if how == "exit":
         sys.exit("Fatal Python error")
+    if how == "orphan":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        os.kill(os.getpid(), signal.SIGSEGV)
     if how == "hang":
         time.sleep(600)
     if how == "config":
@@ -236,6 +239,7 @@ def child_that(
     ("how", "reason"),
     [
         ("signal", "its process was ended by signal SIGSEGV"),
+        ("orphan", "its process was ended by signal SIGSEGV"),
         ("exit", "its process ended with exit code 1: Fatal Python error"),
         ("hang", "stopped: no progress for 2 s"),
     ],

@@ -1,7 +1,9 @@
 """Measures a case in a process of its own, and goes on without what takes that process down."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -22,7 +24,10 @@ from graphfsdp.errors import GraphFSDPError
 T = TypeVar("T")
 # A contender that says nothing for so long hangs; compiling a large model takes minutes.
 SILENCE_LIMIT_S = 300.0
+_END_LIMIT_S = 60.0
+_POLL_S = 1.0
 _TAIL = 2000
+_STOPPED = "stopped"
 
 
 class CaseFailedError(GraphFSDPError):
@@ -80,25 +85,25 @@ def _run_child(request: ChildRequest, kind: type[T], say: Say, deadline: float) 
         with (
             errors.open("wb") as sink,
             subprocess.Popen(
-                child_command(path), stdout=subprocess.PIPE, stderr=sink, text=True
+                child_command(path),
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                start_new_session=True,
             ) as child,
         ):
             at, stopped = "", ""
             try:
-                assert child.stdout is not None
-                for phase, name, share in _messages(child.stdout, deadline):
-                    if phase == "stopped":
+                for phase, name, share in _messages(child, deadline):
+                    if phase == _STOPPED:
                         stopped = name
                         break
                     at = name
                     say(phase, name, share)
-            finally:
-                if child.poll() is None:
-                    # Ended by itself, or stopped here; in either case nothing of it is awaited.
-                    try:
-                        child.wait(timeout=0 if stopped else 60)
-                    except subprocess.TimeoutExpired:
-                        child.kill()
+                else:
+                    _wait(child)
+            finally:  # also after Ctrl-C
+                _end_group(child)
         target = result_path(path)
         if not stopped and child.returncode == 0 and target.exists():
             return from_data(kind, json.loads(target.read_text(encoding="utf-8")), "child's result")
@@ -106,33 +111,55 @@ def _run_child(request: ChildRequest, kind: type[T], say: Say, deadline: float) 
     return _Ending(at, stopped or _how(child.returncode, tail), child.returncode)
 
 
-def _messages(output: IO[str], deadline: float) -> Iterator[tuple[str, str, float]]:
-    """Yield what the child tells; at last ("stopped", why, 0) if it must not go on."""
+def _messages(child: subprocess.Popen[str], deadline: float) -> Iterator[tuple[str, str, float]]:
+    """Yield what the child tells; at last (_STOPPED, why, 0) if it must not go on."""
     lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        for line in output:
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
+    assert child.stdout is not None
+    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    heard = time.monotonic()
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            yield "stopped", "stopped: the time for this case was over", 0.0
+        now = time.monotonic()
+        if now >= deadline:
+            yield _STOPPED, "stopped: the time for this case was over", 0.0
             return
+        if now >= heard + SILENCE_LIMIT_S:
+            yield _STOPPED, f"stopped: no progress for {SILENCE_LIMIT_S:.0f} s", 0.0
+            return
+        # Processes that the child has started may hold its output open after its end.
+        ended = child.poll() is not None
         try:
-            line = lines.get(timeout=max(min(left, SILENCE_LIMIT_S), 0.01))
+            line = lines.get(timeout=_POLL_S)
         except queue.Empty:
-            if left <= SILENCE_LIMIT_S:
-                continue
-            yield "stopped", f"stopped: no progress for {SILENCE_LIMIT_S:.0f} s", 0.0
-            return
+            if ended:
+                return
+            continue
         if line is None:
             return
         if line.startswith(PREFIX):
+            heard = time.monotonic()
             phase, name, share = json.loads(line.removeprefix(PREFIX))
             yield phase, name, share
+
+
+def _read(output: IO[str], lines: "queue.Queue[str | None]") -> None:
+    for line in output:
+        lines.put(line)
+    lines.put(None)
+
+
+def _wait(child: subprocess.Popen[str]) -> None:
+    """Wait for a child that has nothing more to say."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=_END_LIMIT_S)
+
+
+def _end_group(child: subprocess.Popen[str]) -> None:
+    """End the child and whatever it has started, compilers for example; the group is theirs."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+    if child.poll() is None:
+        child.kill()
 
 
 def _how(returncode: int, tail: str) -> str:

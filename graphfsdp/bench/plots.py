@@ -189,7 +189,7 @@ def _draw_shares(axes: "Axes", case: CaseResult) -> None:
         times = sorted(step for window in own.timing.step_ms for step in window)
         shares = [(index + 1) / len(times) for index in range(len(times))]
         axes.step(times, shares, where="post", color=_colour(own.name), linewidth=1.2)
-        slowest = max(slowest, own.timing.steps.p95)
+        slowest = max(slowest, min(own.timing.steps.p95, 3 * own.timing.steps.median))
     # A few outliers would squeeze everything else to the left.
     axes.set_xlim(0, slowest * 1.2)
 
