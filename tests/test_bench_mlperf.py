@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import graphfsdp
 from graphfsdp.bench import mlperf_command
 from graphfsdp.bench.mlperf_command import run_mlperf
 from graphfsdp.bench.time_to_target import olympic_mean, read_log, run_record
@@ -28,6 +29,9 @@ SMALL = (  # noqa: SIM905
     "--eval-iters 2 --device cpu"
 ).split()
 
+needs_mllog = pytest.mark.skipif(
+    importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
+)
 TIMES = st.lists(st.floats(0.001, 1e6), min_size=3, max_size=12)
 
 
@@ -91,24 +95,27 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert lines["run_stop"][0] == 10500
 
 
+def execute_here(command: Sequence[str], shown: Path) -> int:
+    """Do a run in this process: starting one takes longer than what it does."""
+    assert command[:4] == [sys.executable, "-m", "graphfsdp", "train"]
+    with (
+        shown.open("w") as sink,
+        contextlib.redirect_stdout(sink),
+        contextlib.redirect_stderr(sink),
+    ):
+        return main(command[3:])
+
+
 def run(tmp_path: Path, *flags: str) -> tuple[int, str]:
     with (tmp_path / "shown").open("w") as sink:
         code = run_mlperf(["--mlperf", *SMALL, "--data", TEXT, *flags], Console(file=sink))
     return code, (tmp_path / "shown").read_text()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
-)
+@needs_mllog
 def test_three_runs_have_a_score_and_leave_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def execute_here(command: Sequence[str], shown: Path) -> int:
-        assert command[:4] == [sys.executable, "-m", "graphfsdp", "train"]
-        with shown.open("w") as sink, contextlib.redirect_stdout(sink):
-            return main(command[3:])
-
-    # Each run in this process: starting three takes longer than what they do.
     monkeypatch.setattr(mlperf_command, "_execute", execute_here)
     out = tmp_path / "out"
     code, shown = run(
@@ -130,16 +137,27 @@ def test_three_runs_have_a_score_and_leave_everything(
         assert f'"key": "seed", "value": {7 + number}' in (out / f"result_{number}.txt").read_text()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
-)
-def test_what_the_trainer_refuses_is_said_once(tmp_path: Path) -> None:
+@needs_mllog
+def test_what_the_trainer_refuses_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlperf_command, "_execute", execute_here)
     out, absent = tmp_path / "out", str(tmp_path / "absent")
-    flags = ["--data", absent, "--target-loss", "3.9", "--out", str(out), "--ranks", "1"]
     with pytest.raises(ConfigError, match=f"^--data {absent}: cannot be read"):
-        run(tmp_path, *flags)
+        run(tmp_path, "--data", absent, "--target-loss", "3.9", "--out", str(out))
     assert "cannot be read" in (out / "result_0.out").read_text()
     assert not (out / "result_1.out").exists()
+
+
+def test_a_run_is_a_process_that_finds_this_package_and_keeps_what_it_says(tmp_path: Path) -> None:
+    program = (
+        "import importlib.util, os, sys; print(importlib.util.find_spec('graphfsdp').origin); "
+        "print('bad', file=sys.stderr); sys.exit(7)"
+    )
+    shown = tmp_path / "shown"
+    assert mlperf_command._execute([sys.executable, "-c", program], shown) == 7
+    found, said = shown.read_text().splitlines()
+    assert (Path(found), said) == (Path(graphfsdp.__file__), "bad")
 
 
 def test_several_ranks_are_started_by_torchrun(tmp_path: Path) -> None:
@@ -176,9 +194,7 @@ def test_what_cannot_be_scored_is_refused_before_any_run(
     assert "pip install mlperf-logging" in refused(*target, *out)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
-)
+@needs_mllog
 def test_the_official_rules_judge_the_benchmarks_that_they_know() -> None:
     assert rules_for("llama31_8b") is None
     assert rules_for("graphfsdp_gpt") == RULES
