@@ -170,10 +170,18 @@ def plain_model(kind: str) -> nn.Module:
 
 
 def tensor_parallel(
-    strategy: str = "optim_grads_params", *, sequence: bool = False, meta: bool = False
+    strategy: str = "optim_grads_params",
+    *,
+    sequence: bool = False,
+    meta: bool = False,
+    outer: str | None = None,
 ) -> Any:
-    """Return the "feed" model on a (dp, tp) mesh."""
+    """Return the "feed" model on a (dp, tp) mesh, with two axes for dp if ``outer`` is given."""
     mesh = hybrid_mesh((2, 2), TP_AXES)
+    data: Any = mesh["dp"]
+    if outer is not None:
+        mesh = hybrid_mesh((2, 1, 2), ("dp_replicate", "dp_shard", "tp"))
+        data = mesh["dp_replicate", "dp_shard"]
     with torch.device("meta" if meta else "cpu"):
         model: Any = plain_model("feed")
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -196,8 +204,8 @@ def tensor_parallel(
             ):
                 parallelize_module(block, mesh["tp"], style)
         parallelize_module(block, mesh["tp"], dict(plan))
-        graphfsdp.fully_shard(block, mesh["dp"], strategy=strategy)
-    return graphfsdp.fully_shard(model, mesh["dp"], strategy=strategy)
+        graphfsdp.fully_shard(block, data, strategy=strategy, outer_strategy=outer or "no_shard")
+    return graphfsdp.fully_shard(model, data, strategy=strategy, outer_strategy=outer or "no_shard")
 
 
 def expert_parallel(strategy: str = "optim_grads_params", **options: Any) -> Any:

@@ -48,8 +48,7 @@ def both_scopes(strategy: str, sequence: bool, microbatches: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "sequence", "microbatches"),
     [
-        ("no_shard", False, 1),
-        ("optim", True, 1),
+        ("optim", False, 1),
         ("optim_grads_params", True, 3),
     ],
 )
