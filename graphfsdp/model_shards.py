@@ -42,8 +42,9 @@ class ModelShards:
         self._refuse_busy_units()
         self._refuse_shared_parameters(root)
         self._refuse_other_structure()
-        self._move_together()
-        self._join_schedules()
+        with torch.inference_mode(False):  # what is made here is trained later
+            self._move_together()
+            self._join_schedules()
 
     def _join_schedules(self) -> None:
         """Let all units go by one schedule, and give all-gathers communicators of their own."""

@@ -85,9 +85,14 @@ class Order:
                 return
             yield entry
 
-    def forget(self) -> None:
-        """Know nothing any more."""
-        self._known = []
+    @property
+    def known(self) -> Sequence[Entry]:
+        """What the next pass goes by."""
+        return self._known
+
+    def go_back(self, known: Sequence[Entry]) -> None:
+        """Forget the pass that runs, and go by what was known before it."""
+        self._known = list(known)
         self.begin()
 
 
@@ -140,6 +145,7 @@ class Schedule:
         self._reductions: deque[_Reduction] = deque()
         self._task = -1  # the backward pass that is under way, by autograd's number
         self._iteration_is_over = True
+        self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
         self.pool = BufferPool()
         self.num_prefetches = 0
         self.max_reductions = 0
@@ -154,6 +160,8 @@ class Schedule:
             self._forward = self._forwards.setdefault(key, Order())
             self._forward.begin()
             if self._iteration_is_over:
+                orders = (*self._forwards.values(), self._backward)
+                self._known_before = {order: order.known for order in orders}
                 self.pool.begin(trains=torch.is_grad_enabled())
                 self._iteration_is_over = not torch.is_grad_enabled()
         self._inside.append(unit)
@@ -235,11 +243,14 @@ class Schedule:
             self._reductions.popleft().finish()
 
     def abandon(self) -> None:
-        """Forget a pass that an exception has ended, and the order of units."""
+        """Forget an iteration that an exception has ended, here or on another rank.
+
+        All ranks go by the order that they knew before it: some may have come further than others.
+        """
         self._task = -1
         self._inside.clear()
-        self._forwards.clear()
-        self._backward.forget()
+        for order in (*self._forwards.values(), self._backward):
+            order.go_back(self._known_before.get(order, ()))
         self._iteration_is_over = True
         while self._prefetched:
             # Another rank may be gone: then its group is of no use any more, and whoever abandons

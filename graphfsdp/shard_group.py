@@ -252,6 +252,7 @@ class ShardGroup:
         if options.mesh.outer is not None:
             kind += f", {options.mesh.num_outer} outer ranks"
             kind += " with a part of the optimizer each" if options.mesh.cuts_outside else ""
+        kind += "" if options.overlap.separate_communicators else ", one communicator"
         lines = [f"unit {self.name!r} ({kind})"]
         for item in self.managed:
             dtypes = item.buffer.dtypes

@@ -1,5 +1,6 @@
 """Which unit is gathered ahead of which, and how many whole gradients are alive meanwhile."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -125,6 +126,56 @@ def changing_orders() -> None:
 
 def test_a_changed_order_falls_back_and_is_right(ranks2: RankPool) -> None:
     ranks2.run(changing_orders)
+
+
+def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:
+    """Calls fail in the middle and are made again; return how often the recording waits."""
+    model = make_stack()
+    is_failing = False
+
+    def fail(*_: object) -> None:
+        if is_failing:
+            raise ArithmeticError
+
+    model.blocks[2].norm.register_forward_pre_hook(fail)
+    with graphfsdp.capture(model, adam(model), **options) as step:
+        for index, x in enumerate(inputs(6)):
+            is_failing = index in fails_at
+            if is_failing:
+                with pytest.raises(ArithmeticError):
+                    step(x)
+                is_failing = False
+            step(x)  # never refused as another path than that of the last warm-up
+        assert step.report().num_captures == 1
+        return step.report().op_counts["graphfsdp.wait_.default"]
+
+
+def all_captures_overlap() -> None:
+    # A wait for each block in both passes, and one for each reduction of five units.
+    usual = 2 * NUM_BLOCKS + NUM_BLOCKS + 1
+    assert captured_after_failures((2, 3)) == usual
+    assert captured_after_failures((), warmup_steps=1) == usual
+
+
+def test_whatever_happened_before_a_capture_it_overlaps(ranks1: RankPool) -> None:
+    ranks1.run(all_captures_overlap)
+
+
+def inference_first() -> None:
+    """A model whose first passes are in torch.inference_mode trains as any other."""
+    model, plain = make_stack(buffer_pool=True), make_stack(overlap=False)
+    for x in inputs(3):
+        with torch.inference_mode():
+            seen = [model(x) for _ in range(2)]
+            assert all(torch.equal(loss, plain(x)) for loss in seen)
+        for each in (model, plain):
+            each(x).backward()
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(left.grad.to_local(), right.grad.to_local())
+
+
+def test_inference_mode_before_and_between(ranks2: RankPool) -> None:
+    ranks2.run(inference_first)
 
 
 class Item:
