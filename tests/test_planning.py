@@ -94,7 +94,13 @@ def real_world(
 
 
 def plan_of(
-    strategy: str, policy: str, microbatches: int, num_ranks: int, outer: str | None = None
+    strategy: str,
+    policy: str,
+    microbatches: int,
+    num_ranks: int,
+    outer: str | None = None,
+    *,
+    overlap: bool = True,
 ) -> ModelPlan:
     model = make_model("meta")
     units = [f"blocks.{index}" for index in range(2)]
@@ -107,6 +113,7 @@ def plan_of(
         strategy=strategy,
         mp_policy=POLICIES[policy],
         num_microbatches=microbatches,
+        overlap=overlap,
     )
 
 
@@ -182,14 +189,17 @@ def test_a_unit_that_is_planned_alone_is_the_whole_model() -> None:
 
 
 def test_whole_weights_are_those_of_the_root_and_of_the_largest_unit() -> None:
-    plan = plan_of("optim_grads_params", "bf16", 1, 2)
+    plan = plan_of("optim_grads_params", "bf16", 1, 2, overlap=False)
+    ahead = plan_of("optim_grads_params", "bf16", 1, 2)
     root, *blocks = (unit.full_bytes for unit in plan.units)
     assert plan.gathered_bytes == root + max(blocks)
+    assert ahead.gathered_bytes == root + sum(blocks)  # two, that follow each other
     assert plan_of("optim_grads", "bf16", 1, 2).gathered_bytes == root + sum(blocks)
     copies = 2 * plan_of("no_shard", "bf16", 1, 2).num_parameters
     assert 0 <= plan_of("no_shard", "bf16", 1, 2).gathered_bytes - copies < 200
     waiting = [unit.full_grad_bytes for unit in plan.units]
     assert plan.unreduced_grad_bytes == max(waiting)
+    assert ahead.unreduced_grad_bytes == max(sum(waiting[1:]), waiting[0] + waiting[1])
     assert plan_of("optim", "bf16", 2, 2).unreduced_grad_bytes == sum(waiting)
 
 
@@ -265,6 +275,7 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert memory["main weights"]["num_bytes"] == 4 * whole // 4096
     assert memory["main grads"]["num_bytes"] == 4 * whole // 4096
     assert not memory["activations"]["exact"]
+    assert not memory["pool: whole weights"]["exact"]  # what overlaps decides
     assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
     counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
     assert counts["all_gather"] == 2 * counts["reduce_scatter"]

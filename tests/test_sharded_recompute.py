@@ -44,9 +44,13 @@ class Layer(nn.Module):
     def __init__(self, way: str, dropout: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
-        self.gain = nn.Parameter(torch.full((8,), 0.5))
+        self.gain = nn.Parameter(torch.empty(8))
         self.dropout = nn.Dropout(dropout)
         self.way = way
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, 0.5)
 
     def part(self, x: Tensor) -> Tensor:
         # The block's own parameter comes first: before a module says that it is called again.

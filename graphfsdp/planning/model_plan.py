@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.neighbours import state_numel, storage_bytes
 from graphfsdp.planning.planned_mesh import PlannedMesh
@@ -79,6 +79,7 @@ class ModelPlan:
         reshard_after_forward: Whole weights are dropped between forward and backward.
         clips: The norm of the gradients is computed.
         module_buffer_bytes: Bytes of the model's own buffers (``register_buffer``).
+        overlap: Which collectives run while others compute: that holds more memory.
     """
 
     units: tuple[UnitPlan, ...]
@@ -88,6 +89,7 @@ class ModelPlan:
     reshard_after_forward: bool
     clips: bool
     module_buffer_bytes: int
+    overlap: OverlapPolicy
 
     @property
     def num_ranks(self) -> int:
@@ -124,7 +126,8 @@ class ModelPlan:
         """Bytes of whole weights that live at one time, in the dtype of the computation.
 
         With ``optim_grads_params`` these are the root's, which is in its forward pass all the
-        time, and those of the largest unit inside it.
+        time, and those of the largest unit inside it; with prefetch, of the two largest that
+        follow each other.
         """
         casts = sum(b.full_bytes for b in self.buffers if not b.sharded and _casts(b))
         if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
@@ -132,18 +135,21 @@ class ModelPlan:
             casts += sum(b.full_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
         sizes = [unit.full_bytes for unit in self.units]
         if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.reshard_after_forward:
-            return casts + sizes[0] + max(sizes[1:], default=0)
+            ahead = self.overlap.forward_prefetch or self.overlap.backward_prefetch
+            return casts + sizes[0] + _most(sizes[1:], at_once=2 if ahead else 1)
         return casts + sum(sizes)
 
     @property
     def unreduced_grad_bytes(self) -> int:
-        """Bytes of whole gradients that wait to be reduced at one time."""
+        """Bytes of whole gradients that wait to be reduced, or are, at one time."""
         waiting = [
             sum(b.full_grad_bytes for b in unit.buffers if b.sharded or not _in_place(b))
             for unit in self.units
         ]
         keeps = self.strategy.stage < 2 and self.num_microbatches > 1
-        whole = sum(waiting) if keeps else max(waiting, default=0)
+        in_order = [*reversed(waiting[1:]), *waiting[:1]]  # the root's embedding comes last
+        once = _most(in_order, at_once=2 if self.overlap.reduce_grads else 1)
+        whole = sum(waiting) if keeps else once
         return whole + self._unreduced_outside_bytes
 
     @property
@@ -244,6 +250,7 @@ def plan_model(
     num_microbatches: int = 1,
     reshard_after_forward: bool = True,
     clips: bool = True,
+    overlap: bool | OverlapPolicy = True,
 ) -> ModelPlan:
     """Lay a model out as ``fully_shard`` would, without ranks and without memory.
 
@@ -259,6 +266,7 @@ def plan_model(
         num_microbatches: Forwards and backwards of an iteration.
         reshard_after_forward: As for ``fully_shard``.
         clips: Whether the norm of the gradients is computed.
+        overlap: As for ``fully_shard``.
 
     Returns:
         The plan.
@@ -306,7 +314,13 @@ def plan_model(
         reshard_after_forward=reshard_after_forward,
         clips=clips,
         module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        overlap=OverlapPolicy.parse(overlap),
     )
+
+
+def _most(sizes: Sequence[int], *, at_once: int) -> int:
+    """Return the largest sum of neighbours."""
+    return max((sum(sizes[first : first + at_once]) for first in range(len(sizes))), default=0)
 
 
 def _casts(buffer: BufferPlan) -> bool:

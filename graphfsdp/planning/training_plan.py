@@ -72,9 +72,18 @@ class TrainingPlan:
             MemoryLine("optimizer state", self.state_bytes, True, "two moments, step counts"),
             MemoryLine("model's own buffers", model.module_buffer_bytes, True, "such as tables"),
             MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration"),
-            MemoryLine("whole weights", model.gathered_bytes, True, _gathered_note(model)),
+            # Most at a time; both need not be at the same time, and what overlaps decides.
             MemoryLine(
-                "gradients to reduce", model.unreduced_grad_bytes, True, "of the largest unit"
+                "pool: whole weights",
+                model.gathered_bytes,
+                model.strategy.stage < 3,
+                _gathered_note(model),
+            ),
+            MemoryLine(
+                "pool: gradients to reduce",
+                model.unreduced_grad_bytes,
+                model.strategy.stage == 0,
+                "of two units that follow each other",
             ),
             MemoryLine(
                 "activations", self.activations.peak_bytes, False, "peak of one micro-batch"
@@ -190,7 +199,7 @@ def _gathered_note(model: ModelPlan) -> str:
         return "copies in the dtype of the computation" if model.gathered_bytes else "none apart"
     if model.strategy.stage < 3:
         return "of all units, from the first forward to the step"
-    return "of the root and of the largest unit inside it"
+    return "of the root, and of two units in it that follow each other"
 
 
 __all__ = ["MemoryLine", "TrainingPlan", "plan_training"]
