@@ -31,6 +31,8 @@ WAYS = {
 
 
 def again(way: str, function: Any, *args: Tensor) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*args)
     if way.endswith("ours"):
         return graphfsdp.recompute(function, *args)
     # It would set the state of a generator otherwise, which no graph can.

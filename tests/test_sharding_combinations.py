@@ -63,7 +63,8 @@ def combined(options: dict[str, Any], *, plain: bool) -> Training:
     shard(model, options["strategy"], mp_policy=policy, **faster, **hybrid)
     if meta:
         graphfsdp.materialize(model)
-    optim = adam(model, **({"use_decoupled_grad": True} if policy.use_decoupled_grad else {}))
+    extra: dict[str, Any] = {"use_decoupled_grad": True} if policy.use_decoupled_grad else {}
+    optim = adam(model, **extra)
     if options["evaluates"] and not plain:
         model.eval()
         with torch.no_grad():
