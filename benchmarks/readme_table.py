@@ -56,9 +56,12 @@ def bench_section(path: pathlib.Path) -> str:
     picture = path.with_suffix(".png")
     if picture.exists():
         parts.append(f"![speed over tokens per step]({picture.relative_to(picture.parents[2])})")
-    missing = [f"`{name}`: {reason.rstrip('.')}" for name, reason in reasons(result).items()]
+    missing: dict[str, list[str]] = {}
+    for name, reason in reasons(result).items():
+        missing.setdefault(reason.rstrip("."), []).append(f"`{name}`")
     if missing:
-        parts.append("Did not run: " + "; ".join(missing) + ".")
+        texts = (f"{', '.join(names)}: {reason}" for reason, names in missing.items())
+        parts.append("Did not run: " + "; ".join(texts) + ".")
     if result.left_out:
         cases = (f"{name}: {reason}" for name, reason in result.left_out.items())
         parts.append("Left out: " + "; ".join(cases) + ".")

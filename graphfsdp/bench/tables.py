@@ -74,7 +74,7 @@ def overview(result: BenchResult) -> Table:
             else:
                 cells.append(f"{own.timing.steps.median:.2f} ({speedup.median:.2f}x)")
         rows.append(tuple(cells))
-    title = "ms per step (median), and how many times as fast as eager (median of pairs)"
+    title = "milliseconds per step (median), and how many times as fast as eager (median of pairs)"
     return Table(title, ("workload", *names), tuple(rows))
 
 
