@@ -68,6 +68,11 @@ def materialize(
         GraphFSDPError: an initialisation failed on some rank; all ranks raise. The model can
             still be materialised afterwards.
     """
+    if not isinstance(model, nn.Module) or (init is not None and not callable(init)):
+        raise ConfigError(
+            "materialize takes a torch.nn.Module, and as init a function of a module; got "
+            f"{type(model).__name__} and {type(init).__name__}"
+        )
     shards = [shards_of(root) for root in sharded_roots(model)]
     units = _units_of(model)
     target = target_device(device, units)

@@ -107,6 +107,7 @@ def misuses() -> None:
     assert "'0.weight' has no values" in messages[0]
     for call, words in (
         (lambda: graphfsdp.materialize(model, "meta"), "cannot give memory on the meta device"),
+        (lambda: graphfsdp.materialize(model, init=3), "as init a function of a module; got FSDP"),  # type: ignore[arg-type]
         (lambda: model.half(), "cast the model before fully_shard"),
         (lambda: model.unshard(), "has no values yet"),
         (lambda: graphfsdp.capture(model, adam(model))(torch.ones(1, 2)), "meta"),
