@@ -96,7 +96,7 @@ class Guards:
             attributes,
             ValueGuard(self._model, self._log, self._before),
             HookGuard(self._model, self._named_params, self._optimizers),
-            FunctionGuard(self._functions),
+            FunctionGuard(self._functions, self._model),
             SettingsGuard(self._device.type),
             *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
         )

@@ -48,8 +48,9 @@ class Table:
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks as they are now."""
-        return getattr(self.holder, self.attribute) or {}
+        """The hooks as they are now; the live dict, where there is one."""
+        hooks: Hooks | None = getattr(self.holder, self.attribute)
+        return {} if hooks is None else hooks
 
 
 class HookGuard:
@@ -60,8 +61,9 @@ class HookGuard:
 
     Note [Hook numbers]: each hook that torch registers, of whatever kind, takes the next number
     of one counter. While that stands still nothing was added anywhere, and only dicts that had
-    hooks in them can have lost some: no need to look at a dict for each module and parameter. A
-    hook that was written into torch's private dicts by hand is seen once the counter moves.
+    hooks in them can have lost some: no need to look at a dict for each parameter. Hooks that were
+    written into torch's private dicts by hand move no counter, so those of modules are looked at;
+    of parameters, which make their dict with the first hook, they are seen once the counter moves.
     """
 
     def __init__(
@@ -86,7 +88,11 @@ class HookGuard:
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return RemovableHandle.next_id == self._next_id and same_objects(self._filled, self._copies)
+        return (
+            RemovableHandle.next_id == self._next_id
+            and not any(self._empty)
+            and same_objects(self._filled, self._copies)
+        )
 
     def changes(self) -> list[Change]:
         """Compare each table and name what has changed."""
@@ -108,6 +114,10 @@ class HookGuard:
         self._before = [dict(hooks) for hooks in live]
         self._filled = [hooks for hooks in live if not all(map(_is_ours, hooks.values()))]
         self._copies = [dict(hooks) for hooks in self._filled]
+        tables = zip(self._tables, live, strict=True)
+        self._empty = [
+            hooks for table, hooks in tables if isinstance(table.holder, nn.Module) and not hooks
+        ]
 
 
 def _module_tables(model: nn.Module) -> Iterator[Table]:

@@ -49,19 +49,28 @@ class StructureGuard:
         self._empty = [table for table in live if not table]
         self._filled = [table for table in live if table]
         self._copies = [dict(table) for table in self._filled]
+        # Containers call their modules in this order.
+        modules = [slots.module._modules for slots in self._slots]
+        self._several = [table for table in modules if len(table) > 1]
+        self._orders = list(map(list, self._several))
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return not any(self._empty) and same_objects(self._filled, self._copies)
+        return (
+            not any(self._empty)
+            and same_objects(self._filled, self._copies)
+            and list(map(list, self._several)) == self._orders
+        )
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
-        return [
+        found = [
             change
             for slots in self._slots
             for table, kind in _TABLES
             for change in _compare(slots, kind, slots.tables[table], getattr(slots.module, table))
         ]
+        return found or [change for slots in self._slots for change in _other_order(slots)]
 
 
 class AttributeGuard:
@@ -220,6 +229,14 @@ def _compare(
             remedy = f"change the {kind}s of a model before its capture"
             words = _kind_of(old), _kind_of(new)
         yield Change(ChangeKind.STRUCTURE, title, *words, remedy)
+
+
+def _other_order(slots: Slots) -> Iterator[Change]:
+    before, now = list(slots.tables["_modules"]), list(slots.module._modules)
+    if before != now:
+        title = f"the order of the modules in {slots.path!r}" if slots.path else "the module order"
+        words = ", ".join(before[:8]), ", ".join(now[:8])
+        yield Change(ChangeKind.STRUCTURE, title, *words, "order modules before the capture")
 
 
 def _kind_of(value: object) -> str:

@@ -40,7 +40,9 @@ class OptimizerGuard:
         """Tell quickly that nothing has changed; False means: look closely."""
         now = self._optimizer
         return (
-            now.state is self._state
+            vars(now).get("step") is self._own_step
+            and type(now).step is self._class_step
+            and now.state is self._state
             and now.param_groups is self._groups
             and same_objects([group["params"] for group in self._groups], self._params)
             and same_objects(list(self._state.values()), self._copies)
@@ -49,7 +51,7 @@ class OptimizerGuard:
 
     def changes(self) -> list[Change]:
         """Compare each entry and name what has changed."""
-        found = list(self._group_changes())
+        found = [*self._step_changes(), *self._group_changes()]
         before = dict(zip(map(id, self._owners), self._copies, strict=True))
         now = {id(param): values for param, values in self._optimizer.state.items()}
         for key in dict.fromkeys((*before, *now)):
@@ -61,6 +63,8 @@ class OptimizerGuard:
         return found
 
     def _arm(self) -> None:
+        self._own_step = vars(self._optimizer).get("step")
+        self._class_step = type(self._optimizer).step
         self._state = self._optimizer.state
         self._groups = self._optimizer.param_groups
         self._params = [list(group["params"]) for group in self._groups]
@@ -74,6 +78,17 @@ class OptimizerGuard:
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     yield f"optimizer state {key!r} of {name!r}", value
+
+    def _step_changes(self) -> Iterator[Change]:
+        now, name = self._optimizer, f"{type(self._optimizer).__name__}.step"
+        own = vars(now).get("step")
+        # A scheduler wraps step to count calls, and goes on to call what was there.
+        is_counted = hasattr(own, "_wrapped_by_lr_sched") and (
+            getattr(own, "__wrapped__", None) in (self._class_step, self._own_step)
+        )
+        if type(now).step is not self._class_step or not (own is self._own_step or is_counted):
+            words = ("one function", "another one")
+            yield Change(ChangeKind.ATTRIBUTE, name, *words, "replace it before the capture")
 
     def _group_changes(self) -> Iterator[Change]:
         groups = [group["params"] for group in self._optimizer.param_groups]

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from graphfsdp._capture.backend import Effect
+from graphfsdp._capture.gloo_threads import await_gloo_threads
 from graphfsdp._capture.rank_store import RankStore
 from graphfsdp.errors import (
     BatchMismatchError,
@@ -132,7 +133,9 @@ class RankWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Listen no more; idempotent."""
+        """Listen no more, and leave gloo's threads idle; idempotent."""
+        if self._groups:
+            await_gloo_threads()
         thread, self._thread = self._thread, None
         if thread is None or self._store is None:
             return

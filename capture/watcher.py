@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.function_rules import FunctionRules, is_fixed_one_hot, one_hot
 from graphfsdp._capture.host_optimizer import of_optimizer
 from graphfsdp._capture.host_watch import host_watch
+from graphfsdp._capture.known_layers import of_layer
 from graphfsdp._capture.op_tensors import LITERAL_OPS, flat_tensors, written_tensors
 from graphfsdp._capture.recompute_rules import random_recompute
 from graphfsdp._capture.rules import (
@@ -146,7 +147,7 @@ class Watcher:
         self, op: str, refusal: Refusal, module_path: str | None, source: SourceLine | None
     ) -> None:
         """Raise a refusal with the place that it has; see ``refuse``."""
-        refusal = of_optimizer(refusal)
+        refusal = of_layer(of_optimizer(refusal))
         error = CaptureError(
             refusal.message,
             op=op,
