@@ -84,6 +84,21 @@ class Agreement:
                 raise self._failure(key, failed)
         return again
 
+    def repeat(self, error: BaseException) -> BaseException:
+        """Propose to all ranks to repeat an attempt: none does unless all do.
+
+        Args:
+            error: Why.
+
+        Returns:
+            A WarmUpAgainError, or what another rank has failed of.
+        """
+        try:
+            self.settle(again=True)
+        except CaptureError as failure:
+            return failure
+        return WarmUpAgainError(str(error))
+
     def least(self, number: int) -> int:
         """Return the least of all ranks' numbers.
 

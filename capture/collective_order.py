@@ -51,6 +51,7 @@ class CollectiveOrder:
         self.is_waiting = False
         self._has_passed = False
         self._num_issued = 0
+        self._tickets: list[Tensor] = []
         self._num_to_gate = self.num_before_commit
         self._gate: Gate | None = None
 
@@ -66,6 +67,7 @@ class CollectiveOrder:
     def begin(self) -> None:
         """Begin a replay."""
         self._num_issued = 0
+        self._tickets.clear()
         self.is_waiting = self._has_passed = False
 
     def commit(self) -> None:
@@ -84,6 +86,9 @@ class CollectiveOrder:
             self.is_waiting = True
             result = call(*args, **kwargs)
             self.is_waiting = False
+            for item in (*args, *kwargs.values()):
+                if isinstance(item, Tensor) and "under_way" in vars(item):
+                    self._tickets.append(item)
             return result
 
         return run
@@ -113,10 +118,25 @@ class CollectiveOrder:
             for key, size in num_bytes.items()
         }
         for node in nodes:
+            if "wait_" in node.op._schema.name and node.op.namespace == "graphfsdp":
+                continue  # each is waited for at once
             args, kwargs = _filled(node.args, storages), _filled(node.kwargs, storages)
-            result = node.op(*args, **kwargs)
+            result = node.op(
+                *_without_ticket(node.op, args),
+                **{**kwargs, "ticket": None} if "ticket" in kwargs else kwargs,
+            )
             if node.op.namespace == "_c10d_functional" and isinstance(result, Tensor):
                 torch.ops._c10d_functional.wait_tensor(result)
+        for ticket in self._tickets:  # what the failed replay has begun
+            under_way = vars(ticket).pop("under_way", None)
+            if under_way is not None and not ticket.is_cuda:
+                under_way.wait()
+
+
+def _without_ticket(op: torch._ops.OpOverload, args: list[Any]) -> list[Any]:
+    """Return arguments with which a collective is over when its operator returns."""
+    pairs = zip(args, op._schema.arguments, strict=False)
+    return [None if argument.name == "ticket" else value for value, argument in pairs]
 
 
 def _filled(item: Any, storages: dict[int, torch.UntypedStorage]) -> Any:

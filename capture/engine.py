@@ -16,6 +16,7 @@ from graphfsdp._capture.recording import Recording
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.changes import Change, ChangeKind
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
+from graphfsdp.errors import CaptureError
 from graphfsdp.sharded import main_grads_of, sharded_roots
 
 # After such a change there are other gradients to keep.
@@ -110,8 +111,17 @@ class Engine:
         Capture: everything in here.
         """
         self._replayed = None
-        with watch or nullcontext():
-            output = self._iteration.forward_backward(recording.inputs, recording.num_microbatches)
+        output = None
+        try:
+            with watch or nullcontext():
+                output = self._iteration.forward_backward(
+                    recording.inputs, recording.num_microbatches
+                )
+        except CaptureError:
+            if output is not None and self.full:
+                # The watch refuses at its end; other ranks go on to the norm's reduction.
+                self._iteration.optimizer_step()
+            raise
         results = recording.results.flatten(output)
         if self.full:
             grad_norm = self._iteration.optimizer_step()

@@ -52,6 +52,7 @@ class Recording:
         num_verified: Replays that were compared with an eager run.
         guards: What must be as it was when the graph was made; None before that.
         constants: Compares the last warm-up with the capture; None before the last warm-up.
+        has_waited: Its warm-up has begun anew once, for other values than before.
         landed: The gradients that the recorded iteration has reached.
         kept: What the recorded iteration has left in plain attributes of modules; a replay writes
             into these tensors.
@@ -66,7 +67,7 @@ class Recording:
         self.graph: Graph | None = None
         self.guards: Guards | None = None
         self.constants: ConstantWatch | None = None
-        self._has_waited = False
+        self.has_waited = False
         self.landed: Landed = []
         self.kept: list[Kept] = []
         self.results = Results()
@@ -85,15 +86,15 @@ class Recording:
 
         Whoever changes something between two calls does so once, a counter always.
         """
-        if self._has_waited:
+        if self.has_waited:
             return False
-        self._has_waited, self.num_eager = True, 0
+        self.has_waited, self.num_eager = True, 0
         return True
 
     def noting(self, constants: ConstantWatch) -> AbstractContextManager[None]:
         """Note the values of the warm-up in the body, for the capture that may be next."""
         self.constants = constants
-        return constants.noting(is_first=not self.num_eager and not self._has_waited)
+        return constants.noting(is_first=not self.num_eager and not self.has_waited)
 
     def comparing(self) -> AbstractContextManager[None]:
         """Compare the capture in the body with the last warm-up, if that was noted."""

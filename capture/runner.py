@@ -256,23 +256,22 @@ class StepRunner:
         try:
             with attempt.watching():
                 return self._capture(recording, attempt) if captures else self._warm_up(recording)
-        except BaseException as error:  # whatever ends it, it must leave no trace
+        except BaseException as first:  # whatever ends it, it must leave no trace
             with DeferredInterrupts():
                 attempt.roll_back()
                 self._engine.grad_norm, recording.results = grad_norm, results
                 recording.drop_graph()
-                refused = recording.refused_values(error)
-                waits = (refused or isinstance(error, WarmUpAgainError)) and recording.wait_once()
-                # Where there are others, the ones that were not refused keep theirs.
-                begins_anew = refused and not self._agreement.is_collective
-                if not waits and (begins_anew or not recording.num_eager):
-                    self._recordings.remove(recording)
                 self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
+            refused = recording.refused_values(first)
+            error = self._agreement.repeat(first) if refused and not recording.has_waited else first
+            waits = isinstance(error, WarmUpAgainError) and recording.wait_once()
+            # Where there are others, the ones that were not refused keep theirs.
+            begins_anew = refused and not self._agreement.is_collective
+            if not waits and (begins_anew or not recording.num_eager):
+                self._recordings.remove(recording)
             if not waits:
                 self._agreement.fail(error)
-                raise
-            if refused:  # no rank warms up once more unless all do
-                self._agreement.settle(again=True)
+                raise error  # noqa: B904, mostly the same one
             _LOG.info("warming up once more: %s", error)
         return self._attempt(recording)
 
