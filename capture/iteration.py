@@ -70,6 +70,7 @@ class Iteration:
         skip_nonfinite: bool = False,
     ) -> None:
         self._model = model
+        self._roots = sharded_roots(model)  # looking through all modules takes a while
         self._optimizer = optimizer
         self._gradients = gradients
         self._loss_fn = loss_fn
@@ -99,10 +100,10 @@ class Iteration:
             torch.clear_autocast_cache()
         outputs = []
         for index in range(num_microbatches):
-            for root in sharded_roots(self._model):
+            for root in self._roots:
                 root.set_is_last_microbatch(index == num_microbatches - 1)
             outputs.append(self._microbatch(inputs, index, num_microbatches))
-        for root in sharded_roots(self._model):
+        for root in self._roots:
             root.finish_microbatches()
         self._gradients.finish()
         return outputs[0] if len(outputs) == 1 else merge(outputs)
