@@ -85,7 +85,7 @@ def zoo_speed(results: pathlib.Path) -> str | None:
     if not path.exists():
         return "Not measured yet: `python -m benchmarks.zoo_speed`."
     document: dict[str, Any] = json.loads(path.read_text())
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             result["name"],
             str(result["num_ops"]),

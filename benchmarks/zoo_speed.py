@@ -71,7 +71,7 @@ class PlainLoop:
     def __call__(self) -> Tensor:
         """Train one step on the next batch and return its loss."""
         loss: Tensor = self._model(*next(self._batches))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from graphfsdp.bench.record_files import read_result, to_json
 from graphfsdp.bench.records import REFERENCE, CaseResult
 from graphfsdp.bench.result_directory import make_directory
 from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS
+from graphfsdp.bench.together import Failure
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.errors import ConfigError
 
@@ -144,6 +146,15 @@ def test_a_case_without_time_measures_the_reference_and_names_the_others(
     assert len(case.contenders[0].timing.window_ms) == 1
     (late,) = case.not_run
     assert (late.name, late.reason) == ("pytorch", "the time for this case was over before")
+
+
+def test_a_failure_does_not_tell_where_somebody_keeps_files() -> None:
+    try:
+        torch.zeros(2).view(3)
+    except RuntimeError as error:
+        detail = Failure.of(error).detail
+    assert 'File "tests/test_bench_measure.py"' in detail or '"test_bench_measure.py"' in detail
+    assert os.getcwd() not in detail
 
 
 def test_losses_are_compared_bit_for_bit_and_by_size() -> None:

@@ -1,5 +1,7 @@
 """Decisions that ranks take together: what to leave out, how long to measure."""
 
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ class Failure:
 
     Attributes:
         reason: The exception's class and its first lines.
-        detail: The end of the traceback.
+        detail: The end of the traceback, without the folders of this machine.
     """
 
     reason: str
@@ -34,8 +36,16 @@ class Failure:
         if len(text) > 400:
             text = text[:400] + " ..."
         name = type(error).__name__
-        lines = traceback.format_exception(error)
-        return cls(f"{where}{name}: {text}", "".join(lines)[-_MAX_CHARACTERS:])
+        lines = without_folders("".join(traceback.format_exception(error)))
+        return cls(f"{where}{name}: {text}", lines[-_MAX_CHARACTERS:])
+
+
+def without_folders(text: str) -> str:
+    """Return a traceback with files as Python finds them: results go to other people."""
+    folders = {os.getcwd(), sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
+    for folder in sorted(folders, key=len, reverse=True):
+        text = text.replace(os.path.join(folder, ""), "")
+    return text
 
 
 def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
@@ -79,4 +89,4 @@ def line_up(ranks: Ranks, device: torch.device) -> None:
         dist.barrier()
 
 
-__all__ = ["Failure", "attempt", "exchange", "first_says", "line_up"]
+__all__ = ["Failure", "attempt", "exchange", "first_says", "line_up", "without_folders"]
