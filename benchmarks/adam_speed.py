@@ -1,4 +1,8 @@
-"""FusedAdam beside torch's fused AdamW on the parameters of a GPT: memory traffic per second."""
+"""FusedAdam beside torch's fused AdamW on the parameters of a GPT: memory traffic per second.
+
+On a GPU each is called from Python, and replayed from a CUDA graph, which is what the kernels
+alone take.
+"""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -8,12 +12,15 @@ from torch import Tensor, nn
 
 from benchmarks.timing import as_record, interleave, window_seconds
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.adam_settings import bytes_per_param
+from graphfsdp.optim.step_settings import bytes_per_param
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 LR, BETAS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 0.1
 CHECK_STEPS = 5
 TOLERANCE = 1e-5
+# What is asked of FusedAdam on a GPU: of a copy's memory traffic, and of torch's speed.
+LEAST_SHARE, LEAST_SPEEDUP = 0.9, 1.0
+LARGEST_COPY_BYTES = 4 * 2**30
 
 
 def parameters_of(
@@ -85,7 +92,46 @@ def compare_optimizers(
         {"largest_difference": gap, "tolerance": TOLERANCE},
     )
     num_parameters = sum(parameter.numel() for parameter in ours)
-    ceiling = copy_bytes_per_s(device, round(plain_bytes * num_parameters))
+    num_bytes = min(round(plain_bytes * num_parameters), LARGEST_COPY_BYTES)
+    ceiling = copy_bytes_per_s(device, num_bytes)
+    size = f"{num_parameters / 1e6:.1f}M parameters in {len(ours)} tensors"
+    rounds = (num_rounds, num_steps)
+    yield from _rows(
+        contenders, moved, num_parameters, size, ceiling, device, *rounds, by_graph=False
+    )
+    if device.type == "cuda":
+        graphs = {name: _captured(step, device) for name, step in contenders.items()}
+        replays: dict[str, Callable[[], object]] = {n: g.replay for n, g in graphs.items()}
+        size += ", from a CUDA graph"
+        yield from _rows(
+            replays, moved, num_parameters, size, ceiling, device, *rounds, by_graph=True
+        )
+
+
+def _captured(step: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph
+
+
+def _rows(
+    contenders: dict[str, Callable[[], object]],
+    moved: dict[str, float],
+    num_parameters: int,
+    size: str,
+    ceiling: float,
+    device: torch.device,
+    num_rounds: int,
+    num_steps: int,
+    *,
+    by_graph: bool,
+) -> Iterator[tuple[str, str, bool, dict[str, object]]]:
     reference = next(iter(contenders))
     record = as_record(interleave(contenders, num_rounds, num_steps, device), reference)
     for name, numbers in record.items():
@@ -93,16 +139,18 @@ def compare_optimizers(
         rate = moved[name] * num_parameters / numbers["step_ms"] * 1e3
         text = f"{numbers['step_ms']:.3f} ms, {moved[name]:g} bytes per parameter, "
         text += f"{rate / 1e9:,.0f} GB/s ({rate / ceiling:.0%} of a copy)"
+        good = True
         if numbers["speedup"]:
-            text += f"; {numbers['speedup']['median']:.3f} times as fast as torch's"
-        yield (
-            f"{name}, {num_parameters / 1e6:.1f}M parameters in {len(ours)} tensors",
-            text,
-            True,
-            {
-                **numbers,
-                "bytes_per_param": moved[name],
-                "bytes_per_s": rate,
-                "copy_bytes_per_s": ceiling,
-            },
-        )
+            speedup = numbers["speedup"]["median"]
+            text += f"; {speedup:.3f} times as fast as torch's"
+            if device.type == "cuda":
+                # Torch has no main weights to keep; Python's share of a step is not the kernels'.
+                good = speedup >= LEAST_SPEEDUP or "main weights" in name
+                good = good and (rate >= LEAST_SHARE * ceiling or not by_graph)
+        data = {
+            **numbers,
+            "bytes_per_param": moved[name],
+            "bytes_per_s": rate,
+            "copy_bytes_per_s": ceiling,
+        }
+        yield f"{name}, {size}", text, good, data

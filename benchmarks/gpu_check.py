@@ -2,18 +2,25 @@
 
 Runs from a bare checkout with nothing but torch, pytest, hypothesis and rich, prints one table
 and writes one JSON file into the directory that OUT names (default benchmarks/results). A part
-that fails does not stop the others. ``--device cpu`` rehearses it on a machine without a GPU.
+that fails does not stop the others, and what was seen before the time is over is in the file.
+``--device cpu`` rehearses it on a machine without a GPU. All of it has to share ten minutes; a
+group by itself has them alone:
+
+    make gpu-check ARGS="--group parts"   what issues ask of a GPU, row by row
+    make gpu-check ARGS="--group tests"   the tests that need a GPU, on several processes
+    make gpu-check ARGS="--group bench"   graphfsdp bench
 
 Exit code: 0 all is well, 1 something failed, 2 there is no CUDA device.
 """
 
 import argparse
+import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,23 +36,35 @@ from benchmarks.suite import run_suite
 # Those of benchmarks.gpu_parts, which is not imported here: a package that cannot be imported
 # is something to report.
 PART_NAMES = (
+    "optimizer",
+    "features",
+    "overlap",
+    "optimizer-1b",
+    "offload",
     "parity-fp32",
     "parity-bf16",
-    "optimizer",
-    "overlap",
 )
+TESTS = "tests"
 # Last, since it takes what the others leave, up to its own limit.
 BENCH = "bench"
-TOTAL_LIMIT_S = 580
-SUITE_LIMIT_S = 260
+TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
+SUITE_LIMIT_S = 240  # beside all other parts
 PART_LIMIT_S = 90
-BENCH_LIMIT_S = 360
+NUM_PROCESSES = 6  # that run tests on the GPU at the same time
 MAX_CHARACTERS = 6000
 
 
-def suite_part(paths: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Run the tests and return them as a part."""
-    result = run_suite(paths, limit_s)
+def suite_part(
+    paths: Sequence[str], limit_s: float, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Run the tests, on a GPU those that need one, and return them as a part."""
+    options: list[str] = []
+    if device is not None and device.type == "cuda":
+        options += ["-m", "gpu or multi_gpu"]
+        if importlib.util.find_spec("xdist") is not None:
+            # By file, since many tests of a file share what is slow to make.
+            options += ["-p", "xdist", "-n", str(NUM_PROCESSES), "--dist", "loadfile"]
+    result = run_suite(paths, limit_s, options)
     good = not result.num_failed and result.num_passed > 0 and result.error is None
     text = f"{result.num_passed} passed, {result.num_failed} failed, {result.num_skipped} skipped"
     rows = [{"what": "pytest " + " ".join(paths), "result": text, "ok": good}]
@@ -76,15 +95,30 @@ def child_part(name: str, device: torch.device, limit_s: float) -> dict[str, Any
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        said = late.stderr or b""
-        tail = (said if isinstance(said, str) else said.decode(errors="replace"))[-MAX_CHARACTERS:]
-        return {"rows": [], "error": f"stopped after {limit_s:.0f} s\n{tail}"}
-    try:
-        document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        why = f"stopped after {limit_s:.0f} s\n{_text(late.stderr)[-MAX_CHARACTERS:]}"
+        return {**(_last_document(_text(late.stdout)) or {"rows": []}), "error": why}
+    document = _last_document(result.stdout)
+    if document is None or result.returncode:
         tail = (result.stdout + result.stderr)[-MAX_CHARACTERS:]
-        return {"rows": [], "error": f"the process ended with {result.returncode}\n{tail}"}
+        why = f"the process ended with {result.returncode}\n{tail}"
+        return {**(document or {"rows": []}), "error": why}
     return document
+
+
+def _text(said: str | bytes | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+
+
+def _last_document(output: str) -> dict[str, Any] | None:
+    """Return the last whole line that is a part's document; others may have printed as well."""
+    for line in reversed(output.splitlines()):
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict) and "rows" in document:
+            return document
+    return None
 
 
 def table_of(document: dict[str, Any]) -> Table:
@@ -109,9 +143,21 @@ def table_of(document: dict[str, Any]) -> Table:
 
 
 def check(
-    device: torch.device, names: Sequence[str], test_paths: Sequence[str], path: pathlib.Path
+    device: torch.device,
+    names: Sequence[str],
+    test_paths: Sequence[str],
+    path: pathlib.Path,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the parts one after the other; the file is complete after each of them."""
+    """Run the parts one after the other; the file is complete after each of them.
+
+    Args:
+        device: Where.
+        names: Of the parts.
+        test_paths: What pytest runs.
+        path: The file.
+        tell: Given one line after each part.
+    """
     deadline = time.monotonic() + TOTAL_LIMIT_S
     document: dict[str, Any] = {
         "kind": "gpu_check",
@@ -124,15 +170,19 @@ def check(
         left = deadline - start
         if left < 10:
             part: dict[str, Any] = {"rows": [], "error": f"left out: {TOTAL_LIMIT_S} s are over"}
-        elif name == "tests":
-            part = suite_part(test_paths, min(SUITE_LIMIT_S, left))
+        elif name == TESTS:
+            alone = len(names) == 1
+            part = suite_part(test_paths, left if alone else min(SUITE_LIMIT_S, left), device)
         elif name == BENCH:
-            part = bench_part(device, min(BENCH_LIMIT_S, left), path.parent)
+            part = bench_part(device, left, path.parent)
         else:
             part = child_part(name, device, min(PART_LIMIT_S, left))
         good = part["error"] is None and all(row["ok"] for row in part["rows"])
         seconds = round(time.monotonic() - start, 1)
         document["parts"].append({"name": name, "ok": good, "seconds": seconds, **part})
+        num_good = sum(row["ok"] for row in part["rows"])
+        why = f"; {last_line(part['error'])}" if part["error"] else ""
+        tell(f"{name}: {num_good} of {len(part['rows'])} good, {seconds:.0f} s{why}")
         document["ok"] = len(document["parts"]) == len(names) and all(
             part["ok"] for part in document["parts"]
         )
@@ -147,9 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = ("tests", *PART_NAMES, BENCH)
+    groups = {"parts": PART_NAMES, "tests": (TESTS,), "bench": (BENCH,)}
+    names = (*PART_NAMES, TESTS, BENCH)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--part", choices=names, action="append", help="a part; repeatable")
+    parser.add_argument("--group", choices=groups, help="some of the parts")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="what pytest runs")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -162,9 +214,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device(options.device)
     facts = environment.describe(device)
-    name = f"gpu_check_{environment.slug(str(facts['gpu'] or 'cpu'))}_{facts['date']}.json"
+    group = f"_{options.group}" if options.group else ""
+    name = f"gpu_check{group}_{environment.slug(str(facts['gpu'] or 'cpu'))}_{facts['date']}.json"
     path = environment.output_directory() / name
-    document = check(device, options.part or names, options.tests, path)
+    chosen = options.part or groups.get(options.group, names)
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    document = check(device, chosen, options.tests, path, tell)
     console.print(table_of(document))
     for part in document["parts"]:
         if part["error"]:

@@ -1,4 +1,4 @@
-"""The parts of the GPU check that train: parity with eager, the optimizer alone.
+"""The parts of the GPU check in processes of their own: parity with eager, the optimizer, more.
 
 ``python -m benchmarks.gpu_parts PART DEVICE`` runs one part and prints its rows as JSON. Each
 part has a process of its own, since a CUDA error makes every later call in a process fail.
@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import workloads
 from benchmarks.adam_speed import compare_optimizers
+from benchmarks.gpu_features import features, offload
 from benchmarks.gpu_overlap import overlap
 from benchmarks.workloads import SCOPES, Run, Workload
 
@@ -64,52 +65,49 @@ def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) 
     return None
 
 
-def parity(workload: Workload, device: torch.device) -> list[Row]:
+def parity(workload: Workload, device: torch.device) -> Iterator[Row]:
     """Compare every loss, gradient norm and final parameter with eager's, bit for bit."""
     precision = "bf16" if workload.bf16 else "fp32"
     eager = _train(workload, "none", device)
-    rows = []
     for scope in SCOPES:
         difference = first_difference(eager, _train(workload, scope, device))
         other = "eager again" if scope == "none" else scope
-        rows.append(
-            Row(
-                f"{workload.name} {precision}: {other} against eager, {PARITY_STEPS} steps",
-                difference or "equal bit for bit",
-                ok=difference is None,
-                data={"final_loss": eager[f"loss of step {PARITY_STEPS - 1}"].item()},
-            )
+        yield Row(
+            f"{workload.name} {precision}: {other} against eager, {PARITY_STEPS} steps",
+            difference or "equal bit for bit",
+            ok=difference is None,
+            data={"final_loss": eager[f"loss of step {PARITY_STEPS - 1}"].item()},
         )
-    return rows
 
 
-def run_part(name: str, device: torch.device) -> list[Row]:
-    """Run the part of that name. A CPU rehearses all of them on the smallest model."""
+def run_part(name: str, device: torch.device) -> Iterator[Row]:
+    """Yield what the part of that name sees; a CPU rehearses all on the smallest model."""
     rehearsal = device.type == "cpu"
     tiny = workloads.TINY
     small = (tiny,) if rehearsal else (tiny, workloads.TINY_LLAMA, workloads.GPT_11M)
     large = tiny if rehearsal else workloads.GPT2_124M
-    table: dict[str, Callable[[], list[Row]]] = {
-        "parity-fp32": lambda: [row for each in small for row in parity(each, device)],
-        "parity-bf16": lambda: [
+    largest = tiny if rehearsal else workloads.GPT_1B
+    often, seldom = ((2, 1), (2, 1)) if rehearsal else ((20, 10), (8, 5))
+    table: dict[str, Callable[[], Iterator[Row]]] = {
+        "parity-fp32": lambda: (row for each in small for row in parity(each, device)),
+        "parity-bf16": lambda: (
             row for each in small for row in parity(replace(each, bf16=True), device)
-        ],
-        "optimizer": lambda: compare_as_rows(large, device, *((2, 1) if rehearsal else (20, 10))),
-        "overlap": lambda: [Row(*row) for row in overlap(large, device)],
+        ),
+        "optimizer": lambda: compare_as_rows(large, device, *often),
+        "optimizer-1b": lambda: compare_as_rows(largest, device, *seldom),
+        "features": lambda: (Row(*row) for row in features(device)),
+        "offload": lambda: (Row(*row) for row in offload(large, device)),
+        "overlap": lambda: (Row(*row) for row in overlap(large, device)),
     }
-    return table[name]()
+    yield from table[name]()
 
 
 def compare_as_rows(
     workload: Workload, device: torch.device, num_rounds: int, num_steps: int
-) -> list[Row]:
-    """Return the comparison of optimizers as rows."""
-    return [
-        Row(what, result, ok, data)
-        for what, result, ok, data in compare_optimizers(
-            workload.model, device, num_rounds, num_steps
-        )
-    ]
+) -> Iterator[Row]:
+    """Yield the comparison of optimizers as rows."""
+    for row in compare_optimizers(workload.model, device, num_rounds, num_steps):
+        yield Row(*row)
 
 
 def main() -> None:
@@ -117,17 +115,21 @@ def main() -> None:
     name, device = sys.argv[1], torch.device(sys.argv[2])
     if device.type == "cpu":
         torch.set_num_threads(1)
-    if name.startswith("parity"):
-        # Replay can equal eager only as far as eager equals itself.
+    if name.startswith(("parity", "features", "overlap")):
+        # Replay can equal eager only as far as eager equals itself. Child processes inherit it.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first matrix product
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    document: dict[str, object]
+    rows: list[dict[str, object]] = []
+    error = None
     try:
-        document = {"rows": [asdict(row) for row in run_part(name, device)], "error": None}
+        for row in run_part(name, device):
+            rows.append(asdict(row))
+            # The last line that was printed counts, also if the process is killed meanwhile.
+            print(json.dumps({"rows": rows, "error": "it did not end"}), flush=True)
     except Exception:
-        document = {"rows": [], "error": traceback.format_exc()}
-    print(json.dumps(document))
+        error = traceback.format_exc()
+    print(json.dumps({"rows": rows, "error": error}))
 
 
 if __name__ == "__main__":

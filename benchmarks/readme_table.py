@@ -2,8 +2,8 @@
 
 ``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
 `make bench`, ``bench_gpu`` around those of the newest result of a GPU, ``zoo_speed`` around that
-of the small architectures, ``overlap_cpu`` around that of overlap and pool, ``gpu_check`` around
-that of the newest `make gpu-check`.
+of the small architectures, ``compute_bound_cpu`` around that of larger models, ``overlap_cpu``
+around that of overlap and pool, ``gpu_check`` around that of the newest `make gpu-check`.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies result and picture of a result
 directory of ``graphfsdp bench`` into benchmarks/results.
@@ -144,16 +144,45 @@ def overlap_cpu(results: pathlib.Path) -> str | None:
     return f"{markdown(heading, rows)}\n\n{note}"
 
 
+def compute_bound_cpu(results: pathlib.Path) -> str | None:
+    """Return the table of ``python -m benchmarks.compute_bound``, or a sentence without one."""
+    path = results / "compute_bound_cpu.json"
+    if not path.exists():
+        return "Not measured yet: `python -m benchmarks.compute_bound`."
+    document: dict[str, Any] = json.loads(path.read_text())
+    rows = [
+        (
+            f"{result['workload']}, {result['shape']} tokens",
+            *(f"{ms:.0f}" for ms in result["processor_ms"].values()),
+            *(str(Spread(**result[key])) for key in ("over_pytorch", "over_eager")),
+        )
+        for result in document["models"]
+    ]
+    facts = document["environment"]
+    heading = ("model", "PyTorch ms", "eager ms", "replay ms", "over PyTorch", "over eager")
+    note = (
+        f"Processor time of a step on one thread, {facts['date']}, {facts['cpu']} "
+        f"({facts['num_cpus']} cores), torch {facts['torch']}; median (min to max) of pairs."
+    )
+    return f"{markdown(heading, rows)}\n\n{note}"
+
+
 def gpu_check(results: pathlib.Path) -> str | None:
-    """Return the table of the newest `make gpu-check`, or a sentence where there is none."""
-    documents = [json.loads(path.read_text()) for path in results.glob("gpu_check_*.json")]
+    """Return the table of the newest `make gpu-check`, or a sentence where there is none.
+
+    Its groups may have run one by one: those of one GPU and one day belong together.
+    """
+    paths = sorted(results.glob("gpu_check_*.json"))
+    documents = [json.loads(path.read_text()) for path in paths]
     documents = [found for found in documents if found["environment"]["gpu"]]
     if not documents:
         return "No GPU has been measured yet."
     newest = max(documents, key=lambda found: str(found["environment"]["date"]))
     rows = [
         (part["name"], row["what"], row["result"], "yes" if row["ok"] else "**no**")
-        for part in newest["parts"]
+        for found in documents
+        if all(found["environment"][key] == newest["environment"][key] for key in ("gpu", "date"))
+        for part in found["parts"]
         for row in part["rows"]
     ]
     facts = newest["environment"]
@@ -168,6 +197,7 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str | None]] = {
     "bench_cpu": bench_cpu,
     "bench_gpu": bench_gpu,
     "zoo_speed": zoo_speed,
+    "compute_bound_cpu": compute_bound_cpu,
     "gpu_check": gpu_check,
     "overlap_cpu": overlap_cpu,
 }

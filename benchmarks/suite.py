@@ -34,13 +34,19 @@ class SuiteResult:
     error: str | None
 
 
-def run_suite(paths: Sequence[str], limit_s: float) -> SuiteResult:
-    """Run pytest on ``paths``; past the limit it is asked to stop and to report so far."""
+def run_suite(paths: Sequence[str], limit_s: float, options: Sequence[str] = ()) -> SuiteResult:
+    """Run pytest on ``paths``; past the limit it is asked to stop and to report so far.
+
+    Args:
+        paths: Files and folders.
+        limit_s: Seconds.
+        options: More for pytest's command line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         # A plugin that happens to be installed may warn, and here a warning is an error.
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={report}", *paths]
+        command += [f"--junitxml={report}", *options, *paths]
         process = subprocess.Popen(
             command,
             cwd=ROOT,

@@ -66,6 +66,7 @@ TINY_LLAMA = Workload(
 GPT_3M = Workload("gpt-3.3m", gpt(4, 256, 128), batch_size=8)
 GPT_11M = Workload("gpt-10.9m", gpt(6, 384, 128), batch_size=8)
 GPT2_124M = Workload("gpt2-124m", gpt(12, 768, 1024, vocab_size=50304), batch_size=8, bf16=True)
+GPT_1B = Workload("gpt-1b", gpt(24, 1792, 1024, vocab_size=50304), batch_size=8, bf16=True)
 
 
 def find(name: str) -> Workload:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphfsdp._capture.collective_order import breaks_group
 from graphfsdp.errors import CaptureError
 
 _FIRST_PAUSE_S = 0.0005
@@ -121,7 +122,7 @@ class Agreement:
         earlier = self._tell(self._next_key(), error)
         if earlier is None:
             return
-        if _may_be_a_collective(error):
+        if breaks_group(error):
             raise CaptureError(
                 f"{earlier}. So this rank waited in vain, and the process group is of no use "
                 "any more; parameters, buffers, gradients and optimizer state are as they "
@@ -225,11 +226,6 @@ def _this_rank() -> str:
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"
     except (RuntimeError, ValueError):  # the process group is destroyed; nobody will hear it
         return "this rank"
-
-
-def _may_be_a_collective(error: BaseException) -> bool:
-    """Tell whether an error may come from a collective in which a rank was missing."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:

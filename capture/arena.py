@@ -3,6 +3,8 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphfsdp.host_memory import advise_huge_pages
+
 
 class Arena:
     """One storage that grows in place.
@@ -28,10 +30,12 @@ class Arena:
         storage = self._alive()
         if storage is None:
             storage = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+            advise_huge_pages(storage)
             self._storage = StorageWeakRef(storage)
         elif storage.nbytes() < num_bytes:
             storage.resize_(0)  # so that old and new memory are never there together
             storage.resize_(num_bytes)
+            advise_huge_pages(storage)
         return storage
 
     def _alive(self) -> torch.UntypedStorage | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.program_facts import ProgramFacts
+from graphfsdp.config import UndoReplays
 
 if TYPE_CHECKING:
     from graphfsdp._capture.collective_order import CollectiveOrder
@@ -29,6 +30,7 @@ class GraphFacts:
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
+        undoes_all: A replay that fails is undone wherever it fails.
         program: Every node and every stretch of memory.
     """
 
@@ -38,6 +40,7 @@ class GraphFacts:
     pool_bytes: int = 0
     num_calls: int = 0
     num_escapes: int = 0
+    undoes_all: bool = False
     program: ProgramFacts | None = None
 
 
@@ -46,13 +49,13 @@ class Effect(enum.Enum):
 
     NONE = (
         "the replay was undone: parameters, buffers, optimizer state and generators are as they "
-        "were before the call; gradients, half overwritten, were taken off (None). The step can "
-        "be called again"
+        "were before the call; gradients, half overwritten, were taken off (None)"
     )
     PART = (
         "the replay stopped while it updated weights: some parameters and their optimizer state "
         "may have been stepped and others not. Remedy: load model and optimizer from a "
-        "checkpoint, close this step, and capture again"
+        "checkpoint, close this step, and capture again; with undo_replays=True such a failure is "
+        "undone"
     )
     ALL = "the iteration took effect as a whole; only its results are lost"
 
@@ -154,7 +157,7 @@ class GraphBackend(Protocol):
         *,
         collective: bool,
         scratch: Sequence[Tensor],
-        undoable: bool = False,
+        undo: UndoReplays = UndoReplays.NEVER,
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration, which also takes effect exactly once.
 
@@ -165,7 +168,8 @@ class GraphBackend(Protocol):
                 that a replay could not repeat. The last thing that can fail.
             collective: Other ranks run the same iteration at the same time.
             scratch: Tensors whose old contents a replay that fails need not put back.
-            undoable: Make a graph that can be taken back, where the backend has such graphs.
+            undo: ALWAYS makes a graph that can be taken back, AUTO one that undoes replays that
+                fail anywhere if that is cheap; where the backend has such graphs.
 
         Returns:
             The graph and the results of this first iteration.

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp._capture.cpu_recorder import Node, Value
 from graphfsdp._capture.values import materialise, span_bytes, values_in
 
 _NAMESPACES = ("graphfsdp", "_c10d_functional")
+_CPU = torch.device("cpu")
 _GROUP_NAMES = ("group", "group_name")
 
 Gate = Callable[[], None]
@@ -34,7 +36,7 @@ class CollectiveOrder:
 
     Attributes:
         num_before_commit: Collectives before the first write that cannot be undone.
-        is_waiting: A collective is under way, or has failed.
+        is_waiting: A collective is under way, or its backend has failed in it.
     """
 
     def __init__(self, nodes: Sequence[Node], commit_node: int | None) -> None:
@@ -46,6 +48,8 @@ class CollectiveOrder:
         """
         indices = [index for index, node in enumerate(nodes) if is_collective(node.op)]
         self._nodes = [nodes[index] for index in indices]
+        self._groups = [_group_name(node) for node in self._nodes]
+        self._issued_before: dict[str, int] = {}  # by group
         end = len(nodes) if commit_node is None else commit_node
         self.num_before_commit = sum(index < end for index in indices)
         self.is_waiting = False
@@ -68,6 +72,7 @@ class CollectiveOrder:
         """Begin a replay."""
         self._num_issued = 0
         self._tickets.clear()
+        self._issued_before = {name: _num_issued(name) for name in set(self._groups) if name}
         self.is_waiting = self._has_passed = False
 
     def commit(self) -> None:
@@ -84,19 +89,35 @@ class CollectiveOrder:
                 self.commit()
             self._num_issued += 1
             self.is_waiting = True
-            result = call(*args, **kwargs)
+            try:
+                result = call(*args, **kwargs)
+            except Exception as error:  # of the backend, or of what is around it: no memory, say
+                if not breaks_group(error):
+                    self._num_issued -= not self._was_issued()
+                    self.is_waiting = False
+                raise
+            finally:
+                for item in (*args, *kwargs.values()):
+                    if isinstance(item, Tensor) and "under_way" in vars(item):
+                        self._tickets.append(item)
             self.is_waiting = False
-            for item in (*args, *kwargs.values()):
-                if isinstance(item, Tensor) and "under_way" in vars(item):
-                    self._tickets.append(item)
             return result
 
         return run
 
+    def _was_issued(self) -> bool:
+        """Tell whether the collective that has failed has begun: the others count on it then."""
+        group = self._groups[self._num_issued - 1]
+        if not group:
+            return False  # a wait
+        num_before = self._groups[: self._num_issued - 1].count(group)
+        return _num_issued(group) > self._issued_before[group] + num_before
+
     @property
     def is_too_late(self) -> bool:
         """Whether the other ranks can come to the gate, and so past it, without this one."""
-        return self._num_issued >= self._num_to_gate
+        # What is left to be waited for is under way: the others need this rank no more.
+        return not any(self._groups[self._num_issued : self._num_to_gate])
 
     def stand_in(self, *, to_end: bool) -> None:
         """Issue the collectives that the replay has not come to, over zeros.
@@ -133,6 +154,25 @@ class CollectiveOrder:
                 under_way.wait()
 
 
+def breaks_group(error: BaseException) -> bool:
+    """Tell whether an error may come from a collective in which a rank was missing."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def _group_name(node: Node) -> str:
+    """Return the group that a collective is issued in, "" for what only waits."""
+    named = zip(node.op._schema.arguments, node.args, strict=False)
+    given = {argument.name: value for argument, value in named} | node.kwargs
+    return next((given[name] for name in _GROUP_NAMES if name in given), "")
+
+
+def _num_issued(group: str) -> int:
+    """Return how many collectives this rank has issued in a group."""
+    # Not held: a group that somebody holds is not destroyed.
+    found: Any = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return int(found._get_backend(_CPU)._get_sequence_number_for_group())
+
+
 def _without_ticket(op: torch._ops.OpOverload, args: list[Any]) -> list[Any]:
     """Return arguments with which a collective is over when its operator returns."""
     pairs = zip(args, op._schema.arguments, strict=False)
@@ -149,4 +189,4 @@ def _filled(item: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
     return item
 
 
-__all__ = ["CollectiveOrder", "Gate", "is_collective"]
+__all__ = ["CollectiveOrder", "Gate", "breaks_group", "is_collective"]

@@ -24,8 +24,9 @@ class CommitPoint:
     much time and memory as the optimizer itself. But weights and optimizer state are written at
     the end, gradients belong to an iteration that did not happen, and what else is written before
     is small: running statistics and the state of generators. These are kept, and with them every
-    failure before the optimizer step is undone. Who wants all of them undone pays for it
-    (``undo_replays=True``).
+    failure before the optimizer step is undone. What the optimizer writes is copied too where
+    that is cheap beside the rest (see Note [Late copies]). Who wants every replay undone pays for
+    it (``undo_replays=True``).
 
     Attributes:
         node: Index of the first node that writes what is not kept; None if no node does.
@@ -49,13 +50,14 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
     return _scan(nodes, scratch, _MAX_KEPT_BYTES, max_kept)
 
 
-def find_everything_written(nodes: Sequence[Node]) -> CommitPoint:
+def find_everything_written(nodes: Sequence[Node], scratch: Sequence[Tensor] = ()) -> CommitPoint:
     """Return what a replay writes and draws from in all, with a commit point behind its end.
 
     Args:
         nodes: The program.
+        scratch: Tensors whose old contents nobody needs.
     """
-    return _scan(nodes, (), math.inf, math.inf)
+    return _scan(nodes, scratch, math.inf, math.inf)
 
 
 def _scan(

@@ -10,6 +10,8 @@ from torch import Tensor
 from graphfsdp._capture.rules import Refusal
 from graphfsdp.hazards import HazardKind
 
+Steps = dict[int, tuple[str, int]]
+
 _LITERAL_BYTES = 1 << 20  # contents beyond this are not compared
 _NUMBERS = (bool, int, float, complex, str)
 
@@ -49,6 +51,7 @@ class ConstantLog:
 
     def __init__(self) -> None:
         self.entries: list[ConstantEntry] = []
+        self.num_steps: Steps = {}  # by optimizer: what it is, its steps
 
     def add(
         self,
@@ -64,6 +67,12 @@ class ConstantLog:
         if is_literal:
             values.append(_contents(args[0]))
         self.entries.append(ConstantEntry(str(op), tuple(values), site))
+
+    def add_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer steps, whatever its operators are."""
+        name = f"{type(optimizer).__name__}.step"
+        self.entries.append(ConstantEntry(name, (), 0))
+        self.num_steps[id(optimizer)] = name, self.num_steps.get(id(optimizer), (name, 0))[1] + 1
 
     def differences(self, other: "ConstantLog") -> Iterator[ConstantDifference]:
         """Yield where another run from the same state was given other values, each place once."""
@@ -128,6 +137,26 @@ def baked_value(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
     )
 
 
+def fewer_steps(before: Steps, now: Steps) -> Refusal | None:
+    """Return why an optimizer steps less often than in an iteration before; None if none does.
+
+    Args:
+        before: The most that each has stepped in one iteration.
+        now: Those of this one.
+    """
+    for key, (name, most) in before.items():
+        count = now.get(key, (name, 0))[1]
+        if count < most:
+            return Refusal(
+                f"the iteration called {name} {count} times, and {most} times in a run before: a "
+                "decision that Python takes anew each time; a replay repeats one path for ever",
+                "step in every call: microbatches= of capture accumulates gradients, and "
+                "skip_nonfinite leaves steps out; or one captured step for each path",
+                HazardKind.CONTROL_FLOW,
+            )
+    return None
+
+
 def unseen_read(refusal: Refusal) -> Refusal:
     """Return the refusal of a value that followed the tensors though nothing was seen to read them.
 
@@ -160,7 +189,9 @@ __all__ = [
     "ConstantDifference",
     "ConstantEntry",
     "ConstantLog",
+    "Steps",
     "baked_value",
+    "fewer_steps",
     "other_path",
     "unseen_read",
 ]

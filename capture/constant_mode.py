@@ -1,5 +1,6 @@
 """Compares the Python values of the last warm-up with those that the capture would bake in."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -8,16 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp._capture.compiled_code import has_compiled, has_compiled_regions
-from graphfsdp._capture.constant_log import ConstantEntry, ConstantLog, baked_value, other_path
+from graphfsdp._capture.constant_log import (
+    ConstantEntry,
+    ConstantLog,
+    Steps,
+    baked_value,
+    fewer_steps,
+    other_path,
+)
 from graphfsdp._capture.function_rules import is_fixed_one_hot, one_hot
 from graphfsdp._capture.host_optimizer import running_optimizer
-from graphfsdp._capture.op_tensors import LITERAL_OPS, computes_nothing, is_wrapper_subclass
+from graphfsdp._capture.op_tensors import LITERAL_OPS
 from graphfsdp._capture.rules import Refusal
 from graphfsdp._capture.source import ModuleTracker, user_line_in_backward, user_source_line
+from graphfsdp._capture.watch_modes import OperatorMode
 from graphfsdp.errors import CaptureError
+
+_LOG = logging.getLogger("graphfsdp")
 
 
 class ConstantWatch:
@@ -30,21 +41,32 @@ class ConstantWatch:
         failure: Why the last capture was refused here; None if it was not.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, with_optimizer: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
         """Prepare.
 
         Args:
             model: Names the modules.
             device: Where it lies.
-            with_optimizer: The optimizer steps in what is watched. Its numbers are live, or
-                guarded, so its operators are left out.
+            optimizers: Those that step in what is watched. Their numbers are live, or guarded, so
+                their operators are left out; whether they step is not.
         """
         self.failure: CaptureError | None = None
         self._model = model
         self._device = device
-        self._with_optimizer = with_optimizer
+        self._optimizers = optimizers
+        self._with_optimizer = bool(optimizers)
         self._expected: ConstantLog | None = None
         self._is_settled = False
+        self._most_steps: Steps = {}
+
+    def follow(self, other: "ConstantWatch") -> None:
+        """Go on from what another one has seen of the same iteration before."""
+        self._most_steps = other._most_steps
 
     @contextmanager
     def noting(self, *, is_first: bool) -> Iterator[None]:
@@ -60,6 +82,7 @@ class ConstantWatch:
         with _SameFunctions(), mode:
             yield
         self._expected, self._is_settled = mode.log, not is_first
+        self._count_steps(mode.log)
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
@@ -89,8 +112,29 @@ class ConstantWatch:
             yield
         self._expected, self._is_settled = mode.log, True
         self.failure = mode.finish()
+        fewer = fewer_steps(self._most_steps, mode.log.num_steps)
+        if self.failure is None and fewer is not None:
+            self.failure = CaptureError(fewer.message, kind=fewer.kind)
+        self._count_steps(mode.log)
         if self.failure is not None:
             raise self.failure
+        self._name_idle(mode.log)
+
+    def _name_idle(self, log: ConstantLog) -> None:
+        """Say which optimizers replays will never step: one that steps each fifth call, say."""
+        for index, optimizer in enumerate(self._optimizers):
+            if id(optimizer) not in log.num_steps:
+                _LOG.warning(
+                    "optimizer %d (%s) takes no step in the captured iteration, so no replay will "
+                    "step it. Should it step in some calls, capture another iteration for those",
+                    index,
+                    type(optimizer).__name__,
+                )
+
+    def _count_steps(self, log: ConstantLog) -> None:
+        for key, (name, count) in log.num_steps.items():
+            most = self._most_steps.get(key, (name, 0))[1]
+            self._most_steps[key] = name, max(count, most)
 
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
         # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be
@@ -118,11 +162,8 @@ class _SameFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _ConstantMode(TorchDispatchMode):
+class _ConstantMode(OperatorMode):
     """Notes operators."""
-
-    # So that torch.cond and its like are not refused here, but where their turn comes.
-    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -130,32 +171,33 @@ class _ConstantMode(TorchDispatchMode):
         return True
 
     def __init__(self, *, without_optimizer: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.log = ConstantLog()
         self._without_optimizer = without_optimizer
+        self._stepping: torch.optim.Optimizer | None = None
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if computes_nothing():
-            return func(*args, **kwargs)
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented  # it desugars itself; its inner operators come back here
-        is_op = isinstance(func, torch._ops.OpOverload) and func.namespace != "profiler"
-        if is_op and not self._is_left_out():
-            self._note(func, args, kwargs)
-        return func(*args, **kwargs)
+        """Note an operator, and run it."""
+        if op.namespace != "profiler":
+            before, self._stepping = self._stepping, self._optimizer_left_out()
+            if self._stepping is None:
+                self._note(op, args, kwargs)
+                self._compare_last()
+            elif self._stepping is not before:
+                self.log.add_step(self._stepping)
+                self._compare_last()
+        return op(*args, **kwargs)
 
-    def _is_left_out(self) -> bool:
+    def _optimizer_left_out(self) -> torch.optim.Optimizer | None:
         if not self._without_optimizer or torch.is_grad_enabled():
-            return False
+            return None
         in_backward = torch._C._current_autograd_node() is not None
-        return not in_backward and running_optimizer() is not None
+        return None if in_backward else running_optimizer()
+
+    def _compare_last(self) -> None:
+        """Compare what was noted last, if there is something to compare it with."""
 
     def _note(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -184,10 +226,7 @@ class _ComparingMode(_ConstantMode):
         self._is_aligned = True
         self._failure: CaptureError | None = None
 
-    def _note(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        super()._note(op, args, kwargs)
+    def _compare_last(self) -> None:
         if self._is_aligned:
             self._compare(next(self._expected, None), self.log.entries[-1])
 

@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.op_tensors import (
-    computes_nothing,
-    flat_tensors,
-    is_wrapper_subclass,
-    written_tensors,
-)
+from graphfsdp._capture.op_tensors import flat_tensors, written_tensors
 from graphfsdp._capture.storages import storage_of
 from graphfsdp._capture.undo_arena import UndoArena
+from graphfsdp._capture.watch_modes import OperatorMode
 from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last
@@ -83,34 +78,21 @@ class CopyOnWrite:
             generator.set_state(state)
 
 
-class _UndoMode(TorchDispatchMode):
+class _UndoMode(OperatorMode):
     """Sees every operator before it runs; the modes of a recording lie inside this one."""
 
-    # So that torch.cond and its like are not refused here, but where their turn comes.
-    supports_higher_order_operators = True
-
     def __init__(self, undo: CopyOnWrite) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._undo = undo
         self._made: set[int] = set()  # identities of storages that the iteration has made
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if computes_nothing():
-            return func(*args, **kwargs)
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented  # it desugars itself; its inner operators come back here
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
+        """Copy what an operator is about to overwrite, and run it."""
         given = flat_tensors(args) + flat_tensors(kwargs.values())
-        self._save(func, args, kwargs, given)
-        result = func(*args, **kwargs)
+        self._save(op, args, kwargs, given)
+        result = op(*args, **kwargs)
         before = {_identity(tensor) for tensor in given}
         for tensor in flat_tensors([result]):
             identity = _identity(tensor)

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from graphfsdp._capture.arena import Arena
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.collective_order import CollectiveOrder
-from graphfsdp._capture.commit_point import find_commit_point, find_everything_written
+from graphfsdp._capture.collector import without_collector
 from graphfsdp._capture.copy_on_write import CopyOnWrite
-from graphfsdp._capture.cpu_program import ProgramBuilder, Replay
+from graphfsdp._capture.cpu_program import ProgramBuilder
 from graphfsdp._capture.cpu_recorder import Recorder, Value
 from graphfsdp._capture.measured_replay import measure_replay
 from graphfsdp._capture.program_description import describe_program
-from graphfsdp._capture.replay_undo import ReplayUndo, merged_bytes
+from graphfsdp._capture.program_source import Replay
+from graphfsdp._capture.replay_undo import ReplayUndo
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.undo_arena import give_back_freed_pages
-from graphfsdp._capture.values import materialise
+from graphfsdp._capture.undo_plan import plan_undo
+from graphfsdp.config import UndoReplays
 from graphfsdp.errors import CaptureError, PhaseError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
@@ -133,12 +135,13 @@ class CpuGraphBackend:
         *,
         collective: bool,
         scratch: Sequence[Tensor],
-        undoable: bool = False,
+        undo: UndoReplays = UndoReplays.NEVER,
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration while it runs; see GraphBackend.record."""
         # A call of its own, so that the recording itself is freed before its pages are given back.
-        free = None if undoable else scratch
-        recorded = self._record(iterate, model, check, collective=collective, scratch=free)
+        recorded = self._record(
+            iterate, model, check, collective=collective, scratch=scratch, undo=undo
+        )
         give_back_freed_pages()
         return recorded
 
@@ -149,7 +152,8 @@ class CpuGraphBackend:
         check: Check,
         *,
         collective: bool,
-        scratch: Sequence[Tensor] | None,
+        scratch: Sequence[Tensor],
+        undo: UndoReplays,
     ) -> tuple[Graph, list[Tensor]]:
         # A rank that stopped in the middle would leave the others waiting in a collective.
         recorder = Recorder(model, self.device, defers_refusals=collective)
@@ -157,23 +161,21 @@ class CpuGraphBackend:
         # Cyclic garbage would look like tensors that somebody keeps.
         gc.collect()
         _await_release(recorder)
+        give_back_freed_pages()  # of the iteration: what undoes it is still in memory
         refuse_dropped_tensors(recorder.storages)
-        builder = ProgramBuilder(recorder, values, scratch or (), self.arena, poisons=self._poisons)
-        if scratch is None:
-            point = find_everything_written(builder.nodes)
-        else:
-            point = find_commit_point(builder.nodes, scratch)
-        kept = [materialise(value, value.storage.get()) for value in point.kept]
-        if scratch is None:
-            kept = merged_bytes([*kept, *builder.escaped])
-        undo = ReplayUndo(kept, point.generators, is_whole=scratch is None)
-        order = CollectiveOrder(builder.nodes, point.node)
+        always = undo is UndoReplays.ALWAYS
+        free = () if always else scratch
+        builder = ProgramBuilder(recorder, values, free, self.arena, poisons=self._poisons)
+        # What this rank alone has undone, the others have not.
+        if_cheap = undo is UndoReplays.AUTO and not collective
+        undone, commit_node = plan_undo(builder, scratch, always=always, if_cheap=if_cheap)
+        order = CollectiveOrder(builder.nodes, commit_node)
 
         def commit() -> None:
             order.commit()
-            undo.commit()
+            undone.commit()
 
-        replay = builder.build(commit, point.node, order.counted)
+        replay = builder.build(commit, commit_node, order.counted)
         program = describe_program(
             builder.nodes,
             recorder.sites.sites(),
@@ -190,14 +192,15 @@ class CpuGraphBackend:
             num_escapes=len(builder.escapes),
             pool_bytes=self.arena.num_bytes,
             num_calls=builder.num_calls,
+            undoes_all=undone.undoes_all,
             program=program,
         )
-        return CpuGraph(replay, undo, order, facts), results
+        return CpuGraph(replay, undone, order, facts), results
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
     """Run the iteration; return copies of its results, and their Values."""
-    with recorder.watching():
+    with without_collector(), recorder.watching():
         outputs = iterate()
     values = [recorder.value_of(tensor, "output") for tensor in outputs]
     # Copies, so that the recorded results die here and do not look like escapes.

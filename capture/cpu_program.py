@@ -16,10 +16,10 @@ from graphfsdp._capture.cpu_recorder import Node, Recorder, Value
 from graphfsdp._capture.direct_calls import direct_call
 from graphfsdp._capture.out_calls import call_into
 from graphfsdp._capture.program_memory import ProgramMemory
+from graphfsdp._capture.program_source import ProgramSource, Replay
 from graphfsdp._capture.storages import StorageInfo
 from graphfsdp._capture.values import materialise, values_in
 
-Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -89,33 +89,25 @@ class ProgramBuilder:
         self._counted = {
             node.op: counted(node.op._op) for node in self.nodes if is_collective(node.op)
         }
-        lines = ["def replay():"]
-        call_commit = f"    {self._constant(commit, 'commit')}()"
-        if self._poisons:
-            lines += self._poison_lines(-1)
+        source = ProgramSource(self._namespace)
+        call_commit = f"{self._constant(commit, 'commit')}()"
+        self._add_poison(source, -1)
         last_use = self._last_uses()
         for index, node in enumerate(self.nodes):
             if index == commit_node:
-                lines.append(call_commit)
+                source.add(call_commit)
             if not self.memory.needs_no_call(node):
-                lines.append("    " + self._line(node))
+                self._add_node(source, node)
                 self.num_calls += 1
+            self._add_poison(source, index)
             dead = last_use.get(index, [])
-            if self._poisons:
-                lines += self._poison_lines(index)
             if dead:
-                lines.append("    del " + ", ".join(map(self._name, dead)))
+                source.drop(map(self._name, dead))
         if commit_node is None:
-            lines.append(call_commit)
+            source.add(call_commit)
         for value, tensor in zip(self.escapes, self.escaped, strict=True):
-            target = self._constant(tensor, "e")
-            lines.append(f"    {target}.copy_({self._name(value)})")
-        lines.append(f"    return ({''.join(self._name(v) + ', ' for v in self._outputs)})")
-        code = compile("\n".join(lines), "<graphfsdp cpu graph>", "exec")
-        exec(code, self._namespace)
-        # Popped: a namespace that holds its own function is a cycle, freed only by the collector.
-        replay: Replay = self._namespace.pop("replay")
-        return replay
+            source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
+        return source.finish(map(self._name, self._outputs))
 
     def _last_uses(self) -> dict[int, list[Value]]:
         """Return the values in local names whose last use is at each node."""
@@ -133,10 +125,13 @@ class ProgramBuilder:
                 uses.setdefault(index, []).append(value)
         return uses
 
-    def _poison_lines(self, index: int) -> list[str]:
-        """Return calls that overwrite what is dead after a node; all planned memory before any."""
+    def _add_poison(self, source: ProgramSource, index: int) -> None:
+        """Overwrite what is dead after a node; all planned memory before any (-1)."""
+        if not self._poisons:
+            return
         dead = self.memory.dead_after(index) if index >= 0 else [self.memory.pool]
-        lines = [f"    {self._constant(memory, 'a')}.fill_({POISON})" for memory in dead]
+        for memory in dead:
+            source.add(f"{self._constant(memory, 'a')}.fill_({POISON})")
         last: dict[int, tuple[int, Value]] = {}
         for step, values in self._last_uses().items():
             for value in values:
@@ -146,8 +141,7 @@ class ProgramBuilder:
         fill = self._constant(poison, "p")
         for key, (step, value) in last.items():
             if step == index and key not in kept:
-                lines.append(f"    {fill}({self._name(value)})")
-        return lines
+                source.add(f"{fill}({self._name(value)})")
 
     def _name(self, value: Value) -> str:
         name = self._names.get(id(value))
@@ -167,9 +161,10 @@ class ProgramBuilder:
             self._namespace[name] = item  # the namespace keeps the item, so its id stays its own
         return name
 
-    def _line(self, node: Node) -> str:
+    def _add_node(self, source: ProgramSource, node: Node) -> None:
         if self.memory.writes_into_place(node):
-            return self._call_into(node)
+            source.add(self._call_into(node))
+            return
         call = self._call(node)
         inputs = {id(value) for value in values_in(node)}
         targets = [
@@ -178,14 +173,16 @@ class ProgramBuilder:
             else None
             for value in node.outputs
         ]
-        if not any(targets):
-            return call
-        if node.results == "tensor":
-            return f"{targets[0]} = {call}"
-        # Results nobody needs go to a name that is overwritten at once, not kept.
-        names = ", ".join(target or "_" for target in targets)
-        line = f"[{names}] = {call}"
-        return f"{line}; _ = None" if None in targets else line
+        bound = [target for target in targets if target is not None]
+        if not bound:
+            source.add(call)
+        elif node.results == "tensor":
+            source.add(f"{bound[0]} = {call}", bound)
+        else:
+            # Results nobody needs go to a name that is overwritten at once, not kept.
+            names = ", ".join(target or "_" for target in targets)
+            line = f"[{names}] = {call}"
+            source.add(f"{line}; _ = None" if None in targets else line, bound)
 
     def _call_into(self, node: Node) -> str:
         args = [self._argument(value) for value in node.args]
@@ -259,4 +256,4 @@ def _is_seen(info: StorageInfo, live: set[int]) -> bool:
     return info.external or id(info) in live
 
 
-__all__ = ["POISON", "Commit", "ProgramBuilder", "Replay", "poison"]
+__all__ = ["POISON", "Commit", "ProgramBuilder", "poison"]

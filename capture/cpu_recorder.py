@@ -23,7 +23,7 @@ _TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional")
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """One way to look at one storage: what a tensor of the iteration is to the program.
 
@@ -38,7 +38,7 @@ class Value:
     node: int | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """One operator call of the program.
 
@@ -83,6 +83,7 @@ class Recorder(Watcher):
         self.nodes: list[Node] = []
         self._values: dict[tuple[int, Geometry], Value] = {}
         self._first_value: dict[int, Value] = {}  # by id of the StorageInfo
+        self._geometries: dict[Geometry, Geometry] = {}  # there are few, so they are shared
 
     def on_op(
         self,
@@ -114,10 +115,10 @@ class Recorder(Watcher):
 
     def value_of(self, tensor: Tensor, op: str) -> Value:
         """Return the Value of a tensor that exists now, making one if it is new."""
-        geometry = geometry_of(tensor)
-        key = (storage_of(tensor, op)._cdata, geometry)
+        key = self._key_of(tensor, op)
         value = self._values.get(key)
         if value is None:
+            geometry = key[1]
             info = self._known(tensor, op)
             value = Value(info, geometry, None)
             if not info.external:
@@ -136,6 +137,11 @@ class Recorder(Watcher):
         if info is None:
             info = self.storages.add(tensor, op, external=True, varies=True)
         return info
+
+    def _key_of(self, tensor: Tensor, op: str) -> tuple[int, Geometry]:
+        geometry = geometry_of(tensor)
+        shared = self._geometries.setdefault(geometry, geometry)
+        return storage_of(tensor, op)._cdata, shared
 
     def _append_view(self, info: StorageInfo, value: Value) -> int:
         offset, shape, stride, dtype, conj, neg = value.geometry
@@ -189,7 +195,7 @@ class Recorder(Watcher):
                 info = self.storages.add(item, name, external=False, varies=False)
                 info.filled = node.op._schema.name not in _EMPTY_OPS
                 aliases = False
-            key = (storage_of(item, name)._cdata, geometry_of(item))
+            key = self._key_of(item, name)
             value = self._values.get(key)
             if value is None:
                 value = Value(info, key[1], None if info.external else index)
@@ -208,8 +214,9 @@ class Recorder(Watcher):
     def _run_literal(self, tensor: Tensor, op: str, run: Run) -> Any:
         """Repeat a constant that Python filled in: each replay starts from a fresh copy of it."""
         info = self._known(tensor, op)
-        value = Value(info, geometry_of(tensor), len(self.nodes))
-        self._values[(storage_of(tensor, op)._cdata, value.geometry)] = value
+        key = self._key_of(tensor, op)
+        value = Value(info, key[1], len(self.nodes))
+        self._values[key] = value
         self._first_value[id(info)] = value
         copy = torch.ops.aten.clone.default
         arguments = [tensor.clone()]

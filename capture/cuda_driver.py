@@ -13,6 +13,9 @@ _TYPES = (
     "conditional",
 )
 _KERNEL = 0
+_ACTIVE = 1  # CUstreamCaptureStatus
+# Forms of one call, and how many more places for answers each has; CUDA 13 has the second.
+_CAPTURE_INFO = (("cuStreamGetCaptureInfo_v2", 2), ("cuStreamGetCaptureInfo_v3", 3))
 
 
 class GraphNodes(Protocol):
@@ -68,17 +71,15 @@ class CudaDriver:
 
     def capturing_graph(self, stream: int) -> int | None:
         """See GraphNodes."""
-        status, number = ctypes.c_int(0), ctypes.c_uint64(0)
-        graph, dependencies, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t(0)
-        try:
-            ask = self._cuda.cuStreamGetCaptureInfo_v2
-        except AttributeError:
-            return None
-        code = ask(
-            ctypes.c_void_p(stream),
-            *map(ctypes.byref, (status, number, graph, dependencies, count)),
-        )
-        return graph.value if code == 0 else None
+        # Nothing is asked about dependencies: edges of kernels that begin before others are over
+        # (cuBLAS on Hopper) make the older form fail where it is.
+        status, graph = ctypes.c_int(0), ctypes.c_void_p()
+        wanted = (ctypes.byref(status), None, ctypes.byref(graph))
+        for name, num_others in _CAPTURE_INFO:
+            ask = getattr(self._cuda, name, None)
+            if ask is not None and ask(ctypes.c_void_p(stream), *wanted, *[None] * num_others) == 0:
+                return graph.value if status.value == _ACTIVE else None
+        return None
 
     def count(self, graph: int) -> int | None:
         """See GraphNodes."""

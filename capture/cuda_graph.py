@@ -1,8 +1,11 @@
 """The CUDA backend: the iteration as one torch.cuda.CUDAGraph."""
 
 import gc
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +13,9 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.collective_order import CollectiveOrder
+from graphfsdp._capture.collector import without_collector
 from graphfsdp._capture.compiled_code import has_compiled_regions
+from graphfsdp._capture.cuda_broken import end_broken_capture, has_ended
 from graphfsdp._capture.cuda_driver import find_driver
 from graphfsdp._capture.cuda_errors import explain
 from graphfsdp._capture.cuda_recorder import CudaRecorder, UnwatchedRecorder
@@ -18,6 +23,7 @@ from graphfsdp._capture.host_copies import HostCopies
 from graphfsdp._capture.source import user_line_of
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
+from graphfsdp.config import UndoReplays
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import CaptureError, PhaseError
 from graphfsdp.hazards import HazardKind
@@ -33,8 +39,10 @@ class CudaGraph:
         outputs: list[Tensor],
         external: list[torch.UntypedStorage],
         facts: GraphFacts,
+        device: torch.device,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._device = device
         self._outputs = outputs
         # CUDA rule: a graph knows addresses, not tensors. Whoever lets go of a tensor that the
         # iteration uses must not give its memory to somebody else while the graph lives.
@@ -54,8 +62,14 @@ class CudaGraph:
         self.effect = Effect.PART
         self._graph.replay()
         self.effect = Effect.ALL
-        torch._foreach_copy_(copies, self._outputs)
+        if copies:  # an iteration of the user's own may return nothing
+            torch._foreach_copy_(copies, self._outputs)
         return copies
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be replayed and holds its pool."""
+        return self._graph is not None
 
     @property
     def can_be_taken_back(self) -> bool:
@@ -86,16 +100,28 @@ class CudaGraph:
         )
 
     def debug_dump(self, path: str) -> None:
-        """Write the driver's own drawing of the graph."""
+        """Write the driver's own drawing of the graph.
+
+        Raises:
+            CaptureError: the graph is closed.
+            OSError: the driver has not written the file.
+        """
         if self._graph is None:
             raise CaptureError("the graph is closed")
-        self._graph.debug_dump(path)
+        Path(path).unlink(missing_ok=True)
+        with warnings.catch_warnings(record=True) as said:  # torch announces each dump so
+            warnings.simplefilter("always")
+            self._graph.debug_dump(path)
+        if not Path(path).is_file():
+            words = "; ".join(str(warning.message) for warning in said)
+            raise OSError(f"the CUDA driver has written no drawing of the graph to {path}: {words}")
 
     def close(self) -> None:
         """Give the graph back, and then the pool that its tensors lie in."""
         if self._graph is not None:
             # CUDA rule: memory of a graph may be reused only when no launch is in flight.
-            torch.cuda.synchronize()
+            with suppress(RuntimeError):  # of a kernel: whoever closes because of it knows it
+                torch.cuda.synchronize(self._device)
             self._graph.reset()
             self._graph = None
             self._outputs = []
@@ -114,6 +140,8 @@ class CudaGraphBackend:
         # stream that they were made on; so warm-up and capture share this one.
         self._stream = torch.cuda.Stream(self.device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # those that share the pool
+        self._broken: list[torch.cuda.CUDAGraph] = []  # see Note [Broken captures]
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Fork to the capture stream and join back."""
@@ -131,7 +159,7 @@ class CudaGraphBackend:
         *,
         collective: bool,
         scratch: Sequence[Tensor],
-        undoable: bool = False,
+        undo: UndoReplays = UndoReplays.NEVER,
     ) -> tuple[Graph, list[Tensor]]:
         """Capture one iteration, then launch it once; see GraphBackend.record."""
         if not has_compiled_regions(model):
@@ -149,12 +177,18 @@ class CudaGraphBackend:
         driver = find_driver()
         watcher = recorder(model, self.device, driver)
         graph = _new_graph()
-        _register_generators(graph, model)
-        before = torch.cuda.memory_reserved(self.device)
-        # Finalisers of cyclic garbage may free CUDA memory, which a capture does not permit.
+        generators = _generators_of(model)
+        for generator in generators:
+            graph.register_generator_state(generator)
+        if not any(other.is_open for other in self._graphs):
+            # The allocator forbids to use the number of a pool again that all graphs have left.
+            self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
+        # torch.cuda.graph does so as well: what it gives back is not the pool's.
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
         try:
-            with _stale_streams_redirected(), watcher.watching():
+            with without_collector(), _stale_streams_redirected(), watcher.watching():
                 outputs = self._capture(graph, iterate, watcher)
             gc.collect()
             refuse_dropped_tensors(watcher.storages)
@@ -165,9 +199,13 @@ class CudaGraphBackend:
                 graph.instantiate()
             check(watcher.has_touched)
         except BaseException as error:
-            with suppress(RuntimeError):  # a capture that never ended cannot be reset either
-                graph.reset()
-            self._pool = torch.cuda.graph_pool_handle()
+            if has_ended(graph):
+                with suppress(RuntimeError):  # the error of the iteration is the one to tell
+                    graph.reset()
+            else:
+                self._broken.append(graph)
+                if not end_broken_capture(graph, self.device, self._pool, generators):
+                    self._pool = torch.cuda.graph_pool_handle()
             self._translate(error, watcher)
             raise
         pool_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
@@ -180,7 +218,8 @@ class CudaGraphBackend:
         )
         external = [info.get() for info in watcher.storages if info.external]
         external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]
-        captured = CudaGraph(graph, outputs, external, facts)
+        captured = CudaGraph(graph, outputs, external, facts, self.device)
+        self._graphs.add(captured)
         # A capture runs nothing: this launch is the iteration that was recorded.
         return captured, captured.replay()
 
@@ -242,16 +281,18 @@ def _handle(graph: torch.cuda.CUDAGraph) -> int | None:
         return None
 
 
-def _register_generators(graph: torch.cuda.CUDAGraph, model: nn.Module) -> None:
-    """Register the CUDA generators that modules hold as attributes.
+def _generators_of(model: nn.Module) -> list[torch.Generator]:
+    """Return the CUDA generators that modules hold as attributes.
 
-    The default generator registers itself; torch before 2.13 must be told of others, or their
+    A graph has the default generator by itself; torch before 2.13 must be told of others, or their
     state would be baked in.
     """
+    found: dict[int, torch.Generator] = {}
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Generator) and value.device.type == "cuda":
-                graph.register_generator_state(value)
+                found[id(value)] = value
+    return list(found.values())
 
 
 @contextmanager

@@ -58,10 +58,11 @@ class CudaRecorder(Watcher):
         run: Run,
     ) -> Any:
         """Run an operator, and note it and how many nodes the graph has now."""
-        inputs = self._regions(args, str(op))
-        named = {name: self._region_in(value, str(op)) for name, value in kwargs.items()}
+        op_name = str(op)
+        inputs = self._regions(args, op_name)
+        named = {name: self._region_in(value, op_name) for name, value in kwargs.items()}
         result = run()
-        results = [self._region(tensor, str(op)) for tensor in flat_tensors([result])]
+        results = [self._region(tensor, op_name) for tensor in flat_tensors([result])]
         add_node(self._builder, op, inputs, named, results, site=self.site)
         self._num_graph_nodes.append(self._count())
         return result

@@ -11,7 +11,8 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import LossFunction, own
 from graphfsdp._capture.source import definition_of
 from graphfsdp._capture.static_inputs import StaticInputs
-from graphfsdp.errors import InvalidLossError
+from graphfsdp.dtensors import num_meshes
+from graphfsdp.errors import ConfigError, InvalidLossError
 from graphfsdp.nvtx import nvtx_range
 
 
@@ -53,6 +54,7 @@ class CustomIteration:
 
         Raises:
             InvalidLossError: it returned something else than tensors.
+            ConfigError: it gives torch a list of tensors that lie on several meshes.
 
         Capture: no host sync of ours; gradients land in the persistent buffers, and optimizers
             find them there at once.
@@ -60,9 +62,27 @@ class CustomIteration:
         self._gradients.begin(bind_at_once=True)
         self._clear_autocast_cache()
         with torch.enable_grad(), nvtx_range("iteration"):
-            output = self._function(self._models, self._optimizers, *inputs.args, **inputs.kwargs)
+            output = self._run(inputs)
         self._gradients.finish()
         return self._owned(output)
+
+    def _run(self, inputs: StaticInputs) -> Any:
+        try:
+            return self._function(self._models, self._optimizers, *inputs.args, **inputs.kwargs)
+        except RuntimeError as error:
+            if "DTensor" in str(error) and self._has_several_meshes():
+                raise ConfigError(
+                    f"the iteration gives torch a list of tensors on several device meshes, or "
+                    f"DTensors beside plain ones, which it refuses: {error} Ways out: an optimizer "
+                    "of graphfsdp.optim (FusedAdam, FusedSGD, FusedLion), which steps on this "
+                    "rank's parts; graphfsdp.clip_grad_norm_(model, max_norm) instead of torch's; "
+                    "or the default iteration, which takes torch's AdamW and SGD as well"
+                ) from error
+            raise
+
+    def _has_several_meshes(self) -> bool:
+        models = [self._models] if isinstance(self._models, nn.Module) else self._models
+        return num_meshes(param for model in models for param in model.parameters()) > 1
 
     def optimizer_step(self) -> Tensor | None:
         """Do nothing: the function has stepped."""

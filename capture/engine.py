@@ -148,11 +148,15 @@ class Engine:
             with self.backend.on_capture_stream():
                 self.grad_norm = self._iteration.optimizer_step()
 
-    def constant_watch(self) -> ConstantWatch:
+    @property
+    def steps_inside(self) -> bool:
+        """Whether the user's iteration steps the optimizers."""
+        return self._iteration.steps_inside
+
+    def constant_watch(self, *, trains: bool = True) -> ConstantWatch:
         """Return what compares the numbers of a warm-up and of the capture after it."""
-        return ConstantWatch(
-            self.model, self.backend.device, with_optimizer=self._iteration.steps_inside
-        )
+        stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
+        return ConstantWatch(self.model, self.backend.device, stepping)
 
     def attempt(self) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails."""

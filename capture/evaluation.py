@@ -122,7 +122,7 @@ class Evaluator:
 
     def _warm_up(self, recording: Recording) -> list[Tensor]:
         engine = self._engine
-        watch = recording.noting(engine.constant_watch())
+        watch = recording.noting(engine.constant_watch(trains=False))
         with engine.backend.on_capture_stream():
             results = engine.evaluate(recording, watch)
         self._agreement.settle()

@@ -16,6 +16,7 @@ from graphfsdp._capture.guards_optimizer import OptimizerGuard
 from graphfsdp._capture.guards_settings import SettingsGuard
 from graphfsdp._capture.guards_tensors import TensorGuard
 from graphfsdp._capture.guards_values import ValueGuard, contents
+from graphfsdp._capture.quick_guard import QuickGuards, Watched
 from graphfsdp.changes import Change
 
 
@@ -24,6 +25,10 @@ class Guard(Protocol):
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
+        ...
+
+    def watched(self) -> Watched:
+        """Return what ``holds`` looks at, for a look at the words that it consists of."""
         ...
 
     def changes(self) -> list[Change]:
@@ -69,6 +74,7 @@ class Guards:
         self._log = AttributeLog()
         self._before: dict[int, tuple[Any, Any]] = {}  # containers of the model, with copies
         self._guards: tuple[Guard, ...] = ()
+        self._quick = QuickGuards()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -106,13 +112,20 @@ class Guards:
 
         Capture: never inside one; no host sync.
         """
-        if all([guard.holds() for guard in self._guards]):
+        if self._quick.hold():
             return []
-        return [change for guard in self._guards for change in guard.changes()]
+        if all([guard.holds() for guard in self._guards]):
+            self._quick.look_anew(self._guards)
+            return []
+        found = [change for guard in self._guards for change in guard.changes()]
+        if not found:
+            self._quick.forget()  # guards may have armed themselves anew
+        return found
 
     def close(self) -> None:
         """Let go of everything."""
         self._guards = ()
+        self._quick.forget()
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())

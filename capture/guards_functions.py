@@ -1,6 +1,7 @@
 """Guard of the numbers and functions that the user's own functions take from around them."""
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.code_names import CodeNames, names_of
 from graphfsdp._capture.guards_modules import is_scalar
 from graphfsdp._capture.guards_values import data_of
+from graphfsdp._capture.quick_guard import Watched
 from graphfsdp._capture.source import is_users_file
 from graphfsdp.changes import Change, ChangeKind
 
@@ -60,7 +62,11 @@ class FunctionGuard:
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return [look() for look in self._looks] == self._values
+        return list(map(operator.call, self._looks)) == self._values
+
+    def watched(self) -> Watched:
+        """Return how to look again."""
+        return Watched(rest=self.holds)
 
     def changes(self) -> list[Change]:
         """Compare each number and name what has changed."""
@@ -157,7 +163,7 @@ class _Search:
             yield _Number(title, look, value)
         elif isinstance(value, dict):
             if not names.writes_items and not any(
-                isinstance(item, Tensor) for item in value.values()
+                isinstance(item, Tensor) for item in dict.values(value)
             ):
                 yield from _leaves(title, look, value, None, 0)
         elif isinstance(value, types.ModuleType):
@@ -220,7 +226,7 @@ def _is_tree(value: object, depth: int) -> bool:
         return False
     return all(
         item is None or is_scalar(item) or isinstance(item, _FUNCTIONS) or _is_tree(item, depth + 1)
-        for item in inner.values()
+        for item in dict.values(inner)
     )
 
 
@@ -232,7 +238,7 @@ def _leaves(
     table = value if is_dict else getattr(value, "__dict__", {})
     if depth > _MAX_DEPTH or len(table) > _MAX_ITEMS:
         return
-    for key, item in table.items():
+    for key, item in dict.items(table):
         if not is_dict and names is not None and key not in names:
             continue
         inner_title = f"{key!r} of {title}"
@@ -246,7 +252,8 @@ def _leaves(
 def _look_into(look: Callable[[], Any], key: Any, is_dict: bool) -> Any:
     outer = look()
     if is_dict:
-        return outer.get(key, _MISSING) if isinstance(outer, dict) else _MISSING
+        # dict's own: a subclass may have a `get` of another form (Hugging Face has one)
+        return dict.get(outer, key, _MISSING) if isinstance(outer, dict) else _MISSING
     return getattr(outer, key, _MISSING)
 
 

@@ -12,6 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from graphfsdp._capture.guards_modules import same_objects
+from graphfsdp._capture.quick_guard import Watched
 from graphfsdp.changes import Change, ChangeKind
 
 _MODULE_TABLES = (
@@ -89,10 +90,20 @@ class HookGuard:
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
         return (
-            RemovableHandle.next_id == self._next_id
+            self._none_was_registered()
             and not any(self._empty)
             and same_objects(self._filled, self._copies)
         )
+
+    def watched(self) -> Watched:
+        """Return the dicts of hooks that there are."""
+        live = [getattr(table.holder, table.attribute) for table in self._tables]
+        return Watched(
+            tables=[hooks for hooks in live if hooks is not None], rest=self._none_was_registered
+        )
+
+    def _none_was_registered(self) -> bool:
+        return RemovableHandle.next_id == self._next_id
 
     def changes(self) -> list[Change]:
         """Compare each table and name what has changed."""

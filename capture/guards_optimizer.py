@@ -1,6 +1,9 @@
 """Guard of the optimizer's tensors: its state, and the parameters in its groups."""
 
+import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +11,11 @@ from torch import Tensor
 
 from graphfsdp._capture.guards_modules import same_objects
 from graphfsdp._capture.guards_tensors import TensorGuard
+from graphfsdp._capture.quick_guard import Watched
 from graphfsdp.changes import Change, ChangeKind
 from graphfsdp.dtensors import local_part
 
+_GET_PARAMS = operator.itemgetter("params")
 _LOADED = (
     "load and change the state of an optimizer before the capture; "
     "graphfsdp.optim.FusedAdam loads in place, so its replays go on with what was loaded"
@@ -38,16 +43,32 @@ class OptimizerGuard:
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
+        return (
+            self._groups_hold()
+            and same_objects(list(self._state.values()), self._copies)
+            and self._tensors.holds()
+        )
+
+    def watched(self) -> Watched:
+        """Return the state: its tensors, and the dicts that hold them."""
+        tables = [self._state, *self._state.values()]
+        lists = [self._groups, *(group["params"] for group in self._groups)]
+        watched = replace(self._tensors.watched(), tables=tables, lists=lists)
+        return replace(watched, rest=partial(self._attributes_hold, tuple(lists[1:])))
+
+    def _attributes_hold(self, params: tuple[list[Tensor], ...]) -> bool:
         now = self._optimizer
         return (
             vars(now).get("step") is self._own_step
             and type(now).step is self._class_step
             and now.state is self._state
             and now.param_groups is self._groups
-            and same_objects([group["params"] for group in self._groups], self._params)
-            and same_objects(list(self._state.values()), self._copies)
-            and self._tensors.holds()
+            and all(map(operator.is_, map(_GET_PARAMS, self._groups), params))
         )
+
+    def _groups_hold(self) -> bool:
+        params = [group["params"] for group in self._groups]
+        return self._attributes_hold(tuple(params)) and same_objects(params, self._params)
 
     def changes(self) -> list[Change]:
         """Compare each entry and name what has changed."""

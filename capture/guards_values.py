@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp._capture.guards_modules import OWN, SCALARS, is_scalar, join, same_objects
+from graphfsdp._capture.quick_guard import Watched
 from graphfsdp.changes import Change, ChangeKind
 
 _MAX_DEPTH = 4
 _MAX_ITEMS = 10_000
 _CONTAINERS = (list, dict, set)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+_GET_FORWARD = operator.attrgetter("forward")
 _MISSING = object()
 _REMEDY = (
     "hold what changes in a buffer and write into it (fill_, copy_), which replays see; keep what "
@@ -80,11 +82,24 @@ class ValueGuard:
         """Tell quickly that nothing has changed; False means: look closely."""
         return (
             list(map(type, self._modules)) == self._types
-            and [cls.forward for cls in self._classes] == self._forwards
-            and same_objects(self._lives, self._copies)
             and self._named_hold()
-            and all(getattr(cls, name, _MISSING) is old for cls, name, old in self._class_values)
+            and self._contents_hold()
         )
+
+    def watched(self) -> Watched:
+        """Return the modules: their classes, and their attributes."""
+        modules = self._modules
+        return Watched(objects=modules, attributes=modules, rest=self._contents_hold)
+
+    def _contents_hold(self) -> bool:
+        return (
+            list(map(_GET_FORWARD, self._classes)) == self._forwards
+            and (not self._lives or same_objects(self._lives, self._copies))
+            and (not self._class_values or self._class_values_hold())
+        )
+
+    def _class_values_hold(self) -> bool:
+        return all(getattr(cls, name, _MISSING) is old for cls, name, old in self._class_values)
 
     def _named_hold(self) -> bool:
         _, holders, names, values = self._columns
@@ -127,19 +142,26 @@ class ValueGuard:
             if any(known is live for known in self._lives):
                 continue
             self._lives.append(live)
-            self._copies.append(live.copy())
+            self._copies.append(_copy_of(live))
             self._names.append(inner_title)
 
 
 def contents(model: nn.Module) -> dict[int, tuple[Any, Any]]:
     """Return every container of data that a model holds, with a copy, by its id."""
     return {
-        id(live): (live, live.copy())
+        id(live): (live, _copy_of(live))
         for module in model.modules()
         for name, value in vars(module).items()
         if name not in OWN
         for _, live in _walk(name, value, 0)
     }
+
+
+def _copy_of(live: Any) -> Any:
+    """Return a shallow copy by the built-in type's own method: a subclass may have another."""
+    if isinstance(live, dict):
+        return dict.copy(live)
+    return set.copy(live) if isinstance(live, set) else list.copy(live)
 
 
 def _walk(title: str, value: object, depth: int) -> Iterator[tuple[str, Any]]:
@@ -149,7 +171,7 @@ def _walk(title: str, value: object, depth: int) -> Iterator[tuple[str, Any]]:
     live = value if isinstance(value, (*_CONTAINERS, tuple)) else data_of(value)
     if live is None or len(live) > _MAX_ITEMS:
         return
-    pairs = list(live.items()) if isinstance(live, dict) else list(enumerate(live))
+    pairs = list(dict.items(live)) if isinstance(live, dict) else list(enumerate(live))
     if isinstance(live, dict) and any(isinstance(item, Tensor) for _, item in pairs):
         return
     if not isinstance(live, tuple):
@@ -171,7 +193,7 @@ def data_of(value: object) -> dict[str, Any] | None:
 
 def _is_data(value: object) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_data, value.values()))
+        return all(map(_is_data, dict.values(value)))
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(_is_data, value))
     return value is None or isinstance(value, (*SCALARS, *_FUNCTIONS))
@@ -188,7 +210,7 @@ def _difference(title: str, old: Any, new: Any) -> Change:
     before = old if isinstance(old, dict) else dict(enumerate(old))
     now = new if isinstance(new, dict) else dict(enumerate(new))
     for key in dict.fromkeys((*before, *now)):
-        left, right = before.get(key, _MISSING), now.get(key, _MISSING)
+        left, right = dict.get(before, key, _MISSING), dict.get(now, key, _MISSING)
         if not same_objects([left], [right]):
             return _change(f"{key!r} of {title!r}", _show(left), _show(right))
     return _change(f"the order of {title!r}", "one", "another")

@@ -26,6 +26,22 @@ _OBJECT_COLLECTIVES = frozenset(
     }
 )
 STREAMS_FILE = "torch/cuda/streams.py"
+_COMPILE_FILE = "_dynamo/eval_frame.py"
+_THREAD_FILE = "threading.py"
+_POOL_FILE = "concurrent/futures/thread.py"
+_CUDA_FILE = "torch/cuda/__init__.py"
+_COLLECTIVES_FILE = "distributed_c10d.py"
+# The ends of the names of the files whose functions `judge_call` knows, and the names of what
+# `judge_c_call` knows: for all others both return None.
+JUDGED_FILES = (
+    STREAMS_FILE,
+    _COMPILE_FILE,
+    _THREAD_FILE,
+    _POOL_FILE,
+    _CUDA_FILE,
+    _COLLECTIVES_FILE,
+)
+JUDGED_C_NAMES = _STATE_METHODS | _DRAWS | _WAITS | {"resize_", "data_ptr"}
 _Judged = tuple[str, Refusal] | None
 
 
@@ -63,21 +79,21 @@ def judge_call(frame: FrameType) -> _Judged:
     """Judge a call of a Python function by the frame that it has just got."""
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     if name == "compile_wrapper":
-        if file.endswith("_dynamo/eval_frame.py"):
+        if file.endswith(_COMPILE_FILE):
             return "torch.compile", compiled_region(_compiled_name(frame))
     elif name == "start":
-        if file.endswith("threading.py") and "self" in frame.f_locals:
+        if file.endswith(_THREAD_FILE) and "self" in frame.f_locals:
             return "threading.Thread.start", _thread("threading.Thread.start")
     elif name == "submit":
-        if file.endswith("concurrent/futures/thread.py"):
+        if file.endswith(_POOL_FILE):
             return "ThreadPoolExecutor.submit", _thread("ThreadPoolExecutor.submit")
     elif name in _WAITS:
         if file.endswith(STREAMS_FILE):
             full = f"torch.cuda.{type(frame.f_locals.get('self')).__name__}.{name}"
             return full, host_wait(full)
-        if file.endswith("torch/cuda/__init__.py") and not _begins_capture(frame):
+        if file.endswith(_CUDA_FILE) and not _begins_capture(frame):
             return "torch.cuda.synchronize", host_wait("torch.cuda.synchronize")
-    elif name in _OBJECT_COLLECTIVES and file.endswith("distributed_c10d.py"):
+    elif name in _OBJECT_COLLECTIVES and file.endswith(_COLLECTIVES_FILE):
         return f"torch.distributed.{name}", _object_collective(f"torch.distributed.{name}")
     return None
 
@@ -90,7 +106,7 @@ def _begins_capture(frame: FrameType) -> bool:
 def is_object_collective(frame: FrameType) -> bool:
     """Tell whether a frame is that of a collective of Python objects."""
     code = frame.f_code
-    return code.co_name in _OBJECT_COLLECTIVES and code.co_filename.endswith("distributed_c10d.py")
+    return code.co_name in _OBJECT_COLLECTIVES and code.co_filename.endswith(_COLLECTIVES_FILE)
 
 
 def _judge_storage(name: str, caller: FrameType) -> _Judged:
@@ -151,4 +167,12 @@ def _compiled_name(frame: FrameType) -> str:
     return f"{getattr(function, '__qualname__', type(function).__name__)}()"
 
 
-__all__ = ["STREAMS_FILE", "is_object_collective", "judge_c_call", "judge_call", "raw_address"]
+__all__ = [
+    "JUDGED_C_NAMES",
+    "JUDGED_FILES",
+    "STREAMS_FILE",
+    "is_object_collective",
+    "judge_c_call",
+    "judge_call",
+    "raw_address",
+]

@@ -31,7 +31,7 @@ class HostCopies:
             if local.layout is torch.strided
         }
         self._saved = [(_as_bytes(storage), storage) for storage in storages.values()]
-        self._copies = [contents.cpu().clone() for contents, _ in self._saved]
+        self._copies = [contents.to("cpu", copy=True) for contents, _ in self._saved]
 
     def watching(self) -> AbstractContextManager[None]:
         """Return nothing to enter: everything has been copied already."""

@@ -8,7 +8,9 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.assignments import assignment_of
 from graphfsdp._capture.rules import Refusal
+from graphfsdp._capture.source import definition_of
 from graphfsdp.errors import CaptureError
 from graphfsdp.hazards import HazardKind
 
@@ -34,6 +36,7 @@ class HostOptimizer:
                         "would start it anew. Remedy: more warm-up steps, so that every "
                         "parameter has been stepped once before the capture",
                         kind=HazardKind.OPTIMIZER,
+                        source=definition_of(type(self._optimizer).step),
                     )
             where = f"its state of a parameter of shape {tuple(param.shape)}"
             yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
@@ -66,6 +69,8 @@ class HostOptimizer:
                     "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
                     "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor",
                     kind=HazardKind.OPTIMIZER,
+                    source=assignment_of(self._optimizer, key)
+                    or definition_of(type(self._optimizer).step),
                 )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.assignments import assignment_of
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.host_optimizer import HostOptimizer
 from graphfsdp.errors import CaptureError
@@ -67,6 +68,7 @@ class HostState:
                         "set_); a replay would go on reading the old one. Remedy: update it in "
                         "place (copy_, mul_, add_, lerp_)",
                         module_path=module_name,
+                        source=assignment_of(module, name, self._model),
                     )
                 continue
             # A plain attribute that is overwritten without being read (a kept activation) is
@@ -77,6 +79,7 @@ class HostState:
                     "replay runs no Python and would go on reading the old one. Remedy: update "
                     "it in place (copy_, mul_, add_, lerp_)",
                     module_path=module_name,
+                    source=assignment_of(module, name, self._model),
                 )
         for optimizer in self._optimizers:
             yield from optimizer.changes()

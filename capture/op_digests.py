@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.op_tensors import flat_tensors, is_wrapper_subclass, written_tensors
+from graphfsdp._capture.op_tensors import flat_tensors, written_tensors
+from graphfsdp._capture.watch_modes import OperatorMode
 
 # What they leave has no contents yet.
 _EMPTY = frozenset(
@@ -38,33 +38,24 @@ class OpDigest:
     digest: bytes
 
 
-class OpDigests(TorchDispatchMode):
+class OpDigests(OperatorMode):
     """Takes the digest of everything that operators compute while it is on.
 
     Attributes:
         calls: One entry per operator.
     """
 
-    # So that torch.cond and its like arrive where they always do.
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[OpDigest] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented
-        result = func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload) and func.namespace != "profiler":
-            self.calls.append(_digest_of(func, args, kwargs, result))
+        """Run an operator, and take the digest of what it computes."""
+        result = op(*args, **kwargs)
+        if op.namespace != "profiler":
+            self.calls.append(_digest_of(op, args, kwargs, result))
         return result
 
 

@@ -1,5 +1,6 @@
 """Which tensors an operator call takes, reads and writes."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,22 @@ RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
 
 # Python hands these a tensor whose data it has just filled in, outside any operator.
 LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
+
+
+def draws_numbers(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Tell whether an operator call draws random numbers.
+
+    Attention without dropout has the tag of attention with it.
+    """
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            default = kwargs.get("dropout_p", argument.default_value)
+            return bool((args[index] if index < len(args) else default) != 0.0)
+    return "scaled_dot_product" not in op._schema.name
 
 
 def is_wrapper_subclass(kind: type) -> bool:
@@ -47,14 +64,22 @@ def written_arguments(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
     """Return the arguments that an operator writes, by its schema or by what is known of it."""
-    written = [
-        args[index] if index < len(args) else kwargs.get(argument.name)
+    places, writes_statistics = _written_places(op)
+    written = [args[index] if index < len(args) else kwargs.get(name) for index, name in places]
+    if writes_statistics:
+        written += args[RUNNING_STATISTICS]
+    return written
+
+
+@functools.cache  # asking a schema takes longer than many operators
+def _written_places(op: torch._ops.OpOverload) -> tuple[list[tuple[int, str]], bool]:
+    """Return index and name of what the schema says is written, and whether statistics are too."""
+    places = [
+        (index, argument.name)
         for index, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    if op._schema.name in SILENT_WRITERS:
-        written += args[RUNNING_STATISTICS]
-    return written
+    return places, op._schema.name in SILENT_WRITERS
 
 
 def written_tensors(
@@ -81,6 +106,7 @@ __all__ = [
     "RUNNING_STATISTICS",
     "SILENT_WRITERS",
     "computes_nothing",
+    "draws_numbers",
     "flat_tensors",
     "is_wrapper_subclass",
     "read_tensors",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.cpu_recorder import Node, Value
-from graphfsdp._capture.op_tensors import RUNNING_STATISTICS, SILENT_WRITERS
+from graphfsdp._capture.op_tensors import RUNNING_STATISTICS, SILENT_WRITERS, draws_numbers
 from graphfsdp._capture.program_facts import (
     Argument,
     BufferKind,
@@ -185,19 +185,13 @@ def _reach(
     return offset * itemsize, (last + 1) * itemsize
 
 
-def _draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell attention with dropout from attention without, which has the same tag."""
-    values = [value for argument, value in _named(op, args, kwargs) if argument.name == "dropout_p"]
-    return values != [0.0] and (bool(values) or "scaled_dot_product" not in op._schema.name)
-
-
 def _kind_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NodeKind:
     name = op._schema.name.partition("::")[2]
     if op.namespace in _COLLECTIVE_NAMESPACES:
         return NodeKind.COLLECTIVE
     if op.namespace == "graphfsdp" and name in _COLLECTIVES:
         return NodeKind.COLLECTIVE
-    if torch.Tag.nondeterministic_seeded in op.tags and _draws(op, args, kwargs):
+    if draws_numbers(op, args, kwargs):
         return NodeKind.RANDOM
     if op.is_view:
         return NodeKind.VIEW
@@ -262,6 +256,8 @@ def _constant_text(tensor: Tensor) -> str:
 def _plain_text(value: Any) -> str:
     if isinstance(value, torch.Generator):
         return f"a generator on {value.device}"
+    if isinstance(value, torch.UntypedStorage):  # its text would be all of its contents
+        return f"a storage of {value.nbytes()} bytes on {value.device}"
     return repr(value) if isinstance(value, str) else str(value).replace("torch.", "")
 
 

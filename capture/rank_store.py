@@ -12,6 +12,7 @@ class RankStore:
 
     Attributes:
         size: Ranks that share the model.
+        ranks: These, by number in the world.
         name: This rank, in words.
     """
 
@@ -25,6 +26,7 @@ class RankStore:
         self._store: Any = None
         self._prefix = ""
         self.size = 1
+        self.ranks: list[int] = []
         self.name = ""
 
     def open(self) -> None:
@@ -40,8 +42,9 @@ class RankStore:
         # The n-th step on one rank is the n-th on every rank; the store counts for us.
         number = self._store.add(f"graphfsdp/watches/{me}", 1)
         self._prefix = f"graphfsdp/watch{min(known)}/{number}"
+        self.ranks = sorted(known)
         self.size = len(known)
-        self.name = f"rank {me} of {dist.get_world_size()}"
+        self.name = self.name_of(me)
 
     def _closure(self, me: int, peers: set[int]) -> set[int]:
         number = self._store.add(f"graphfsdp/peers/{me}", 1)
@@ -54,6 +57,14 @@ class RankStore:
             theirs = json.loads(bytes(self._store.get(f"graphfsdp/peers/{other}/{number}")))
             waiting |= set(theirs) - known
         return known
+
+    def name_of(self, rank: int) -> str:
+        """Return what people call a rank."""
+        return f"rank {rank} of {dist.get_world_size()}"
+
+    def put(self, key: str, text: str) -> None:
+        """Put a text."""
+        self._store.set(f"{self._prefix}/{key}", text)
 
     def put_first(self, key: str, text: str) -> str:
         """Put a text unless there is one; return the one that is there then."""

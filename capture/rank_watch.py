@@ -27,10 +27,21 @@ _LOG = logging.getLogger("graphfsdp")
 _SHORTEST_PAUSE_S = 0.02
 _PAUSE_S_PER_RANK = 0.001  # all ranks together ask the store a thousand times in a second
 _PATIENCE_S = 10.0
+_ROLL_CALL_S = 1.0
 # In a sum of answers, so many stand for one rank that is in the replay, or in the next one.
 _IN_IT = 1 << 20
 _IN_THE_NEXT = 1 << 40
-_KINDS = (BatchMismatchError, GuardError)
+GROUP_IS_LOST = (
+    "The process group is of no use any more. Remedy: mend the cause, and start all ranks again"
+)
+_INSIDE, _OUTSIDE = "inside", "outside"
+
+
+class TogetherError(RankFailedError):
+    """Another rank has no graph for this call: all run it eagerly, and settle how it ended."""
+
+
+_RAISED_BY_ALL = (BatchMismatchError, GuardError, TogetherError)
 
 
 class Stage(enum.Enum):
@@ -38,6 +49,7 @@ class Stage(enum.Enum):
 
     BEFORE = "before"  # every rank can undo it
     AFTER = "after"  # other ranks may have updated their weights
+    LOST = "lost"  # in a collective, which has broken the process group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +73,14 @@ class Failure:
     number: int = 0
 
     @property
+    def is_call(self) -> bool:
+        """Whether nothing has failed, but a rank wants all to run the call eagerly."""
+        return self.kind == TogetherError.__name__
+
+    @property
     def breakage(self) -> str:
-        """Why the other ranks cannot go on: weights differ between ranks."""
-        return f"{self}. {Effect.PART.value}"
+        """Why the other ranks cannot go on: weights differ, or there is no group any more."""
+        return f"{self}. {GROUP_IS_LOST if self.stage is Stage.LOST else Effect.PART.value}"
 
     def tells_of(self, error: BaseException) -> bool:
         """Tell whether an error of this rank's says the same."""
@@ -71,12 +88,13 @@ class Failure:
 
     def error(self) -> GraphFSDPError:
         """Return what the other ranks raise: of the same class where they may expect it."""
-        known = (kind for kind in _KINDS if kind.__name__ == self.kind)
+        known = (kind for kind in _RAISED_BY_ALL if kind.__name__ == self.kind)
         kind = next(known, RankFailedError)
         return kind(f"{self}. So no rank has run this replay, and each can go on with its next one")
 
     def __str__(self) -> str:
-        return f"{self.rank} failed: {self.kind}: {self.text}"
+        what = "came out of a collective" if self.stage is Stage.LOST else "failed"
+        return f"{self.rank} {what}: {self.kind}: {self.text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +108,19 @@ class Waiting:
 
     in_it: bool = False
     in_the_next: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RollCall:
+    """Which ranks live.
+
+    Attributes:
+        silent: Those that have not answered.
+        outside: Those that have, and are in no replay.
+    """
+
+    silent: tuple[str, ...]
+    outside: tuple[str, ...]
 
 
 class RankWatch:
@@ -132,6 +163,11 @@ class RankWatch:
         self._thread = threading.Thread(target=self._listen, name="graphfsdp ranks", daemon=True)
         self._thread.start()
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether other ranks can be asked."""
+        return self._thread is not None
+
     def stop(self) -> None:
         """Listen no more, and leave gloo's threads idle; idempotent."""
         if self._groups:
@@ -172,7 +208,7 @@ class RankWatch:
         failure = self.failure
         if not self._is_inside:
             return
-        if failure is not None and failure.stage is Stage.BEFORE:
+        if failure is not None and failure.stage is not Stage.AFTER:
             raise failure.error()
         if self.lasting is not None and self.lasting.call < self.num_calls:
             raise broken(self.lasting.breakage)
@@ -221,6 +257,23 @@ class RankWatch:
             pass
         return Waiting()
 
+    def roll_call(self, failure: Failure) -> RollCall | None:
+        """Tell which ranks live; waits a second at most. None if the store does not answer."""
+        if self._store is None or self._thread is None:
+            return None
+        waiting = [self._store.name_of(rank) for rank in self._store.ranks]
+        outside = []
+        deadline = time.monotonic() + _ROLL_CALL_S + 3 * self._pause_s
+        try:
+            while waiting and time.monotonic() < deadline:
+                told = {name: self._store.get(f"{failure.number}/{name}") for name in waiting}
+                waiting = [name for name in waiting if told[name] is None]
+                outside += [name for name, where in told.items() if where == _OUTSIDE]
+                time.sleep(_SHORTEST_PAUSE_S if waiting else 0)
+        except (RuntimeError, ValueError):  # the group is destroyed, or the store's host is gone
+            return None
+        return RollCall(tuple(waiting), tuple(outside))
+
     @property
     def _pause_s(self) -> float:
         size = 0 if self._store is None else self._store.size
@@ -246,14 +299,16 @@ class RankWatch:
                 return  # the other thread was quicker
             self._num_heard += 1
             self._heard[failure.call] = failure
-            if failure.stage is Stage.AFTER:
+            if failure.stage is not Stage.BEFORE:
                 self.lasting = failure
             answer = 1
             if self._is_inside:
                 answer += _IN_IT if failure.call == self.num_calls else _IN_THE_NEXT
+            me = self._store.name
+            self._store.put(f"{number}/{me}", _INSIDE if self._is_inside else _OUTSIDE)
             self._store.add(f"{number}/answers", answer)
         if failure.rank != self._store.name:
-            _LOG.error("%s", failure)
+            _LOG.log(logging.INFO if failure.is_call else logging.ERROR, "%s", failure)
 
 
 def _encode(failure: Failure) -> str:
@@ -265,4 +320,4 @@ def _decode(told: str, number: int) -> Failure:
     return Failure(**fields | {"stage": Stage(fields["stage"]), "number": number})
 
 
-__all__ = ["Failure", "RankWatch", "Stage"]
+__all__ = ["GROUP_IS_LOST", "Failure", "RankWatch", "RollCall", "Stage", "TogetherError"]

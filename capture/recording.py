@@ -3,13 +3,14 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Graph
+from graphfsdp._capture.collector import without_collector
 from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards import Guards
@@ -91,10 +92,15 @@ class Recording:
         self.has_waited, self.num_eager = True, 0
         return True
 
-    def noting(self, constants: ConstantWatch) -> AbstractContextManager[None]:
+    @contextmanager
+    def noting(self, constants: ConstantWatch) -> Iterator[None]:
         """Note the values of the warm-up in the body, for the capture that may be next."""
+        if self.constants is not None:
+            constants.follow(self.constants)
         self.constants = constants
-        return constants.noting(is_first=not self.num_eager and not self.has_waited)
+        is_first = not self.num_eager and not self.has_waited
+        with without_collector(), constants.noting(is_first=is_first):
+            yield
 
     def comparing(self) -> AbstractContextManager[None]:
         """Compare the capture in the body with the last warm-up, if that was noted."""

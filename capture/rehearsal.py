@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -39,7 +39,7 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         gradients: PersistentGradients,
         hazards: HazardLog,
         *,
@@ -50,14 +50,14 @@ class Rehearsal:
 
         Args:
             model: Names the modules.
-            optimizer: The user's.
+            optimizers: The user's.
             gradients: Those of the iteration.
             hazards: Where everything is noted.
             device: Where the model lies.
             for_cuda: Judge a run on a CPU by what a GPU would refuse.
         """
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = list(optimizers)
         self._gradients = gradients
         self._hazards = hazards
         self._device = device
@@ -87,7 +87,7 @@ class Rehearsal:
                     if failed:
                         failed = self._attempt(runs, iterate, judged=False) is not None
                         rewind()
-                state = HostState(self._model, [self._optimizer], self._gradients)
+                state = HostState(self._model, self._optimizers, self._gradients)
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]
                 if error is not None:

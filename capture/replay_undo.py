@@ -7,6 +7,9 @@ from torch import Tensor
 
 from graphfsdp._capture.backend import Effect
 from graphfsdp._capture.copy_on_write import byte_range
+from graphfsdp._capture.late_copies import LateCopies
+
+_MAX_GAP_BYTES = 4096
 
 
 class ReplayUndo:
@@ -25,6 +28,7 @@ class ReplayUndo:
         generators: Sequence[torch.Generator],
         *,
         is_whole: bool = False,
+        late: LateCopies | None = None,
     ) -> None:
         """Prepare.
 
@@ -32,8 +36,10 @@ class ReplayUndo:
             kept: Tensors that a replay writes before its commit point.
             generators: Generators that it draws from before it.
             is_whole: These are all that it writes: there is no commit point.
+            late: Copies of what it writes behind its commit point; None where there are none.
         """
         self.is_whole = is_whole
+        self._late = late
         self._kept = list(kept)
         self._copies = [torch.empty_like(tensor) for tensor in kept]
         self._generators = list(generators)
@@ -41,9 +47,16 @@ class ReplayUndo:
         self._is_ready = False
         self.effect = Effect.NONE
 
+    @property
+    def undoes_all(self) -> bool:
+        """Whether a replay is undone wherever it fails."""
+        return self.is_whole or self._late is not None
+
     def begin(self) -> None:
         """Copy; called before each replay."""
         self.effect, self._is_ready = Effect.NONE, False
+        if self._late is not None:
+            self._late.begin()
         if self._kept:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._kept)
@@ -55,8 +68,10 @@ class ReplayUndo:
         self._is_ready = False
 
     def commit(self) -> None:
-        """Give up: what is written from here on cannot be put back."""
-        if not self.is_whole:
+        """Copy what is written from here on; without copies it cannot be put back."""
+        if self._late is not None:
+            self._late.take()
+        elif not self.is_whole:
             self.effect = Effect.PART
 
     def roll_back(self) -> None:
@@ -64,6 +79,8 @@ class ReplayUndo:
         if not self._is_ready or (self.effect is not Effect.NONE and not self.is_whole):
             return
         self.effect = Effect.NONE
+        if self._late is not None:  # first: the others are older
+            self._late.put_back()
         if self._kept:
             torch._foreach_copy_(self._kept, self._copies)
         for generator, state in zip(self._generators, self._states, strict=True):
@@ -72,6 +89,8 @@ class ReplayUndo:
 
 def merged_bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return [B] uint8 views of all memory that some tensors look at, each byte once.
+
+    Small gaps between them (the padding of flat buffers) are in, as another copy costs more.
 
     Args:
         tensors: Strided ones; they may overlap.
@@ -85,9 +104,9 @@ def merged_bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
     views = []
     for key, found in ranges.items():
         whole = torch.empty(0, dtype=torch.uint8).set_(storages[key])
-        start, end = 0, 0
+        start, end = min(found)
         for first, last in sorted(found):
-            if first > end:
+            if first > end + _MAX_GAP_BYTES:
                 views.append(whole[start:end])
                 start = first
             end = max(end, last)

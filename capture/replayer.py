@@ -8,12 +8,14 @@ from torch import Tensor
 
 from graphfsdp._capture.agreement import Agreement
 from graphfsdp._capture.backend import Effect, Graph
-from graphfsdp._capture.collective_order import CollectiveOrder
+from graphfsdp._capture.collective_order import breaks_group
 from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.lost_group import explain_loss
 from graphfsdp._capture.rank_watch import Failure, RankWatch, Stage
 from graphfsdp._capture.recording import Recording
+from graphfsdp._capture.standing_in import StandIn
 from graphfsdp._capture.verification import Verifier
-from graphfsdp.config import CaptureOptions
+from graphfsdp.config import CaptureOptions, UndoReplays
 from graphfsdp.errors import CaptureError, RankFailedError, VerificationError, broken
 from graphfsdp.nvtx import nvtx_range
 
@@ -36,6 +38,7 @@ class Replayer:
         engine: Engine,
         agreement: Agreement,
         watch: RankWatch,
+        others: StandIn,
         verifier: Verifier,
         options: CaptureOptions,
     ) -> None:
@@ -45,14 +48,17 @@ class Replayer:
             engine: Runs iterations.
             agreement: With the other ranks.
             watch: Hears of their failures.
+            others: Lets them out of replays that this rank cannot take part in.
             verifier: Compares replays with eager runs.
             options: What the user has chosen.
         """
         self._engine = engine
         self._agreement = agreement
         self._watch = watch
+        self._others = others
         self._verifier = verifier
         self._options = options
+        self._undoes_all = options.undo_replays is UndoReplays.ALWAYS
         self.breakage = ""
 
     def prepare(self, graph: Graph) -> None:
@@ -63,11 +69,10 @@ class Replayer:
         """
         if not self._agreement.is_collective:
             return
-        order = graph.order
+        self._others.latest_order = order = graph.order
         least = self._agreement.least(0 if order is None else order.num_before_commit)
         if order is not None and least:
             order.arm(self._watch.gate, least)
-        self._watch.start()
 
     def run(self, recording: Recording) -> list[Tensor]:
         """Replay the batch in the static inputs.
@@ -80,7 +85,7 @@ class Replayer:
         """
         graph = recording.graph
         assert graph is not None
-        if self._options.undo_replays:
+        if self._undoes_all:
             return self._run_undoably(recording, graph)
         return self._run(recording, graph)
 
@@ -124,38 +129,6 @@ class Replayer:
         except CaptureError as error:
             raise RankFailedError(str(error)) from error
 
-    def stand_in(self, recording: Recording, error: BaseException, *, runs: bool) -> None:
-        """Let the other ranks out of an iteration that this one cannot begin.
-
-        Their collectives need this rank's, of whatever batch; then all hear how it ended.
-
-        Args:
-            recording: What they run.
-            error: Why this one cannot; all ranks fail for it.
-            runs: Without a graph: their iteration issues collectives.
-        """
-        if recording.graph is not None:
-            self._stand_in(recording.graph, error)
-            return
-        attempt = self._engine.attempt()
-        self._agreement.begin()
-        try:
-            if runs:
-                with attempt.watching():
-                    self._engine.iterate(recording.again())
-                    self._engine.step_outside()
-        except Exception as other:  # of the model, say; the first error is the one to tell
-            error.add_note(f"graphfsdp: an iteration for the other ranks failed too: {other}")
-        finally:
-            attempt.roll_back()
-            self._agreement.fail(error)
-
-    def _stand_in(self, graph: Graph, error: BaseException) -> None:
-        failure = self._watch.tell(error, Stage.BEFORE)
-        if failure is not None and graph.order is not None:
-            graph.order.begin()
-            self._join(graph.order, failure)
-
     def _verify(self, recording: Recording, graph: Graph) -> list[Tensor]:
         self._engine.before_replay(recording)
         try:
@@ -164,7 +137,7 @@ class Replayer:
         except VerificationError:
             raise
         except BaseException as error:
-            self._after_failure(graph.effect, error)
+            self._after_failure(graph.effect, error, goes_on=True)
             raise
         recording.num_verified += 1
         return results
@@ -173,7 +146,7 @@ class Replayer:
         try:
             self._engine.before_replay(recording)
         except BaseException as error:  # a number that is baked in, or no memory for the upload
-            self._stand_in(graph, error)
+            self._others.tell(graph.order, error)
             raise
         failure = self._watch.enter()
         if failure is not None:
@@ -182,10 +155,13 @@ class Replayer:
             with nvtx_range("replay"):
                 return graph.replay()
         except BaseException as error:  # of an operator, of a collective, or no memory
-            self._after_failure(graph.effect, error)
-            theirs = self._share_failure(graph, error)
+            theirs: BaseException | None = self._group_is_lost(graph, error)
+            self._after_failure(graph.effect, error, goes_on=theirs is None)
+            theirs = theirs or self._share_failure(graph, error)
             if theirs is None:
                 raise
+            for note in getattr(error, "__notes__", ()):
+                theirs.add_note(note)
             raise theirs from error
         finally:
             self._watch.leave()
@@ -194,11 +170,26 @@ class Replayer:
         """Do not begin what another rank has failed in."""
         if graph.order is not None:
             graph.order.begin()
-            self._join(graph.order, failure)
+            self._others.join(graph.order, failure)
         if failure.stage is Stage.BEFORE:
             raise failure.error()
         self.breakage = failure.breakage
         raise broken(self.breakage)
+
+    def _group_is_lost(self, graph: Graph, error: BaseException) -> RankFailedError | None:
+        """Find out which rank has broken the process group, if it is broken.
+
+        Returns:
+            What is to be raised instead.
+        """
+        heard, order = self._watch.failure, graph.order
+        told = heard is not None and heard.stage is Stage.LOST
+        if order is None or not (told or (order.is_waiting and breaks_group(error))):
+            return None
+        theirs = explain_loss(self._watch, error)
+        if theirs is not None:
+            self.breakage = str(theirs)
+        return theirs
 
     def _share_failure(self, graph: Graph, error: BaseException) -> BaseException | None:
         """Let the other ranks out of a replay that has failed here.
@@ -212,10 +203,10 @@ class Replayer:
             self.breakage = lasting.breakage
             return None
         if order is not None and order.is_waiting:
-            return None  # the process group is broken, here and elsewhere
+            return None  # the process group is broken, and nobody can be asked
         if heard is None:
             passed = graph.effect is not Effect.NONE if order is None else order.is_too_late
-            if passed and self._options.undo_replays:
+            if passed and self._undoes_all:
                 return None  # they hear of it at the end of theirs
             heard = self._watch.tell(error, Stage.AFTER if passed else Stage.BEFORE)
             if heard is None:
@@ -228,29 +219,19 @@ class Replayer:
         else:
             mine = heard.tells_of(error)
         if order is not None:
-            self._join(order, heard)
+            self._others.join(order, heard)
         return None if mine or heard.stage is Stage.AFTER else heard.error()
 
-    def _join(self, order: CollectiveOrder, failure: Failure) -> None:
-        """Issue the collectives that other ranks wait for, if any rank is in this replay."""
-        waiting = self._watch.waiting(failure)
-        try:
-            if waiting.in_it and failure.call == self._watch.num_calls:
-                order.stand_in(to_end=failure.stage is Stage.AFTER)
-            if waiting.in_the_next:
-                order.begin()
-                order.stand_in(to_end=False)
-        except RuntimeError as error:  # of a collective: the others have gone, or are too late
-            _LOG.warning("this rank cannot stand in for the others' collectives: %s", error)
-
-    def _after_failure(self, effect: Effect, error: BaseException) -> None:
-        if not self._options.undo_replays:
+    def _after_failure(self, effect: Effect, error: BaseException, *, goes_on: bool) -> None:
+        if not self._undoes_all:
             if effect is Effect.NONE:
                 self._engine.gradients.drop()
             if effect is Effect.PART:
                 self.breakage = f"{type(error).__name__}: {effect.value}"
-            error.add_note(f"graphfsdp: {effect.value}")
-        self._agreement.explain(error, self._watch.num_calls)
+            again = ". The step can be called again" if goes_on and not self.breakage else ""
+            error.add_note(f"graphfsdp: {effect.value}{again}")
+        if goes_on:
+            self._agreement.explain(error, self._watch.num_calls)
 
 
 __all__ = ["Replayer"]

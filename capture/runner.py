@@ -17,16 +17,16 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.interrupts import DeferredInterrupts
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.rank_watch import RankWatch
+from graphfsdp._capture.rank_watch import RankWatch, TogetherError
 from graphfsdp._capture.recording import Recording, Recordings, kept_by, new_of
 from graphfsdp._capture.replayer import Replayer
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp._capture.results import Results
-from graphfsdp._capture.step_report import Tally, make_report
+from graphfsdp._capture.standing_in import StandIn
+from graphfsdp._capture.step_report import Tally, latest_graph, make_report
 from graphfsdp._capture.verification import Verifier
 from graphfsdp.changes import Change, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.errors import PhaseError
 from graphfsdp.nvtx import nvtx_range
 from graphfsdp.sharded import sharded_roots
 
@@ -69,7 +69,8 @@ class StepRunner:
         self._verifier = Verifier(engine, self._agreement)
         self._watch = RankWatch(self.groups)
         shared = (engine, self._agreement, self._watch)
-        self._replayer = Replayer(*shared, self._verifier, options)
+        self._others = StandIn(*shared)
+        self._replayer = Replayer(*shared, self._others, self._verifier, options)
         self._tally = Tally()
         self._num_warmups = 0
         self._first_states: FirstStates | None = None
@@ -96,12 +97,17 @@ class StepRunner:
         if self._first_states is not None and self._first_states.are_missing:
             return self._finish_first(recording, self._first_states)
         if recording.graph is not None:
-            with DeferredInterrupts():
-                return self._finish(recording, self._replay(recording))
+            try:
+                with DeferredInterrupts():
+                    return self._finish(recording, self._replay(recording))
+            except TogetherError:  # with another rank, which has no graph for this call
+                recording = recording.again()
+                return self._finish(recording, self._attempt(recording))
         if self.phase is Phase.EAGER:
             self._engine.follow()
         if self.phase is Phase.EAGER or recording not in self._recordings:
             return self._finish(recording, self._run_eagerly(recording))
+        self._others.call_together()
         return self._finish(recording, self._attempt(recording))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -131,7 +137,7 @@ class StepRunner:
         latest = self._recordings.latest
         if latest is not None and self.phase is not Phase.EAGER and self._agreement.is_collective:
             runs = self.device.type == "cpu" or not self._captures_after(latest, 0)
-            self._replayer.stand_in(latest, error, runs=runs)  # a capture on a GPU runs nothing
+            self._others.stand_in(latest, error, runs=runs)  # a capture on a GPU runs nothing
 
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture on made-up data; see ``example_batch`` of ``graphfsdp.capture``."""
@@ -190,13 +196,8 @@ class StepRunner:
         Raises:
             PhaseError: there is none; ``do`` says what it was wanted for.
         """
-        latest = self._recordings.latest
-        if latest is None or latest.graph is None:
-            raise PhaseError(
-                f"there is no graph to {do} in phase {self.phase.value}. Remedy: call the step "
-                f"until it has captured ({self._options.warmup_steps + 1} calls)"
-            )
-        return latest.graph
+        num_calls = self._options.warmup_steps + 1
+        return latest_graph(self._recordings, do, self.phase.value, num_calls)
 
     def release(self) -> None:
         """Give everything back, the graphs first, then their pool and inputs."""
@@ -252,7 +253,8 @@ class StepRunner:
         grad_norm, results = self._engine.grad_norm, recording.results
         recording.results = Results()
         self._agreement.begin()
-        captures = self._captures_after(recording, 0)
+        self._watch.start()
+        captures = recording in self._recordings and self._captures_after(recording, 0)
         try:
             with attempt.watching():
                 return self._capture(recording, attempt) if captures else self._warm_up(recording)
@@ -270,8 +272,7 @@ class StepRunner:
             if not waits and (begins_anew or not recording.num_eager):
                 self._recordings.remove(recording)
             if not waits:
-                self._agreement.fail(error)
-                raise error  # noqa: B904, mostly the same one
+                raise self._others.attempt_failed(error)  # noqa: B904, mostly the same one
             _LOG.info("warming up once more: %s", error)
         return self._attempt(recording)
 
@@ -282,15 +283,16 @@ class StepRunner:
 
     def _warm_up(self, recording: Recording) -> list[Tensor]:
         watch = None
-        if self._captures_after(recording, 1) or len(self._recordings) > 1:
+        is_next = self._captures_after(recording, 1) or len(self._recordings) > 1
+        if is_next or self._engine.steps_inside:
             watch = recording.noting(self._engine.constant_watch())
         with nvtx_range("warm-up"), self._backend.on_capture_stream():
             results = self._engine.iterate(recording, watch)
-        self._engine.step_outside()
-        self._agreement.settle()
+        self._others.settle_beside_captures()
         recording.num_eager += 1
-        self._num_warmups += 1
-        self._tally.num_calls["warmup"] += 1
+        is_own = recording in self._recordings
+        self._num_warmups += is_own
+        self._tally.num_calls["warmup" if is_own else "eager"] += 1
         return results
 
     def _capture(self, recording: Recording, attempt: Attempt) -> list[Tensor]:
@@ -316,7 +318,7 @@ class StepRunner:
                 check,
                 collective=self._agreement.is_collective,
                 scratch=[*engine.gradients.storages(), *recording.inputs.tensors()],
-                undoable=self._options.undo_replays,
+                undo=self._options.undo_replays,
             )
         self._replayer.prepare(graph)
         recording.graph, recording.landed = graph, engine.gradients.landed()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphfsdp._capture.batch_form import BatchForm
 from graphfsdp.errors import BatchMismatchError, ConfigError
 
 
@@ -86,6 +87,7 @@ class BatchSignature:
             ConfigError: a leaf cannot be a static input.
         """
         self._spec = spec
+        self._form = BatchForm.of(pytree.tree_unflatten(list(leaves), spec), leaves)
         self.names = _leaf_names(leaves, spec)
         self.leaves: list[TensorLeaf | PlainLeaf] = []
         for name, leaf in zip(self.names, leaves, strict=True):
@@ -103,6 +105,9 @@ class BatchSignature:
             Its leaves in the order of the signature (keys may come in any order), or None if it
             differs.
         """
+        plain = self._form.leaves((args, kwargs)) if self._form is not None else None
+        if plain is not None and self._match(plain):
+            return plain
         leaves, spec = flatten(args, kwargs)
         if spec != self._spec:
             if sorted(_leaf_names(leaves, spec)) != sorted(self.names):
@@ -111,10 +116,11 @@ class BatchSignature:
                 leaves = self._spec.flatten_up_to((args, kwargs))
             except ValueError:
                 return None
-        for expected, leaf in zip(self.leaves, leaves, strict=True):
-            if not expected.matches(leaf):
-                return None
-        return leaves
+        return leaves if self._match(leaves) else None
+
+    def _match(self, leaves: Sequence[Any]) -> bool:
+        pairs = zip(self.leaves, leaves, strict=True)
+        return all(expected.matches(leaf) for expected, leaf in pairs)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Say in what a batch that was not accepted differs: its first leaf that does."""

@@ -20,7 +20,8 @@ class _PinnedStages:
     written before the copy has run; an event per stage tells when it has.
     """
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, device: torch.device) -> None:
+        self._device = device
         self._stages = [torch.empty_like(like, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._copied = [torch.cuda.Event() for _ in range(_NUM_STAGES)]
         self._next = 0
@@ -32,7 +33,7 @@ class _PinnedStages:
         self._copied[index].synchronize()
         self._stages[index].copy_(leaf)
         target.copy_(self._stages[index], non_blocking=True)
-        self._copied[index].record()
+        self._copied[index].record(torch.cuda.current_stream(self._device))
 
 
 class StaticInputs:
@@ -76,7 +77,7 @@ class StaticInputs:
             _check_divides(name, leaf, num_microbatches)
             static[index] = torch.empty_like(leaf, device=device, requires_grad=False)
             pageable = device.type == "cuda" and leaf.device.type == "cpu" and not leaf.is_pinned()
-            stages = _PinnedStages(leaf) if pageable else None
+            stages = _PinnedStages(leaf, device) if pageable else None
             self._targets.append((index, static[index], stages))
         self.args, self.kwargs = pytree.tree_unflatten(static, spec)
         self._copy(leaves)

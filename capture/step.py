@@ -60,9 +60,10 @@ class CapturedStep:
 
         Whatever a warm-up or a capture raises, parameters, buffers, gradients, optimizer state
         and generators are as they were before the call. A replay that fails before it has begun
-        to update weights is undone too, but for the gradients, which are None then; after that
-        the step is broken, unless it was made with ``undo_replays=True``, which undoes every
-        replay as a whole. Ctrl-C waits until a replay is over.
+        to update weights is undone too, but for the gradients, which are None then; one that fails
+        later is undone where ``report().undoes_all``, else the step is broken. A step that was
+        made with ``undo_replays=True`` undoes every replay, gradients included. Signals that
+        Python handles, Ctrl-C among them, wait until a replay is over.
         """
         self._gate.enter("called")
         try:

@@ -3,11 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from graphfsdp._capture.backend import GraphFacts
+from graphfsdp._capture.backend import Graph, GraphFacts
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.memory_names import memory_names
 from graphfsdp._capture.recording import Recordings
 from graphfsdp._capture.report import CaptureReport
+from graphfsdp.errors import PhaseError
 
 
 @dataclass
@@ -31,6 +32,27 @@ class Tally:
         self.facts, self.capture_ms = facts, capture_ms
         self.num_captures += 1
         self.num_calls["capture"] += 1
+
+
+def latest_graph(recordings: Recordings, do: str, phase: str, num_calls: int) -> Graph:
+    """Return the graph that was used last.
+
+    Args:
+        recordings: The graphs of a step.
+        do: What it is wanted for.
+        phase: Of the step.
+        num_calls: Calls after which there is one.
+
+    Raises:
+        PhaseError: there is none.
+    """
+    latest = recordings.latest
+    if latest is None or latest.graph is None:
+        raise PhaseError(
+            f"there is no graph to {do} in phase {phase}. Remedy: call the step until it has "
+            f"captured ({num_calls} calls)"
+        )
+    return latest.graph
 
 
 def make_report(
@@ -72,6 +94,7 @@ def make_report(
         gradient_bytes=engine.gradients.num_bytes,
         pool_bytes=0 if facts is None else facts.pool_bytes,
         num_escapes=0 if facts is None else facts.num_escapes,
+        undoes_all=facts is not None and facts.undoes_all,
         inputs={} if inputs is None else inputs.describe(),
         without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
         node_us=node_us,
@@ -80,4 +103,4 @@ def make_report(
     )
 
 
-__all__ = ["Tally", "make_report"]
+__all__ = ["Tally", "latest_graph", "make_report"]

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphfsdp.errors import CaptureError, SourceLine
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class StorageInfo:
     """One storage.
 

@@ -24,9 +24,15 @@ class StreamWatch:
         self.book = StreamBook(_key(torch.cuda.current_stream(device)))
 
     def on_op(self, op: str, module_path: str | None, source: SourceLine | None) -> None:
-        """Note an operator on the current stream."""
-        stream = torch.cuda.current_stream(self._device)
-        self.book.use(_key(stream), op, module_path, source)
+        """Note an operator on the current stream.
+
+        Autograd runs the gradient of what ran on a side stream there as well; it forks and joins
+        that stream by itself, below Python, so of a backward pass only the iteration's own stream
+        counts. Whether a hook joins what it has forked is left to the driver.
+        """
+        stream = _key(torch.cuda.current_stream(self._device))
+        if stream == self.book.main or torch._C._current_graph_task_id() == -1:
+            self.book.use(stream, op, module_path, source)
 
     def on_call(self, frame: FrameType) -> Refusal | None:
         """Note a call in torch/cuda/streams.py; only Event.record and Event.wait matter.

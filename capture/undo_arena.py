@@ -7,7 +7,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 16 << 20
+_FIRST_BYTES = 1 << 20  # of a mapping
+_MOST_BYTES = 16 << 20
+_GROWTH = 8  # a mapping is at least this part of what was handed out before
 
 
 class UndoArena:
@@ -17,19 +19,23 @@ class UndoArena:
     while the backward pass frees the activations. Small copies on the heap would break up the
     freed blocks, and the C library would keep the freed pages anyway: the peak would grow by all
     of the copies. So they lie in separate mappings, and before each new mapping the freed pages
-    of the heap are given back to the system.
+    of the heap are given back to the system. Mappings are short at first, because the state of a
+    small model may fit into one, and long later, because giving back takes milliseconds.
     """
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self._num_bytes = 0  # of all mappings
 
     def take(self, num_bytes: int) -> Tensor:
         """Return [B] uint8, B being at most ``num_bytes`` and at least 1."""
         if self._used == self._chunk.numel():
             give_back_freed_pages()
-            self._chunk = torch.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), dtype=torch.uint8)
+            length = min(max(self._num_bytes // _GROWTH, _FIRST_BYTES), _MOST_BYTES)
+            self._chunk = torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8)
             self._used = 0
+            self._num_bytes += length
         end = min(self._used + num_bytes, self._chunk.numel())
         piece = self._chunk[self._used : end]
         self._used = end

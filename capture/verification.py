@@ -124,14 +124,18 @@ def _match(
     eager: Sequence[OpDigest], replayed: Sequence[OpDigest], program: ProgramFacts
 ) -> NodeFacts | None:
     """Return the first node whose result no eager operator of its kind has computed."""
-    nodes = [node for node in program.nodes() if node.called]
-    # Before the program comes the copy that a failed replay would be undone from, after it the
-    # copies to what the model keeps.
-    if replayed and replayed[0].name == _UNDO and nodes and _UNDO not in nodes[0].op:
-        replayed = replayed[1:]
-    # A program may call another operator than was recorded (clamp_min for relu).
-    pairs = zip(nodes, replayed, strict=False)
-    calls = [replace(call, name=base_name(node.op.partition(".")[2])) for node, call in pairs]
+    nodes, calls = [], []
+    waiting = iter(replayed)
+    for node in program.nodes():
+        if not node.called:
+            continue
+        # Before the program and before the first write of weights come the copies that a failed
+        # replay would be undone from, after it the copies to what the model keeps.
+        call = next((c for c in waiting if c.name != _UNDO or _UNDO in node.op), None)
+        if call is not None:
+            nodes.append(node)
+            # A program may call another operator than was recorded (clamp_min for relu).
+            calls.append(replace(call, name=base_name(node.op.partition(".")[2])))
     index = first_other(eager, calls)
     return None if index is None else nodes[index]
 

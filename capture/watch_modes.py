@@ -1,4 +1,4 @@
-"""The two modes of torch through which a watcher sees what runs."""
+"""The two modes of torch through which a watcher sees what runs, and a base for others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -31,15 +31,14 @@ class Judge(Protocol):
         ...
 
 
-class DispatchMode(TorchDispatchMode):
-    """Shows every operator to a judge, wrapper tensors being taken apart first."""
+class OperatorMode(TorchDispatchMode):
+    """Shows operators to whoever derives from it, wrapper tensors being taken apart first."""
 
-    # So that torch.cond and its like arrive here, to be refused by name.
+    # So that torch.cond and its like arrive here, and are refused by name where their turn comes.
     supports_higher_order_operators = True
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._judge = judge
 
     def __torch_dispatch__(
         self,
@@ -48,14 +47,47 @@ class DispatchMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if computes_nothing():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if any(is_wrapper_subclass(kind) for kind in types):
             return NotImplemented  # it desugars itself; its inner operators come back here
-        if not isinstance(func, torch._ops.OpOverload):
-            self._judge.refuse(str(func), higher_order(str(func)))
-            return func(*args, **(kwargs or {}))
-        return self._judge.dispatch(func, args, kwargs or {})
+        if isinstance(func, torch._ops.OpOverload):
+            return self.on_op(func, args, kwargs)
+        return self.on_higher_order(func, args, kwargs)
+
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an operator, and return its result."""
+        return op(*args, **kwargs)
+
+    def on_higher_order(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run what is made of operators and is none itself."""
+        return func(*args, **kwargs)
+
+
+class DispatchMode(OperatorMode):
+    """Shows every operator to a judge."""
+
+    def __init__(self, judge: Judge) -> None:
+        super().__init__()
+        self._judge = judge
+
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Have it judged and run."""
+        return self._judge.dispatch(op, args, kwargs)
+
+    def on_higher_order(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Have it refused, and run it where refusals are deferred."""
+        self._judge.refuse(str(func), higher_order(str(func)))
+        return func(*args, **kwargs)
 
 
 class FunctionMode(TorchFunctionMode):
@@ -80,4 +112,4 @@ def is_watching_mode(mode: object) -> bool:
     return isinstance(mode, DispatchMode)
 
 
-__all__ = ["DispatchMode", "FunctionMode", "Judge", "is_watching_mode"]
+__all__ = ["DispatchMode", "FunctionMode", "Judge", "OperatorMode", "is_watching_mode"]

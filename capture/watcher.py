@@ -1,5 +1,6 @@
 """Watches an iteration run under the rules: every operator, torch function and host call."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -75,6 +76,8 @@ class Watcher:
         self._device = device
         self._function_rules = FunctionRules(device.type)
         self._num_quiet = 0  # how many calls are under way whose inside is not judged
+        self._thread = threading.get_ident()
+        self._follow_thread: Callable[[], None] | None = None  # see Note [Autograd's threads]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -84,12 +87,13 @@ class Watcher:
             CaptureError: a rule was broken, even where the model swallowed the exception.
         """
         functions = FunctionMode(self)
+        self._thread = threading.get_ident()
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.tracking())
                 stack.enter_context(functions)
                 stack.enter_context(DispatchMode(self))
-                stack.enter_context(host_watch(self, functions))
+                self._follow_thread = stack.enter_context(host_watch(self, functions))
                 yield
         except Exception as error:
             # What follows a swallowed refusal, or what somebody made of it, is not the cause.
@@ -237,20 +241,22 @@ class Watcher:
         """Judge one operator call, run it, and keep the book of storages."""
         if op.namespace == "profiler":
             return op(*args, **kwargs)
-        self.last_op = str(op)
+        if self._follow_thread is not None and threading.get_ident() != self._thread:
+            self._follow_thread()
+        name = self.last_op = str(op)
         self.num_ops += 1
         self.site = self.sites.here()
         inputs = flat_tensors(args) + flat_tensors(kwargs.values())
         for tensor in inputs:
             if not has_storage(tensor):
-                self._judge(str(op), no_storage(tensor.layout))
+                self._judge(name, no_storage(tensor.layout))
                 with self.quiet():
                     return op(*args, **kwargs)
         external = not self.is_literal(op)
-        infos = [self._info(tensor, str(op), external=external) for tensor in inputs]
-        self._judge(str(op), self.judge_op(op, args, kwargs, inputs))
+        infos = [self._info(tensor, name, external=external) for tensor in inputs]
+        self._judge(name, self.judge_op(op, args, kwargs, inputs))
         if self._streams is not None:
-            self._streams.on_op(str(op), *self.place)
+            self._streams.on_op(name, *self.place)
         written = written_tensors(op, args, kwargs)
         try:
             with self.quiet():
@@ -270,7 +276,7 @@ class Watcher:
         inputs: Sequence[Tensor],
     ) -> Refusal | None:
         """Return why a graph cannot hold an operator call, None if it can."""
-        return refuse_op(op, args, kwargs, self.varies) or random_recompute(op)
+        return refuse_op(op, args, kwargs, self.varies) or random_recompute(op, args, kwargs)
 
     def _judge(self, op: str, refusal: Refusal | None) -> None:
         if refusal is not None and not self._num_quiet:
@@ -284,15 +290,16 @@ class Watcher:
         results: Sequence[Tensor],
     ) -> None:
         """Keep the book of the storages that an operator has made or written."""
+        name = str(op)
         varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
         for index, tensor in enumerate(results):
             if not has_storage(tensor):
-                self._judge(str(op), no_storage(tensor.layout))
+                self._judge(name, no_storage(tensor.layout))
                 continue
-            known = self.storages.find(tensor, str(op))
+            known = self.storages.find(tensor, name)
             news = varies and not is_fixed_result(op, args, index, self.varies)
             if known is None:
-                known = self.storages.add(tensor, str(op), external=False, varies=news)
+                known = self.storages.add(tensor, name, external=False, varies=news)
             known.varies = known.varies or news
 
     def _info(self, tensor: Tensor, op: str, *, external: bool) -> StorageInfo:

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from graphfsdp.dtensors import can_be_copied
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.fsdp_module import FSDPModule, attach, shards_of, unit_of
 from graphfsdp.input_cast import cast_inputs
@@ -74,6 +75,7 @@ def fully_shard(
             f"fully_shard was called twice on the same {type(module).__name__}. Remedy: once per "
             "module, inner modules first"
         )
+    _check_embeddings(module)
     policy = mp_policy or MixedPrecisionPolicy()
     _check_precision(module, policy)
     parsed = ShardingStrategy.parse(strategy)
@@ -92,11 +94,16 @@ def fully_shard(
         overlap=OverlapPolicy.parse(overlap),
         buffer_pool=buffer_pool,
     )
-    unit = Unit(module, ShardGroup(module, options))
-    unit.group.bind_views()
+    make_unit(module, ShardGroup(module, options))
+    return module
+
+
+def make_unit(module: nn.Module, group: ShardGroup) -> None:
+    """Let a module run on parameters that a group has taken over from it."""
+    unit = Unit(module, group)
+    group.bind_views()
     attach(module, unit)
     _add_hooks(module, unit)
-    return module
 
 
 def _add_hooks(module: nn.Module, unit: Unit) -> None:
@@ -113,6 +120,15 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
     module.register_load_state_dict_pre_hook(recut_hook(lambda: unit.group.managed))
+    module.register_state_dict_post_hook(_make_copyable)
+
+
+def _make_copyable(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
+            state_dict[name] = can_be_copied(value)
 
 
 def _check_reduction(reduction: str) -> str:
@@ -149,6 +165,17 @@ def _default_mesh(module: nn.Module) -> DeviceMesh:
     return init_device_mesh(kinds[0], (dist.get_world_size(),))
 
 
+def _check_embeddings(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None:
+            raise ConfigError(
+                f"{type(inner).__name__} {name or '(root)'!r} has max_norm={inner.max_norm}: it "
+                "renormalises rows of its weight in the forward pass, where the weight is a "
+                "gathered copy, so that would be lost. Remedy: max_norm=None, and bound what was "
+                "looked up: x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
+            )
+
+
 def _check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     if policy.use_decoupled_grad or policy.main_grads_dtype is None:
         return
@@ -163,4 +190,4 @@ def _check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
             )
 
 
-__all__ = ["FSDPModule", "fully_shard", "unit_of"]
+__all__ = ["FSDPModule", "fully_shard", "make_unit", "unit_of"]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphfsdp.host_memory import advise_huge_pages
 from graphfsdp.memory_plan import Lifetime, plan_memory
 
 ALIGNMENT_BYTES = 512  # as the caching allocator of CUDA
@@ -263,12 +264,12 @@ class BufferPool:
         ]
         plan = plan_memory(lifetimes, num_retries=max(20, 20000 // (1 + len(lifetimes))))
         memory = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        advise_huge_pages(memory.untyped_storage())
         placed: list[tuple[int, int, _Place]] = []
         for request, lifetime, start in zip(requests, lifetimes, plan.offsets, strict=True):
             end = start + lifetime.num_bytes
-            # A storage of its own, which keeps the memory: DLPack's way to share it.
-            view = torch.utils.dlpack.from_dlpack(memory[start : start + request.num_bytes])
-            place = _Place(view.untyped_storage(), request.num_bytes, [])
+            storage = _storage_over(memory[start : start + request.num_bytes])
+            place = _Place(storage, request.num_bytes, [])
             for low, high, other in placed:
                 if low < end and start < high:
                     place.neighbours.append(other)
@@ -286,6 +287,14 @@ def take(
     if pool is None:
         return torch.empty(numel, dtype=dtype, device=device)
     return pool.take(owner, numel, dtype, device)
+
+
+def _storage_over(memory: Tensor) -> torch.UntypedStorage:
+    """Return a storage of its own over a stretch of memory, which it keeps alive."""
+    if memory.is_meta:  # there is nothing to share
+        return torch.empty_like(memory).untyped_storage()
+    shared: Tensor = torch.utils.dlpack.from_dlpack(memory)  # DLPack's way to share it
+    return shared.untyped_storage()
 
 
 def _is_recorded_on_cpu(device: torch.device) -> bool:

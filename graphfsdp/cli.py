@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import graphfsdp
-from graphfsdp.errors import ConfigError, GraphFSDPError
+from graphfsdp.errors import CheckpointError, ConfigError, GraphFSDPError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -60,7 +60,14 @@ def _checkpoint(arguments: Sequence[str]) -> int:
     def say(line: str) -> None:
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
-    return 0 if run_checkpoint_command(arguments, say) else EXIT_FAILED
+    try:
+        return 0 if run_checkpoint_command(arguments, say) else EXIT_FAILED
+    except CheckpointError as error:
+        if arguments[:1] != ["diff"]:
+            raise
+        # 1 says that two differ, as with the diff of files
+        _complain_of_rank(str(error))
+        return EXIT_BAD_INPUT
 
 
 COMMANDS = (
@@ -83,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes those of this process.
 
     Returns:
-        Exit code: 0 done, 1 failed or hazards found, 2 bad input, 130 interrupted.
+        Exit code: 0 done; 1 failed, hazards found, or two checkpoints or results differ; 2 bad
+        input; 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"

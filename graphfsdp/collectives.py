@@ -120,6 +120,14 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("wait_", _wait, _key)
 
 
+def _nothing(*_args: Any) -> None:
+    """Do nothing: tensors on the meta device have no contents that ranks could exchange."""
+
+
+for _name in ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_"):
+    _LIBRARY.impl(_name, _nothing, "Meta")
+
+
 class Transfer:
     """A collective that is under way; the memory that it uses lives as long as this."""
 

@@ -42,7 +42,10 @@ def gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _timeout(group: dist.ProcessGroup) -> Any:
     """Return how long the group waits for its ranks; None, torch's default, if it does not say."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    types = group._device_types
+    if not types:  # a group that is written in Python
+        return None
+    options = getattr(group._get_backend(types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 

@@ -1,11 +1,13 @@
 """Plain parts of DTensors, for code that must work with both and need not import either."""
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # One group for each mesh axis that a tensor is sharded over; () where each rank holds all of it.
 RankGroups = tuple[dist.ProcessGroup, ...]
@@ -49,6 +51,11 @@ def mesh_groups(tensor: Tensor) -> RankGroups:
     return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
 
 
+def num_meshes(tensors: Iterable[Tensor]) -> int:
+    """Return on how many meshes tensors lie; plain ones count as one more."""
+    return len({getattr(tensor, "device_mesh", None) for tensor in tensors})
+
+
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     """Return ``local`` as a DTensor with the mesh, placements and shape of ``like``.
 
@@ -80,7 +87,7 @@ def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...
     dtensor: Any = like
     if local.device.type not in (dtensor.device_mesh.device_type, "meta"):
         return _wrap_elsewhere(local, dtensor, shape, stride)
-    return DTensor.from_local(
+    wrapped = DTensor.from_local(
         local,
         dtensor.device_mesh,
         dtensor.placements,
@@ -88,6 +95,45 @@ def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...
         shape=shape,
         stride=stride,
     )
+    return can_be_copied(wrapped)
+
+
+def can_be_copied(tensor: Tensor) -> Tensor:
+    """Return a DTensor that ``copy.deepcopy`` and ``torch.save`` take.
+
+    It shares memory with the other one, and the count of writes. torch gives a DTensor the storage
+    offset of its local part, though it has no storage, and tells from a data pointer of zero that
+    it has none: so it reads the storage of those whose local part begins in the middle of a buffer.
+
+    Args:
+        tensor: A plain one is returned as it is.
+    """
+    if not is_dtensor(tensor) or tensor.storage_offset() == 0:
+        return tensor
+    with _WithoutOffset():  # type: ignore[no-untyped-call]
+        return tensor.detach()
+
+
+class _WithoutOffset(TorchDispatchMode):
+    """Returns other DTensors in the place of those that an operator makes, over the same memory.
+
+    What happens here is below autograd, which counts writes into the result as into the argument.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        result = func(*args, **(kwargs or {}))
+        nowhere = torch.empty(0, dtype=result.dtype, device=result.device)
+        same: Any = DTensor(nowhere, result._spec, requires_grad=False)
+        same._local_tensor = result._local_tensor
+        return same
 
 
 def _wrap_elsewhere(local: Tensor, like: Any, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
@@ -105,9 +151,11 @@ def _wrap_elsewhere(local: Tensor, like: Any, shape: torch.Size, stride: tuple[i
 
 __all__ = [
     "RankGroups",
+    "can_be_copied",
     "is_dtensor",
     "local_part",
     "mesh_groups",
+    "num_meshes",
     "sharding_groups",
     "wrap_like",
     "wrap_rows_like",

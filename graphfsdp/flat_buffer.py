@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
+from graphfsdp.host_memory import zeros_flat
 from graphfsdp.layout import alignment_numel
 
 
@@ -90,7 +91,7 @@ class FlatBuffer:
             slots.append(FlatSlot(end, shape, stride))
             end = -(-(end + slots[-1].numel) // alignment) * alignment
         self.slots = tuple(slots)
-        self.flat = torch.zeros(end, dtype=dtype, device=device)
+        self.flat = zeros_flat(end, dtype, device)
         self.views = tuple(
             self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in slots
         )

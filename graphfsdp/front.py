@@ -13,21 +13,23 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp.capture_hook import answerable
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, UndoReplays
 from graphfsdp.optim.backends import adapt
 from graphfsdp.optim.joint import JointOptimizer
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
+    as_list,
     inner_optimizer,
+    one_module,
     only_device,
     precision_of,
+    refuse_beside_iteration,
     refuse_clipping_of_scaled_gradients,
     refuse_foreign_optimizer,
     refuse_other_types,
-    trainable_parameters,
+    refuse_several,
+    trainable_of_all,
 )
-from graphfsdp.sharded import sharded_roots
 from graphfsdp.wrapped import refuse_compiled_modules, refuse_parallel_wrapper
 
 
@@ -47,7 +49,7 @@ def capture(
     max_graphs: int = 16,
     example_batch: object = None,
     verify: int = 0,
-    undo_replays: bool = False,
+    undo_replays: bool | str = "auto",
     backend: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> CapturedStep:
@@ -90,10 +92,12 @@ def capture(
             since only their first step knows how their state begins.
         verify: Compare this many replays of each graph with an eager run from the same state, bit
             for bit; see ``CapturedStep.verify``.
-        undo_replays: Undo a replay that fails anywhere, on all ranks, bit for bit: with copies of
-            everything that it writes (weights, optimizer state, gradients) on a CPU, of all state
-            in host memory on a GPU, and a question to the other ranks after each replay. Without
-            it a replay that fails while it writes weights leaves the step BROKEN.
+        undo_replays: Undo a replay that fails while it writes weights (before that, every failure
+            is undone). True: on all ranks, bit for bit, gradients included, with copies of
+            everything that it writes on a CPU, of all state in host memory on a GPU, and a
+            question to the other ranks after each replay. "auto": on a CPU without other ranks,
+            where the copies are small beside the iteration; ``report()`` tells. Where it is not
+            undone, and with False, such a failure leaves the step BROKEN.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
         mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
 
@@ -113,15 +117,15 @@ def capture(
         on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
         verify=verify,
-        undo_replays=undo_replays,
+        undo_replays=UndoReplays.parse(undo_replays),
     )
-    together = _one_module(model)
-    inner = [inner_optimizer(item) for item in _as_list(optimizer, "optimizer")]
+    together = one_module(model)
+    inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]
     refuse_other_types(together, loss_fn, mp_policy)
     if iteration is None:
-        _refuse_several(model, optimizer)
+        refuse_several(model, optimizer)
     else:
-        _refuse_beside_iteration(iteration, together, options)
+        refuse_beside_iteration(iteration, together, options)
     if options.scope is not Scope.NONE:
         refuse_parallel_wrapper(together)
     for item in inner:
@@ -129,7 +133,7 @@ def capture(
         refuse_clipping_of_scaled_gradients(item, options)
         if iteration is None:
             refuse_foreign_optimizer(together, item)
-    graph_backend = make_backend(backend, only_device(together, _trainable(together, inner)))
+    graph_backend = make_backend(backend, only_device(together, trainable_of_all(together, inner)))
     if options.scope is not Scope.NONE:
         refuse_compiled_modules(together, graph_backend.device)
     adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])
@@ -138,7 +142,7 @@ def capture(
     policy = precision_of(together, adapted, mp_policy)
 
     def find_params() -> dict[str, nn.Parameter]:
-        found = _trainable(together, inner)
+        found = trainable_of_all(together, inner)
         adapted.check(found, policy, options.scope)
         return found
 
@@ -174,89 +178,6 @@ def _arguments_of(example: object) -> ExampleBatch | None:
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
-
-
-def _as_list(value: object, name: str) -> list[Any]:
-    """Return the items of a sequence, or the value alone.
-
-    Raises:
-        ConfigError: the sequence is empty.
-    """
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    if not items:
-        raise ConfigError(f"{name} is an empty sequence; expected at least one")
-    return items
-
-
-def _one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return the model, or one that holds several; these do not notice.
-
-    Raises:
-        ConfigError: something among them is no module.
-    """
-    if isinstance(model, nn.Module):
-        return model
-    models = _as_list(model, "model")
-    for item in models:
-        if not isinstance(item, nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module, got {type(item).__name__}")
-    return nn.ModuleList(models)
-
-
-def _refuse_several(model: object, optimizer: object) -> None:
-    for name, value in (("model", model), ("optimizer", optimizer)):
-        if isinstance(value, list | tuple):
-            raise ConfigError(
-                f"{name} is a sequence, and the default iteration trains one model with one "
-                "optimizer. Remedy: iteration=fn, where fn(models, optimizers, *batch) does the "
-                "whole iteration"
-            )
-
-
-def _refuse_beside_iteration(iteration: object, model: nn.Module, options: CaptureOptions) -> None:
-    """Refuse what a user's own iteration has to do itself.
-
-    Raises:
-        ConfigError: it is no function, or another argument is for the default iteration alone.
-    """
-    if not callable(iteration):
-        raise ConfigError(f"iteration must be a function, got {type(iteration).__name__}")
-    remedies = {
-        "microbatches": (options.microbatches != 1, "split the batch in iteration"),
-        "max_grad_norm": (
-            options.max_grad_norm is not None,
-            "graphfsdp.clip_grad_norm_ in iteration, or FusedAdam(max_grad_norm=...)",
-        ),
-        "skip_nonfinite": (
-            options.skip_nonfinite,
-            "FusedAdam(skip_nonfinite=True), which does the same in every step",
-        ),
-        "scope='forward_backward'": (
-            options.scope is Scope.FORWARD_BACKWARD,
-            "scope='full_iteration'; iteration steps the optimizers itself",
-        ),
-        "a sharded model": (bool(sharded_roots(model)), "the default iteration with loss_fn"),
-    }
-    for name, (is_given, remedy) in remedies.items():
-        if is_given:
-            raise ConfigError(
-                f"iteration= does the whole iteration by itself, and cannot be combined with "
-                f"{name}. Remedy: {remedy}"
-            )
-
-
-def _trainable(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of the model, and those of each optimizer, each once."""
-    found: dict[str, nn.Parameter] = {}
-    known: set[int] = set()
-    for index, optimizer in enumerate(optimizers):
-        for name, param in trainable_parameters(model, optimizer).items():
-            if id(param) not in known:
-                known.add(id(param))
-                found[f"{name} of optimizer {index}" if name in found else name] = param
-    return found
 
 
 __all__ = ["capture"]

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from graphfsdp.errors import NotCopyableError
 from graphfsdp.model_shards import ModelShards
 from graphfsdp.sharded import MainGrad
 from graphfsdp.unit import Unit
@@ -20,6 +21,14 @@ _SHARDS = "_graphfsdp_shards"
 
 class FSDPModule:
     """What a module can do after ``fully_shard``, in FSDP2's names."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse to be copied."""
+        raise _refuse_copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied."""
+        raise _refuse_copy()
 
     def unshard(self) -> None:
         """Gather the whole weights of this unit and hold them until ``reshard``."""
@@ -178,6 +187,15 @@ class FSDPModule:
         shards_of(self)
 
 
+def _refuse_copy() -> NotCopyableError:
+    return NotCopyableError(
+        "a sharded model cannot be pickled or copied: its shards lie in flat buffers that units "
+        "and process groups share. Remedy: graphfsdp.save and graphfsdp.load, or "
+        "{name: p.detach().full_tensor() for name, p in model.named_parameters()} on all ranks; "
+        "for a second model, build it anew, shard it, and load that"
+    )
+
+
 def attach(module: nn.Module, unit: Unit) -> None:
     """Make a module an ``FSDPModule`` with a unit."""
     setattr(module, _UNIT, unit)
@@ -203,8 +221,15 @@ def shards_of(module: object) -> ModelShards:
     if found is not None:
         return found
     assert isinstance(module, nn.Module)
-    members = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    shards = ModelShards(module, [unit_of(member) for member in members])
+    return join_units(module, ModelShards)
+
+
+def join_units(
+    root: nn.Module, join: Callable[[nn.Module, list[Unit]], ModelShards]
+) -> ModelShards:
+    """Make all units below a root, its own among them, run together."""
+    members = [child for child in root.modules() if isinstance(child, FSDPModule)]
+    shards = join(root, [unit_of(member) for member in members])
     for member in members:
         setattr(member, _SHARDS, shards)
     return shards
@@ -217,4 +242,4 @@ def _units(module: object, *, recurse: bool) -> list[Unit]:
     return [unit_of(child) for child in module.modules() if isinstance(child, FSDPModule)]
 
 
-__all__ = ["FSDPModule", "attach", "class_name", "shards_of", "unit_of"]
+__all__ = ["FSDPModule", "attach", "class_name", "join_units", "shards_of", "unit_of"]

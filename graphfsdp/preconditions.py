@@ -1,13 +1,15 @@
 """What model, optimizer and options must be like before anything is captured."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphfsdp.capturable import CapturableOptimizer
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.sharded import sharded_roots
@@ -176,12 +178,105 @@ def only_device(model: nn.Module, named_params: dict[str, nn.Parameter]) -> torc
     return next(iter(first))
 
 
+def as_list(value: object, name: str) -> list[Any]:
+    """Return the items of a sequence, or the value alone.
+
+    Raises:
+        ConfigError: the sequence is empty.
+    """
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if not items:
+        raise ConfigError(f"{name} is an empty sequence; expected at least one")
+    return items
+
+
+def one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Return the model, or one that holds several; these do not notice.
+
+    Raises:
+        ConfigError: something among them is no module.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    models = as_list(model, "model")
+    for item in models:
+        if not isinstance(item, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(item).__name__}")
+    return nn.ModuleList(models)
+
+
+def refuse_several(model: object, optimizer: object) -> None:
+    """Refuse sequences, which only a user's own iteration can train.
+
+    Raises:
+        ConfigError: one of them is a sequence.
+    """
+    for name, value in (("model", model), ("optimizer", optimizer)):
+        if isinstance(value, list | tuple):
+            raise ConfigError(
+                f"{name} is a sequence, and the default iteration trains one model with one "
+                "optimizer. Remedy: iteration=fn, where fn(models, optimizers, *batch) does the "
+                "whole iteration"
+            )
+
+
+def refuse_beside_iteration(iteration: object, model: nn.Module, options: CaptureOptions) -> None:
+    """Refuse what a user's own iteration has to do itself.
+
+    Raises:
+        ConfigError: it is no function, or another argument is for the default iteration alone.
+    """
+    if not callable(iteration):
+        raise ConfigError(f"iteration must be a function, got {type(iteration).__name__}")
+    remedies = {
+        "microbatches": (options.microbatches != 1, "split the batch in iteration"),
+        "max_grad_norm": (
+            options.max_grad_norm is not None,
+            "graphfsdp.clip_grad_norm_ in iteration, or FusedAdam(max_grad_norm=...)",
+        ),
+        "skip_nonfinite": (
+            options.skip_nonfinite,
+            "FusedAdam(skip_nonfinite=True), which does the same in every step",
+        ),
+        "scope='forward_backward'": (
+            options.scope is Scope.FORWARD_BACKWARD,
+            "scope='full_iteration'; iteration steps the optimizers itself",
+        ),
+        "a sharded model": (bool(sharded_roots(model)), "the default iteration with loss_fn"),
+    }
+    for name, (is_given, remedy) in remedies.items():
+        if is_given:
+            raise ConfigError(
+                f"iteration= does the whole iteration by itself, and cannot be combined with "
+                f"{name}. Remedy: {remedy}"
+            )
+
+
+def trainable_of_all(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of the model, and those of each optimizer, each once."""
+    found: dict[str, nn.Parameter] = {}
+    known: set[int] = set()
+    for index, optimizer in enumerate(optimizers):
+        for name, param in trainable_parameters(model, optimizer).items():
+            if id(param) not in known:
+                known.add(id(param))
+                found[f"{name} of optimizer {index}" if name in found else name] = param
+    return found
+
+
 __all__ = [
     "adopt_sharded_parameters",
+    "as_list",
     "inner_optimizer",
+    "one_module",
     "only_device",
     "precision_of",
+    "refuse_beside_iteration",
     "refuse_clipping_of_scaled_gradients",
     "refuse_other_types",
+    "refuse_several",
+    "trainable_of_all",
     "trainable_parameters",
 ]

@@ -5,12 +5,12 @@ Shapes: B = elements of a whole buffer; S = elements of one rank's shard.
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.collectives import Transfer, all_gather_
 from graphfsdp.streams import Lane
+from graphfsdp.weight_writes import Moment
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Prefetched:
 
     full: Tensor
     transfer: Transfer
-    moment: tuple[int, bool]
+    moment: Moment
 
     @classmethod
     def begin(
         cls,
-        main: Tensor,  # [S] main weights
-        source: Tensor,  # [S] the same in the compute dtype
+        moment: Moment,
+        source: Tensor,  # [S] main weights in the compute dtype
         full: Tensor,  # [B] written
         group: dist.ProcessGroup,
         lane: Lane,
@@ -43,26 +43,21 @@ class Prefetched:
         transfer = Transfer(full, source)
         with lane.begun():
             all_gather_(full, source, group, transfer)
-        return cls(full, transfer, _moment(main))
+        return cls(full, transfer, moment)
 
-    def receive(self, main: Tensor) -> Tensor | None:
+    def receive(self, moment: Moment) -> Tensor | None:
         """Wait for the weights; None if they are of no use any more.
 
         They are not if somebody has written main weights since (a hook that clips them, say), or
         if they were gathered inside torch.inference_mode and are used outside of it.
 
         Args:
-            main: [S] main weights.
+            moment: When they are used.
 
         Capture: a wait.
         """
         self.transfer.wait()
-        return self.full if self.moment == _moment(main) else None
-
-
-def _moment(main: Tensor) -> tuple[int, bool]:
-    version = -1 if main.is_inference() else main._version
-    return version, torch.is_inference_mode_enabled()
+        return self.full if self.moment == moment else None
 
 
 __all__ = ["Prefetched"]

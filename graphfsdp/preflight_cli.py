@@ -156,7 +156,11 @@ def _show(report: CheckReport, json: str | None) -> None:
         sys.stdout.write(report.to_json_text() + "\n")
         return
     if json is not None:
-        Path(json).write_text(report.to_json_text() + "\n", encoding="utf-8")
+        try:
+            Path(json).write_text(report.to_json_text() + "\n", encoding="utf-8")
+        except OSError as error:  # not exit code 1, which says that there are hazards
+            reason = error.strerror or str(error)
+            raise ConfigError(f"--json={json}: cannot be written ({reason})") from None
     if os.environ.get("LOCAL_RANK", "0") != "0" and report.ok:
         return  # of several ranks, those that found something speak, and the first
     console = Console(highlight=False)

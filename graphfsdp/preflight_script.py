@@ -18,7 +18,7 @@ from graphfsdp.hazards import HazardKind
 from graphfsdp.preflight import check_call
 from graphfsdp.preflight_report import CheckReport
 
-_OPTIONS = ("loss_fn", "scope", "microbatches", "max_grad_norm", "mp_policy")
+_OPTIONS = ("loss_fn", "iteration", "scope", "microbatches", "max_grad_norm", "mp_policy")
 _NO_CUDA = ("CUDA", "NVIDIA", "accelerator")
 
 

@@ -107,4 +107,7 @@ def _row_counts(local: Tensor, group: dist.ProcessGroup) -> list[int]:
     return [int(count) for count in everyone]
 
 
+# As torch does it for its own placements: torch.load takes weights_only=True by default.
+torch.serialization.add_safe_globals([RowShard])
+
 __all__ = ["RowShard"]

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.weight_writes import refuse_other_weights
 
 
 class _Place:
@@ -57,11 +58,12 @@ class _Pack:
 
 
 def saving_places(
-    buffers: Sequence[ShardBuffer], gather: Callable[[ShardBuffer], Tensor]
+    unit: str, buffers: Sequence[ShardBuffer], gather: Callable[[ShardBuffer], Tensor]
 ) -> AbstractContextManager[Any]:
     """Save places of unsharded buffers while the body runs; backward gathers them again.
 
     Args:
+        unit: Its name.
         buffers: The buffers of a unit, unsharded.
         gather: Called whenever backward asks for a place; returns the whole buffer.
     """
@@ -70,6 +72,8 @@ def saving_places(
         for index, buffer in enumerate(buffers)
         if buffer.full is not None
     }
+
+    moments = [buffer.moment() for buffer in buffers]
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _DTensorPlace):
@@ -83,7 +87,9 @@ def saving_places(
             )
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
-        full = gather(buffers[saved.buffer_index])
+        buffer = buffers[saved.buffer_index]
+        refuse_other_weights(unit, moments[saved.buffer_index], buffer.moment())
+        full = gather(buffer)
         return full.as_strided(saved.shape, saved.stride, saved.offset)
 
     return saved_tensors_hooks(_Pack(storages), unpack)

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.buffer_pool import BufferPool, take
 from graphfsdp.collectives import all_gather_
 from graphfsdp.config import ShardingStrategy
+from graphfsdp.host_memory import zeros_flat
 from graphfsdp.layout import BufferLayout, LocalRows, Slot
 from graphfsdp.prefetched import Prefetched
 from graphfsdp.streams import Lane
 from graphfsdp.unit_mesh import UnitMesh
 from graphfsdp.unit_plan import BufferDtypes
 from graphfsdp.unreduced import Reducing, UnreducedGradients
+from graphfsdp.weight_writes import Moment, moment_of
 
 
 class ShardBuffer:
@@ -31,6 +33,7 @@ class ShardBuffer:
         main: [S] main weights; [B] where nothing is sharded.
         grad: [S] main grads, [B] where nothing is sharded; None for frozen parameters.
         full: [B] gathered weights while unsharded, else None.
+        params: What the optimizer and the user see of the main weights.
         gather_group: The communicator of all-gathers over the inner axis: one of their own, so
             that they do not queue behind reductions, or that of the axis.
     """
@@ -59,12 +62,13 @@ class ShardBuffer:
         self.gather_group: dist.ProcessGroup = mesh.inner
         self._pool: BufferPool | None = None
         self._strategy = strategy
-        self.main = torch.zeros(self.main_numel, dtype=dtypes.main, device=device)
-        self.grad = (
-            torch.zeros(self.main_numel, dtype=dtypes.grad, device=device) if trainable else None
-        )
+        self.main = zeros_flat(self.main_numel, dtypes.main, device)
+        self.grad = zeros_flat(self.main_numel, dtypes.grad, device) if trainable else None
         self.full = None
+        self.params: list[nn.Parameter] = []
+        self._gathered_at: Moment | None = None
         self._inner: Tensor | None = None  # [I] gathered over the outer axis
+        self._inner_at: Moment | None = None
         self._prefetched: Prefetched | None = None
         self._unreduced = UnreducedGradients(layout, dtypes, mesh, sharded=self.sharded)
 
@@ -97,7 +101,9 @@ class ShardBuffer:
         from_meta = self.main.is_meta  # there is nothing to copy
         if not from_meta:
             main.copy_(self.main)
-        self.main, self._device = main, main.device
+        # Its own counter of writes, where the memory of all units is one tensor.
+        place = main.untyped_storage(), main.storage_offset(), main.shape, main.stride()
+        self.main, self._device = main.new_empty(0).set_(*place), main.device
         if grad is not None and self.grad is not None:
             if not from_meta:
                 grad.copy_(self.grad)
@@ -158,6 +164,7 @@ class ShardBuffer:
         self._receive()
         if self.full is not None:
             return self.full
+        self._gathered_at = self.moment()
         if not self.sharded:
             self.full = self.main.to(self.dtypes.compute)  # the main weights, if they fit
         else:
@@ -179,7 +186,9 @@ class ShardBuffer:
             return
         if self.layout.total_numel:
             source, full = self._unshard_outside(), self._new_full()
-            self._prefetched = Prefetched.begin(self.main, source, full, self.gather_group, lane)
+            self._prefetched = Prefetched.begin(
+                self.moment(), source, full, self.gather_group, lane
+            )
 
     @property
     def is_prefetched(self) -> bool:
@@ -192,10 +201,27 @@ class ShardBuffer:
         if prefetched is not None:
             prefetched.transfer.wait()
 
+    def moment(self) -> Moment:
+        """Return what is another value after each write into the weights."""
+        return moment_of((self.main, *self.params))
+
+    @property
+    def copy(self) -> Tensor | None:
+        """The whole weights [B], if there are any and a write into them would be lost."""
+        return None if self.full is self.main else self.full
+
+    @property
+    def is_old(self) -> bool:
+        """Whether somebody has written weights since they were gathered."""
+        now = self.moment()
+        old_inside = self.copy is not None and self._gathered_at != now
+        return old_inside or (self._inner is not None and self._inner_at != now)
+
     def _receive(self) -> None:
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None:
-            self.full = prefetched.receive(self.main)
+            self.full = prefetched.receive(self.moment())
+            self._gathered_at = prefetched.moment
             if self.full is None:
                 self._inner = None  # that is as old
 
@@ -216,6 +242,7 @@ class ShardBuffer:
         inner = torch.empty(self.inner_numel, dtype=self.dtypes.compute, device=self._device)
         all_gather_(inner, source, self.mesh.outer)
         if self._strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
+            self._inner_at = self.moment()
             self._inner = inner  # for the other gathers of the iteration
         return inner
 

@@ -1,5 +1,6 @@
 """The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
 
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from graphfsdp.layout import Slot
 from graphfsdp.meta_tensors import become
 from graphfsdp.model_axes import ModelAxes, find_model_axes, join_meshes
 from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.sharded_parameter import (
+    IS_SHARDED,
+    refuse_gradient_hooks,
+    replacement,
+    watch_gradient,
+)
 from graphfsdp.unit_mesh import UnitMesh
 from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
 
@@ -159,7 +166,7 @@ class ShardGroup:
         for name, slot in zip(plan.names, plan.layout.slots, strict=True):
             whole, owners = found[name]
             view = self._as_dtensor(buffer.local_view(buffer.main, slot), name, buffer, slot)
-            param = _replacement(whole, view)
+            param = replacement(whole, view, name)
             setattr(whole, _TAKEN_AS, name)
             for owner, attribute in owners:
                 owner._parameters[attribute] = param
@@ -167,6 +174,7 @@ class ShardGroup:
             item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot, axes)
             item.awaited = whole if whole.is_meta else None
             self.managed.append(item)
+            buffer.params.append(param)
 
     def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> DTensor:
         """Return this rank's rows of a parameter, or of its gradient, as what they are part of."""
@@ -194,6 +202,7 @@ class ShardGroup:
             else:  # it was on the meta device
                 new = self._as_dtensor(local, item.name, item.buffer, item.slot)
                 become(dtensor, nn.Parameter(new, dtensor.requires_grad), self.full_name(item))
+                watch_gradient(dtensor, self.full_name(item))
             item.main_grad = None
             if item.buffer.grad is not None:
                 # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
@@ -206,6 +215,7 @@ class ShardGroup:
 
         Raises:
             ConfigError: a parameter's shard lies elsewhere; training would go on with the old one.
+                Or it has a hook that nobody would call.
         """
         for item in self.managed:
             if item.awaited is not None:
@@ -214,6 +224,7 @@ class ShardGroup:
                     "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
                     "model), before the first forward pass"
                 )
+            refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
             local: Tensor = item.param._local_tensor  # type: ignore[attr-defined]
             if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
                 raise ConfigError(
@@ -282,6 +293,11 @@ class ShardGroup:
         return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
 
     @property
+    def is_old(self) -> bool:
+        """Whether somebody has written weights since they were gathered."""
+        return any(buffer.is_old for buffer in self.buffers)
+
+    @property
     def is_prefetched(self) -> bool:
         """Whether weights are being gathered ahead of their use."""
         return any(buffer.is_prefetched for buffer in self.buffers)
@@ -299,8 +315,6 @@ class ShardGroup:
 
 # On a whole parameter: its name in the unit that has taken it over.
 _TAKEN_AS = "_graphfsdp_taken_as"
-# On a parameter that a unit manages.
-_IS_SHARDED = "_graphfsdp_is_sharded"
 _Found = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
@@ -309,7 +323,7 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module_name, owner in module.named_modules():
         for name, param in owner._parameters.items():
-            if param is None or hasattr(param, _IS_SHARDED):
+            if param is None or hasattr(param, IS_SHARDED):
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
             if hasattr(param, _TAKEN_AS):
@@ -318,24 +332,9 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
                     "another unit has taken over. Remedy: let one unit hold both modules (wrap "
                     "neither of them, or a common parent)"
                 )
+            refuse_gradient_hooks(param, functools.partial(str, full_name))
             found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
     return {name: (param, owners) for name, param, owners in found.values()}
-
-
-def _replacement(param: nn.Parameter, view: DTensor) -> nn.Parameter:
-    """Return the parameter that takes the place of a whole one, with all its attributes."""
-    sharded = nn.Parameter(view, requires_grad=param.requires_grad)
-    for name, value in vars(param).items():
-        setattr(sharded, name, value)
-    setattr(sharded, _IS_SHARDED, True)
-    # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
-    # nor go on training a copy that nobody uses.
-    param.grad = None
-    if isinstance(param, DTensor):
-        param._local_tensor = param._local_tensor.new_empty(0)
-    elif not param.is_meta:  # which has none, and is still asked for its shape
-        param.data = param.data.new_empty(0)
-    return sharded
 
 
 __all__ = ["ManagedParameter", "ShardGroup", "UnitOptions"]

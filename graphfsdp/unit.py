@@ -21,7 +21,8 @@ from graphfsdp.shard_buffer import ShardBuffer
 from graphfsdp.shard_group import ShardGroup
 from graphfsdp.streams import Lane
 from graphfsdp.unit_phase import UnitPhase as UnitPhase
-from graphfsdp.unshard_function import Unshard
+from graphfsdp.unshard_function import differentiable_views
+from graphfsdp.weight_writes import ForwardWrites
 
 
 class Unit:
@@ -53,6 +54,7 @@ class Unit:
         self._landed: set[int] = set()  # by position in group.trainable
         self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context: ExitStack | None = None
+        self._writes = ForwardWrites()
         self._recomputing = False
         self._from_leaves = False  # gradients have come from reentrant recomputations
         for owner in {id(o): o for item in group.managed for o, _ in item.owners}.values():
@@ -93,15 +95,25 @@ class Unit:
         self.schedule.enter_forward(self)
         self._refresh()
         with self._gathering():
-            self._install(self._differentiable_views())
+            self._install(differentiable_views(self, self._token))
+        self._writes.begin([buffer.copy for buffer in self.group.buffers])
         self._context = ExitStack()
         if torch.is_grad_enabled() and self.frees_weights and not foreign_hooks_are_active():
-            self._context.enter_context(saving_places(self.group.buffers, self._gather_again))
+            hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
+            self._context.enter_context(hooks)
 
     def leave_forward(self) -> None:
-        """Put the sharded parameters back, and drop the whole weights where they are not kept."""
+        """Put the sharded parameters back, and drop the whole weights where they are not kept.
+
+        Raises:
+            PhaseError: the forward pass has written into whole weights.
+        """
         if self.phase is not UnitPhase.FORWARD:
             return
+        with self._writes.ended(self.group.name):
+            self._end_forward()
+
+    def _end_forward(self) -> None:
         if self._context is not None:
             self._context.close()
             self._context = None
@@ -197,6 +209,7 @@ class Unit:
         self.phase = UnitPhase.IDLE
         self._fresh = False
         self._recomputing = self._from_leaves = False
+        self._writes.forget()
         self._landed.clear()
         self._added_by_layer.clear()
         for buffer in self.group.buffers:
@@ -271,7 +284,8 @@ class Unit:
 
     def _refresh(self) -> None:
         """Forget gathered weights that the optimizer may have made stale."""
-        if self._fresh or self.pinned or is_in_backward():
+        kept = self._fresh and not self.group.is_old
+        if kept or self.pinned or is_in_backward():
             return  # a forward inside backward is a recomputation: nothing has been stepped
         if not self.group.is_prefetched:  # in this pass, so after any step
             self.group.reshard(outside=True)
@@ -297,20 +311,6 @@ class Unit:
     def _drop_weights(self, *, outside: bool) -> None:
         with nvtx_range(f"reshard {self.group.name}"):
             self.group.reshard(outside=outside)
-
-    def _differentiable_views(self) -> list[Tensor]:
-        if not (torch.is_grad_enabled() and self.group.trainable):
-            return [view for _, view in self.group.full_views()]
-        whole = Unshard.apply(self._token, self)  # type: ignore[no-untyped-call]
-        for position, tensor in enumerate(whole):
-            # Names that Megatron's and Transformer Engine's layers look for.
-            tensor.get_main_grad = functools.partial(self.unreduced_gradient, position)
-            tensor.grad_added_to_main_grad = False
-        trainable = iter(whole)
-        return [
-            next(trainable) if item.buffer.trainable else view.detach()
-            for item, view in self.group.full_views()
-        ]
 
     def unreduced_gradient(self, position: int) -> Tensor:
         """Return the whole gradient of one weight, for a layer that adds to it by itself.

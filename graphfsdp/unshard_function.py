@@ -8,9 +8,11 @@ first operator of the backward pass that asks for a place gathers it again. No s
 resized, no hook waits on a parameter, and a recording sees ordinary operators only.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -24,6 +26,10 @@ class TakesGradients(Protocol):
     @property
     def group(self) -> ShardGroup:
         """Its parameters and buffers."""
+        ...
+
+    def unreduced_gradient(self, position: int) -> Tensor:
+        """Return the whole gradient of one weight."""
         ...
 
     def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
@@ -49,4 +55,26 @@ class Unshard(Function):
         return None, None
 
 
-__all__ = ["TakesGradients", "Unshard"]
+def differentiable_views(unit: TakesGradients, token: Tensor) -> list[Tensor]:
+    """Return the whole weights of a unit as its modules compute with them.
+
+    Args:
+        unit: The unit.
+        token: Makes autograd keep the function.
+    """
+    group = unit.group
+    if not (torch.is_grad_enabled() and group.trainable):
+        return [view for _, view in group.full_views()]
+    whole = Unshard.apply(token, unit)  # type: ignore[no-untyped-call]
+    for position, tensor in enumerate(whole):
+        # Names that Megatron's and Transformer Engine's layers look for.
+        tensor.get_main_grad = functools.partial(unit.unreduced_gradient, position)
+        tensor.grad_added_to_main_grad = False
+    trainable = iter(whole)
+    return [
+        next(trainable) if item.buffer.trainable else view.detach()
+        for item, view in group.full_views()
+    ]
+
+
+__all__ = ["TakesGradients", "Unshard", "differentiable_views"]

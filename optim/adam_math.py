@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import AdamTensors
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
 from graphfsdp.optim.scaled_moments import dequantize, quantize_
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import StepTensors
 
 HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
@@ -92,7 +92,7 @@ def adam_coefficients(
 
 @torch.no_grad()
 def adam_update_(
-    tensors: AdamTensors,
+    tensors: StepTensors,
     coefficients: AdamCoefficients,  # [] float64 each
     flags: Flags,
     *,
@@ -142,13 +142,13 @@ def adam_update_(
 
 def _update_unless(
     found_inf: Tensor,
-    tensors: AdamTensors,
+    tensors: StepTensors,
     coefficients: AdamCoefficients,
     flags: Flags,
     grad_scale: Tensor | None,
 ) -> None:
     """Update copies, then take them over unless the flag is set; arguments as above."""
-    copies = AdamTensors(
+    copies = StepTensors(
         *(store if store is None or store is tensors.grad else store.clone() for store in tensors)  # type: ignore[arg-type]
     )
     adam_update_(copies, coefficients, flags, grad_scale=grad_scale)
@@ -168,7 +168,7 @@ class _Values(NamedTuple):
     largest: Tensor | None
 
 
-def _read_weight(tensors: AdamTensors) -> Tensor:
+def _read_weight(tensors: StepTensors) -> Tensor:
     """Return the weight that is updated, wide; a stored one where it is wide already."""
     main = tensors.main_param
     if main is not None and main.dtype == torch.int16:
@@ -177,7 +177,7 @@ def _read_weight(tensors: AdamTensors) -> Tensor:
     return stored.to(torch.promote_types(stored.dtype, torch.float32))
 
 
-def _store_weight(tensors: AdamTensors, weight: Tensor) -> None:
+def _store_weight(tensors: StepTensors, weight: Tensor) -> None:
     main = tensors.main_param
     if main is not None and main.dtype == torch.int16:
         split_remainder_(tensors.param, main, weight)

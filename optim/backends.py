@@ -15,6 +15,7 @@ from graphfsdp.optim.baked_values import changed_groups
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.foreign_adapters import ForeignAdamAdapter, foreign_name
 from graphfsdp.optim.offload import CPUOffload
+from graphfsdp.optim.one_mesh import one_mesh_at_a_time
 from graphfsdp.optim.precision_guard import OptimizerFacts
 from graphfsdp.optim.precision_table import OFFLOAD, TORCH_SGD, Situation, find_row
 from graphfsdp.optim.tensor_optimizer import TensorOptimizer
@@ -137,21 +138,16 @@ class NativeAdapter(Adapter):
 class OffloadAdapter(NativeAdapter):
     """An optimizer with state in the CPU's memory, which no graph can hold."""
 
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        """Refuse it inside a graph.
+        """Refuse it.
 
         Raises:
-            PrecisionError: a gradient would reach the optimizer as a casted copy.
-            ConfigError: the scope is the whole iteration.
+            ConfigError: always, but for a table that says otherwise.
         """
-        super().check(named_params, policy, scope)
         row = find_row(Situation(OFFLOAD))
-        if scope is Scope.FULL_ITERATION and not row.captured:
+        if not row.captured:
             raise ConfigError(
                 f"an optimizer whose state is offloaded to the CPU ({self._name}) cannot be part "
                 f"of a graph: {row.why}. Remedy: {row.remedy}"
@@ -164,26 +160,35 @@ class OffloadAdapter(NativeAdapter):
             yield from self.optimizer.control.tensors()
 
 
-class TorchAdamAdapter(BakedAdapter):
+class _TorchAdapter(BakedAdapter):
+    """An optimizer of torch whose step only reads its groups."""
+
+    def _take_step(self) -> None:
+        with one_mesh_at_a_time(self.optimizer):
+            self.optimizer.step()
+
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Pass: parameters may lie on several meshes."""
+
+
+class TorchAdamAdapter(_TorchAdapter):
     """torch's Adam and AdamW, which are capturable with ``fused=True``."""
 
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
+    def __init__(self, optimizer: torch.optim.Adam | torch.optim.AdamW) -> None:
+        super().__init__(optimizer)
+        # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
+        optimizer._warned_capturable_if_run_uncaptured = True
+
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        """Refuse what torch's Adam cannot step on, or not inside a recording.
+        """Refuse a step that counts on the host.
 
         Raises:
-            PrecisionError: a gradient would reach the optimizer in another dtype.
-            ConfigError: ``fused`` or, on CUDA, ``capturable`` is not set.
+            ConfigError: ``fused`` or, on CUDA, ``capturable`` is not set, or lr is on another
+                device.
         """
-        super().check(named_params, policy, scope)
-        # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
-        self.optimizer._warned_capturable_if_run_uncaptured = True
-        if scope is not Scope.FULL_ITERATION:
-            return
+        super()._check_inside_graph(named_params, policy)
         for index, group in enumerate(self.optimizer.param_groups):
             on_cuda = any(param.is_cuda for param in group["params"])
             missing = [
@@ -205,22 +210,15 @@ class TorchAdamAdapter(BakedAdapter):
         )
 
 
-class TorchSGDAdapter(BakedAdapter):
+class TorchSGDAdapter(_TorchAdapter):
     """torch's SGD, which is capturable as it is."""
 
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
-    ) -> None:
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
         """Refuse what torch's SGD cannot step on.
 
         Raises:
-            PrecisionError: a gradient would reach the optimizer in another dtype.
-            ConfigError: it is fused and parameters are DTensors, or lr is on another device.
+            ConfigError: it is fused and parameters are DTensors.
         """
-        super().check(named_params, policy, scope)
         row = find_row(Situation(TORCH_SGD, dtensor=True))
         for name, param in named_params.items():
             if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from graphfsdp.changes import Change, refuse
 from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.dtensors import local_part, num_meshes
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.baked_values import BakedValues
 from graphfsdp.optim.precision_guard import OptimizerFacts, check_precision, main_grad_dtype
@@ -38,13 +39,24 @@ class Adapter:
         policy: MixedPrecisionPolicy,
         scope: Scope,
     ) -> None:
-        """Refuse what this optimizer cannot step on.
+        """Refuse what this optimizer cannot step on; see the two methods that are called.
 
         Raises:
             PrecisionError: a gradient would reach the optimizer as a casted copy.
             ConfigError: the optimizer's settings cannot be captured.
         """
         check_precision(named_params, policy, self._facts)
+        if scope is Scope.FULL_ITERATION:
+            self._check_inside_graph(named_params, policy)
+        self._check_anywhere(named_params)
+
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+    ) -> None:
+        """Refuse what no graph can hold of the step."""
+
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Refuse what the optimizer cannot do in a graph or outside of one."""
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every persistent tensor of the optimizer with a name for messages."""
@@ -71,22 +83,6 @@ class BakedAdapter(Adapter):
         self._baked: BakedValues | None = None
         self._skipped: Tensor | None = None  # [] float32
         self._skips_itself = False
-
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
-    ) -> None:
-        """Refuse what this optimizer cannot step on.
-
-        Raises:
-            PrecisionError: a gradient would reach the optimizer in another dtype.
-            ConfigError: the optimizer's settings cannot be captured.
-        """
-        super().check(named_params, policy, scope)
-        if scope is Scope.FULL_ITERATION:
-            self._check_lr_devices()
 
     def prepare_skipping(self, scope: Scope) -> None:
         """Make the counter of skipped steps.
@@ -130,17 +126,21 @@ class BakedAdapter(Adapter):
                 for group in self.optimizer.param_groups
                 for param in group["params"]
             )
-            grads = [grad for grad in found if grad is not None]
+            # This rank's parts: a list of DTensors would have to lie on one mesh.
+            grads = [local_part(grad) for grad in found if grad is not None]
             if grads:
                 torch._foreach_mul_(grads, grad_scale)
         if found_inf is None or not self._skips_itself:
-            self.optimizer.step()
+            self._take_step()
             return
         vars(self.optimizer)["found_inf"] = found_inf  # as torch's GradScaler hands it over
         try:
-            self.optimizer.step()
+            self._take_step()
         finally:
             del vars(self.optimizer)["found_inf"]
+
+    def _take_step(self) -> None:
+        self.optimizer.step()
 
     def bake(self) -> None:
         """Remember every value of every group."""
@@ -162,7 +162,30 @@ class BakedAdapter(Adapter):
         # Schedulers warn when they have not seen a step, and a replay calls none.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _check_lr_devices(self) -> None:
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Refuse kernels over lists of parameters on several meshes.
+
+        Raises:
+            ConfigError: there is such a group.
+        """
+        for index, group in enumerate(self.optimizer.param_groups):
+            how = next((key for key in ("foreach", "fused") if group.get(key)), None)
+            if how is not None and num_meshes(group["params"]) > 1:
+                raise ConfigError(
+                    f"group {index} of {self._name} has {how}=True and parameters on several "
+                    "device meshes (or DTensors beside plain tensors), which torch cannot put into "
+                    f"one list. Ways out: {how}=False; graphfsdp.optim.FusedAdam, FusedSGD or "
+                    "FusedLion, which step on this rank's parts; a group for each mesh"
+                )
+
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+    ) -> None:
+        """Refuse an lr that would be read on the host.
+
+        Raises:
+            ConfigError: lr is a tensor on another device than the parameters.
+        """
         for index, group in enumerate(self.optimizer.param_groups):
             lr = group.get("lr")
             if not isinstance(lr, Tensor):

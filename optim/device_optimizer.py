@@ -13,12 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.optim.adam_batch import Member
-from graphfsdp.optim.adam_checks import check_lr_device
-from graphfsdp.optim.adam_members import check_params, find_stepped, reset_decoupled
-from graphfsdp.optim.adam_plan import Plan, gradients_of, local_state
-from graphfsdp.optim.adam_settings import AdamSettings
-from graphfsdp.optim.adam_state import create_states, split_classes, step_classes
 from graphfsdp.optim.grad_scaler import DeviceGradScaler
 from graphfsdp.optim.hyper_table import HyperTable
 from graphfsdp.optim.rules import RULES, check_buffers
@@ -28,7 +22,13 @@ from graphfsdp.optim.state_loading import (
     load_groups,
     match_state_dict,
 )
+from graphfsdp.optim.step_batch import Member
+from graphfsdp.optim.step_checks import check_lr_device, refuse_copies
 from graphfsdp.optim.step_control import StepControl
+from graphfsdp.optim.step_members import check_params, find_stepped, reset_decoupled
+from graphfsdp.optim.step_plan import Plan, gradients_of, local_state
+from graphfsdp.optim.step_settings import StepSettings
+from graphfsdp.optim.step_state import create_states, split_classes, step_classes
 from graphfsdp.recut import recut_states
 
 
@@ -43,7 +43,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self,
         params: ParamsT,
         defaults: dict[str, Any],
-        settings: AdamSettings,
+        settings: StepSettings,
         grad_scaler: DeviceGradScaler | None,
     ) -> None:
         """Set up what the rules share.
@@ -70,7 +70,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self._captured_plans: set[Plan] = set()
 
     @property
-    def settings(self) -> AdamSettings:
+    def settings(self) -> StepSettings:
         """What the constructor was told."""
         return self._settings
 
@@ -247,6 +247,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; its tensors are no slices, since a slice pickles the whole."""
+        refuse_copies(self.state)
         state = {
             param: {key: value.detach().clone() for key, value in entries.items()}
             for param, entries in self.state.items()

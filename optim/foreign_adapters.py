@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.dtensors import is_dtensor, local_part
 from graphfsdp.errors import PrecisionError
 from graphfsdp.optim.baked_adapter import BakedAdapter
@@ -50,20 +50,16 @@ class ForeignAdamAdapter(BakedAdapter):
             ),
         )
 
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
         """Refuse what the table does.
 
         Raises:
             PrecisionError: the parameter, the reason and the way out are named.
+            ConfigError: lr is on another device.
         """
-        super().check(named_params, policy, scope)
-        if scope is not Scope.FULL_ITERATION:
-            return
+        super()._check_inside_graph(named_params, policy)
         version = installed_version(type(self.optimizer).__module__.split(".")[0])
         made: Any = self.optimizer
         moments = (

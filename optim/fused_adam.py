@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from graphfsdp.optim.adam_settings import AdamSettings, Flags, check_math, moment_dtype
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.grad_scaler import DeviceGradScaler
+from graphfsdp.optim.step_settings import Flags, StepSettings, check_math, moment_dtype
 
 
 class FusedAdam(DeviceOptimizer):
@@ -83,7 +83,7 @@ class FusedAdam(DeviceOptimizer):
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
         """
         check_math(math, master_weight_dtype)
-        settings = AdamSettings(
+        settings = StepSettings(
             Flags(adam_w_mode, bias_correction, maximize, te_math=math == "te"),
             use_decoupled_grad,
             master_weights,

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.offload_copies import pack
 from graphfsdp.optim.offload_plan import OffloadOptions, Owned
 from graphfsdp.optim.state_loading import Loaded
+from graphfsdp.optim.step_settings import StepSettings
 
 _NOT_NUMBERS = frozenset({"params", "param_names"})
 
@@ -24,7 +24,7 @@ def make_inner(
     owned: Sequence[tuple[Owned, Tensor]],
     groups: Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any],
-    settings: AdamSettings,
+    settings: StepSettings,
 ) -> tuple[DeviceOptimizer, list[int]]:
     """Return an optimizer for some of the parameters of another one.
 
@@ -84,7 +84,7 @@ class HostPart:
         owned: Sequence[Owned],
         groups: Sequence[Mapping[str, Any]],
         defaults: Mapping[str, Any],
-        settings: AdamSettings,
+        settings: StepSettings,
         options: OffloadOptions,
     ) -> None:
         """Copy the weights.

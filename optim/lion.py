@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from graphfsdp.optim.adam_settings import AdamSettings, Flags, moment_dtype
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.grad_scaler import DeviceGradScaler
+from graphfsdp.optim.step_settings import Flags, StepSettings, moment_dtype
 
 
 class FusedLion(DeviceOptimizer):
@@ -59,7 +59,7 @@ class FusedLion(DeviceOptimizer):
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
         """
-        settings = AdamSettings(
+        settings = StepSettings(
             Flags(True, False, maximize, rule="lion"),
             use_decoupled_grad,
             master_weights,

@@ -14,11 +14,11 @@ from torch.optim.optimizer import ParamsT
 from graphfsdp.dtensors import local_part, wrap_like
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import AdamTensors
 from graphfsdp.optim.number_checks import check_group, check_lr, check_number
 from graphfsdp.optim.row_gather import gather_rows, own_rows
 from graphfsdp.optim.rules import Row, Rule
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import StepTensors
 from graphfsdp.optim.tensor_optimizer import TensorMember, TensorOptimizer
 
 _ADJUSTMENTS = ("original", "match_rms_adamw")
@@ -191,7 +191,7 @@ def _adam_step(member: TensorMember, row: Tensor, grad_scale: Tensor | None) -> 
     assert member.grad is not None
     step = member.state["step"].add_(1)
     flags = Flags()
-    tensors = AdamTensors(
+    tensors = StepTensors(
         member.weight, member.grad, member.state["exp_avg"], member.state["exp_avg_sq"]
     )
     adam_update_(tensors, adam_coefficients(row, step, flags), flags, grad_scale=grad_scale)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.optim.adam_members import parameter_name
-from graphfsdp.optim.adam_plan import gradients_of
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.grad_norm import norm_parts
 from graphfsdp.optim.host_part import HostPart, follow, make_inner
@@ -27,6 +25,8 @@ from graphfsdp.optim.offload_plan import (
 from graphfsdp.optim.rules import check_buffers
 from graphfsdp.optim.scaled_moments import fits_scales
 from graphfsdp.optim.state_loading import Loaded
+from graphfsdp.optim.step_members import parameter_name
+from graphfsdp.optim.step_plan import gradients_of
 
 
 class CPUOffload(DeviceOptimizer):
@@ -105,6 +105,7 @@ class CPUOffload(DeviceOptimizer):
         self._kept: tuple[DeviceOptimizer, list[int]] | None = None
         self._kept_params: list[Tensor] = []
         self._built_for: list[Tensor] = []
+        self._is_offloaded: dict[Tensor, bool] = {}
         self._copies = SideCopies(None, overlap=False)
 
     @property
@@ -135,8 +136,13 @@ class CPUOffload(DeviceOptimizer):
 
     def state_device(self, param: Tensor) -> torch.device:
         """Return where the state of ``param`` is, or will be."""
-        is_offloaded = any(param is other for other in self.offloaded)
-        return torch.device("cpu") if is_offloaded else super().state_device(param)
+        known = self._is_offloaded
+        # Somebody who loads asks for each parameter; a group may have joined since.
+        if param not in known or len(known) != sum(len(g["params"]) for g in self.param_groups):
+            offloaded = set(self.offloaded)
+            known = {other: other in offloaded for other in self._parameters()}
+            self._is_offloaded = known
+        return torch.device("cpu") if known.get(param) else super().state_device(param)
 
     def upload_hyperparameters(self) -> None:
         """Check the numbers; a step reads them.

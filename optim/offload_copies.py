@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adam_state import BORDER_NUMEL, continues
+from graphfsdp.host_memory import zeros_flat
 from graphfsdp.optim.flat_runs import is_dense
-from graphfsdp.optim.host_memory import zeros_flat
+from graphfsdp.optim.step_state import BORDER_NUMEL, continues
 
 _HOST = torch.device("cpu")
 

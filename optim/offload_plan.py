@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from graphfsdp.dtensors import local_part
-from graphfsdp.optim.adam_settings import AdamSettings
-from graphfsdp.optim.adam_state import BORDER_NUMEL, continues
 from graphfsdp.optim.scaled_moments import has_scales, scale_shape
+from graphfsdp.optim.step_settings import StepSettings
+from graphfsdp.optim.step_state import BORDER_NUMEL, continues
 
 
 class Owned(NamedTuple):
@@ -75,7 +75,7 @@ def buckets(owned: Sequence[Owned], bucket_bytes: int) -> Iterator[list[Owned]]:
         yield bucket
 
 
-def state_bytes(param: Tensor, settings: AdamSettings) -> int:
+def state_bytes(param: Tensor, settings: StepSettings) -> int:
     """Return the bytes of state of this rank's rows of a parameter, without the step count."""
     local = local_part(param)
     num_bytes = 0

@@ -289,7 +289,7 @@ def rich_table() -> "Table":
 
     table = Table(title="What the precision guard accepts; the first row that fits decides")
     for heading in ("optimizer", "versions", "when", "", "why not, and what to do"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # else rich cuts long words off
     for cells in table_rows():
         table.add_row(*cells)
     return table

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adam_settings import AdamSettings, Flags, moment_dtype
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.grad_scaler import DeviceGradScaler
+from graphfsdp.optim.step_settings import Flags, StepSettings, moment_dtype
 
 
 class FusedSGD(DeviceOptimizer):
@@ -73,7 +73,7 @@ class FusedSGD(DeviceOptimizer):
             group.get("momentum", momentum) if isinstance(group, dict) else momentum
             for group in listed
         ]
-        settings = AdamSettings(
+        settings = StepSettings(
             Flags(False, False, maximize, rule="sgd", nesterov=nesterov),
             use_decoupled_grad,
             master_weights,

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adam_members import parameter_name
-from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
 from graphfsdp.optim.scaled_moments import (
     dequantize,
@@ -17,6 +15,8 @@ from graphfsdp.optim.scaled_moments import (
     scale_of,
     scale_shape,
 )
+from graphfsdp.optim.step_members import parameter_name
+from graphfsdp.optim.step_settings import StepSettings
 
 # Settings of other Adams that say how they run, not what they compute.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
@@ -32,7 +32,7 @@ Loaded = dict[Tensor, dict[str, Tensor] | None]
 def match_state_dict(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    settings: AdamSettings,
+    settings: StepSettings,
 ) -> Loaded:
     """Find the saved state of each parameter.
 
@@ -157,7 +157,7 @@ def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]])
                 group[key] = tuple(value) if key == "betas" else value
 
 
-def _check_settings(saved: Mapping[str, Any], row: int, settings: AdamSettings) -> None:
+def _check_settings(saved: Mapping[str, Any], row: int, settings: StepSettings) -> None:
     own = {
         "amsgrad": settings.amsgrad,
         "maximize": settings.flags.maximize,
@@ -182,7 +182,7 @@ def _check_settings(saved: Mapping[str, Any], row: int, settings: AdamSettings) 
         )
 
 
-def _class_of(settings: AdamSettings) -> str:
+def _class_of(settings: StepSettings) -> str:
     return {"adam": "FusedAdam", "sgd": "FusedSGD", "lion": "FusedLion"}[settings.flags.rule]
 
 
@@ -191,7 +191,7 @@ def _match_entries(
     saved_group: Mapping[str, Any],
     param: Tensor,
     name: str,
-    settings: AdamSettings,
+    settings: StepSettings,
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     step = entries.get("step", saved_group.get("step"))

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.adam_settings import AdamSettings
 from graphfsdp.optim.grad_norm import NormParts, clip_coefficient, grad_norm
 from graphfsdp.optim.grad_scaler import DeviceGradScaler
+from graphfsdp.optim.step_settings import StepSettings
 
 
 class StepControl:
@@ -20,7 +20,7 @@ class StepControl:
         grad_norm: [] float32, norm of the unscaled gradients in the last step that needed it.
     """
 
-    def __init__(self, settings: AdamSettings, grad_scaler: DeviceGradScaler | None) -> None:
+    def __init__(self, settings: StepSettings, grad_scaler: DeviceGradScaler | None) -> None:
         """Make the scalars on the CPU; ``place`` moves them."""
         self._settings = settings
         self.grad_scaler = grad_scaler

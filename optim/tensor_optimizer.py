@@ -14,10 +14,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.dtensors import is_dtensor, local_part
 from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.optim.adam_checks import check_gradient, check_lr_device, check_parameter
-from graphfsdp.optim.adam_members import parameter_name
 from graphfsdp.optim.hyper_table import HyperTable
 from graphfsdp.optim.rules import Rule
+from graphfsdp.optim.step_checks import (
+    check_gradient,
+    check_lr_device,
+    check_parameter,
+    refuse_copies,
+)
+from graphfsdp.optim.step_members import parameter_name
 from graphfsdp.recut import recut_states
 
 
@@ -277,6 +282,7 @@ class TensorOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""
+        refuse_copies(self.state)
         return {**super().__getstate__(), "_skipped": self._skipped.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

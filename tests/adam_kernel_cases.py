@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphfsdp.optim import adam_kernel
+from graphfsdp.optim import step_kernel
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import AdamTensors, Dtypes
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
 from graphfsdp.optim.scaled_moments import (
     SCALE_BLOCK_NUMEL,
@@ -22,6 +20,8 @@ from graphfsdp.optim.scaled_moments import (
     quantize_,
     scale_shape,
 )
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Dtypes, StepTensors
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MOMENTS = [torch.float32, torch.bfloat16]
@@ -37,12 +37,12 @@ COMBINATIONS = [
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32, None, None)
 MIXED = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32, None, torch.float32)
 
-if adam_kernel.is_available():
+if step_kernel.is_available():
     # Before a test asks for the interpreter: Triton's own functions must not become interpreted.
     import triton.language  # noqa: F401
 
 needs_triton = pytest.mark.skipif(
-    not adam_kernel.is_available(), reason="needs triton, which is not installed"
+    not step_kernel.is_available(), reason="needs triton, which is not installed"
 )
 
 
@@ -52,7 +52,7 @@ def dtype_names(dtypes: Dtypes) -> str:
 
 def fresh_kernels() -> types.ModuleType:
     """Import the kernels once more: whether to interpret is decided by their decorators."""
-    names = ("graphfsdp.optim.adam_triton_storage", "graphfsdp.optim.adam_triton")
+    names = ("graphfsdp.optim.step_triton_storage", "graphfsdp.optim.step_triton")
     kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     try:
         return importlib.import_module(names[-1])
@@ -75,17 +75,17 @@ def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     # exchanged for good, and no kernel could be compiled any more.
     monkeypatch.setattr(tl, "max", largest)
     kernels = fresh_kernels()
-    monkeypatch.setattr(adam_kernel, "_kernels", lambda: kernels)
+    monkeypatch.setattr(step_kernel, "_kernels", lambda: kernels)
 
 
-def map_tensors(tensors: AdamTensors, function: Callable[[Tensor], Tensor]) -> AdamTensors:
-    return AdamTensors(*(None if tensor is None else function(tensor) for tensor in tensors))  # type: ignore[arg-type]
+def map_tensors(tensors: StepTensors, function: Callable[[Tensor], Tensor]) -> StepTensors:
+    return StepTensors(*(None if tensor is None else function(tensor) for tensor in tensors))  # type: ignore[arg-type]
 
 
 class Case(NamedTuple):
     """Tensors of several parameters, and the lanes that they are in."""
 
-    bundles: list[AdamTensors]
+    bundles: list[StepTensors]
     lane_of: list[int]
     steps: list[Tensor]
     hyper: Tensor
@@ -96,10 +96,10 @@ class Case(NamedTuple):
 
     def launch(
         self, dtypes: Dtypes, scale: Tensor | None, flags: Flags, skip: Tensor | None = None
-    ) -> adam_kernel.Tables:
+    ) -> step_kernel.Tables:
         lanes = [(step, row) for row, step in enumerate(self.steps)]
-        tables = adam_kernel.make_tables(self.bundles, self.lane_of, lanes, self.hyper.device)
-        adam_kernel.launch(tables, dtypes, self.hyper, scale, skip, flags)
+        tables = step_kernel.make_tables(self.bundles, self.lane_of, lanes, self.hyper.device)
+        step_kernel.launch(tables, dtypes, self.hyper, scale, skip, flags)
         return tables
 
     def update(self, scale: Tensor | None, flags: Flags, skip: Tensor | None = None) -> None:
@@ -166,7 +166,7 @@ def make_case(
             shape, dtypes.max_exp_avg_sq, device, positive=True, wild=wild
         )
         scales = (first_scale, second_scale, largest_scale)
-        bundles.append(AdamTensors(param, grad, first, second, largest, main, *scales))
+        bundles.append(StepTensors(param, grad, first, second, largest, main, *scales))
     steps = [torch.tensor(float(count), device=device) for count in (1, 7, 1000)]
     return Case(bundles, [index % 3 for index in range(len(shapes))], steps, hyper)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import signal
@@ -18,7 +19,8 @@ import numpy
 import pytest
 import torch
 
-from ranks import gpu_ranks, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
+from fake_cuda import on_played_device, played_cuda  # noqa: F401  (fixtures)
+from ranks import gpu_ranks, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
 
 TIME_LIMIT_S = 120
 SEED_VARIABLE = "GRAPHFSDP_TEST_SEED"
@@ -50,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # While tests run, pytest holds file descriptor 2; here it still is the terminal.
     config.stash[_TERMINAL] = os.dup(2)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules complain about what is not collected at the end
 
 
 _TERMINAL = pytest.StashKey[int]()
@@ -95,6 +101,13 @@ def _fixed_seed(request: pytest.FixtureRequest) -> Iterator[None]:
     random.setstate(python_state)
     numpy.random.set_state(numpy_state)
     torch.set_rng_state(cpu_state)
+
+
+@pytest.fixture(autouse=True)
+def _quick_garbage_collection() -> None:
+    """Leave what exists out of collections: each capture runs one, and imports left a lot."""
+    gc.collect()  # what the last test left; quick, since all before it is frozen
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -147,4 +160,28 @@ def pytest_runtest_makereport(
         base = os.environ.get(SEED_VARIABLE, "0")
         text = f"torch.manual_seed({_seed_of(item)}), from {SEED_VARIABLE}={base}"
         report.sections.append(("seed", text))
+        if item.get_closest_marker("gpu"):
+            _note_lost_device(item)
     return report
+
+
+_LOST = pytest.StashKey[str]()
+
+
+def _note_lost_device(item: pytest.Item) -> None:
+    """After an illegal access, say, every later call of CUDA in this process fails as well."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        item.config.stash[_LOST] = f"CUDA is lost to this process since {item.nodeid}: {error}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    lost = item.config.stash.get(_LOST, None)
+    if lost is not None:
+        # Here, since xdist would begin again with the test that failed. So it tells of a crash in
+        # this one, which another process then runs.
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(lost)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 GROUP_TIMEOUT_S = 60
 GRACE_S = 2  # for the other ranks after one has failed: some wait for it in a collective
 START_LIMIT_S = 90
-PRELOADED = ("torch", "torch.distributed.tensor", "pytest", "graphfsdp")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "pytest", "graphfsdp")
 
 
 class RankError(AssertionError):
@@ -58,9 +58,18 @@ class _Worker:
 class RankPool:
     """The ranks of one process group, as processes that wait for functions."""
 
-    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
+    def __init__(self, num_ranks: int, device_type: str = "cpu", *, joins: bool = True) -> None:
+        """Prepare.
+
+        Args:
+            num_ranks: How many processes there are.
+            device_type: What they compute on.
+            joins: They make a process group. Otherwise they are what a launcher starts:
+                processes without a group that find their rank in the environment.
+        """
         self.num_ranks = num_ranks
         self.device_type = device_type
+        self.joins = joins
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -123,8 +132,13 @@ class RankPool:
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             stack_file = folder / f"stack{rank}"
-            arguments = (rank, self.num_ranks, self.device_type, str(folder), theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            if self.joins:
+                begin = functools.partial(
+                    _join, rank, self.num_ranks, self.device_type, str(folder)
+                )
+            else:
+                begin = functools.partial(_take_place, rank, self.num_ranks)
+            process = context.Process(target=_serve, args=(begin, stack_file, theirs), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours, stack_file))
@@ -186,24 +200,31 @@ def rank_device() -> torch.device:
 
 
 def _serve(
-    rank: int,
-    num_ranks: int,
-    device_type: str,
-    folder: str,
+    begin: Callable[[], None],
+    stack_path: pathlib.Path,
     connection: multiprocessing.connection.Connection,
 ) -> None:
     """Be a rank: answer calls until the pool closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody
-    with (pathlib.Path(folder) / f"stack{rank}").open("w") as stack_file:
+    with stack_path.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
-        connection.send_bytes(pickle.dumps(_attempt(_join, rank, num_ranks, device_type, folder)))
+        connection.send_bytes(pickle.dumps(_attempt(begin)))
         while True:
             try:
                 payload = connection.recv_bytes()
             except (EOFError, OSError):
                 break
             connection.send_bytes(_answer(payload))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _take_place(rank: int, num_ranks: int) -> None:
+    torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+    places["LOCAL_WORLD_SIZE"] = num_ranks
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
 def _join(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
@@ -253,13 +274,13 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Answer:
 
 
 @functools.cache
-def _pool(num_ranks: int, device_type: str) -> RankPool:
+def _pool(num_ranks: int, device_type: str, joins: bool) -> RankPool:
     """Return the session's pool of that size; its processes start with the first call."""
-    return RankPool(num_ranks, device_type)
+    return RankPool(num_ranks, device_type, joins=joins)
 
 
-def _session(num_ranks: int, device_type: str = "cpu") -> Iterator[RankPool]:
-    pool = _pool(num_ranks, device_type)
+def _session(num_ranks: int, device_type: str = "cpu", *, joins: bool = True) -> Iterator[RankPool]:
+    pool = _pool(num_ranks, device_type, joins)
     yield pool
     pool.close()
 
@@ -280,6 +301,12 @@ def ranks2() -> Iterator[RankPool]:
 def ranks4() -> Iterator[RankPool]:
     """Four gloo ranks."""
     yield from _session(4)
+
+
+@pytest.fixture(scope="session")
+def launched2() -> Iterator[RankPool]:
+    """Two processes as a launcher starts them; what they run makes a process group itself."""
+    yield from _session(2, joins=False)
 
 
 @pytest.fixture(scope="session")

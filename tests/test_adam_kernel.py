@@ -23,10 +23,10 @@ from adam_kernel_cases import (
     needs_triton,
     use_interpreter,
 )
-from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import Dtypes
+from graphfsdp.optim import step_kernel
 from graphfsdp.optim.flat_runs import flat_view
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Dtypes
 
 
 @pytest.fixture
@@ -119,12 +119,12 @@ def test_neighbouring_memory_is_not_touched() -> None:
 
 def test_tables_map_every_block_to_its_run() -> None:
     dtypes = FP32
-    block = adam_kernel.BLOCK_NUMEL
+    block = step_kernel.BLOCK_NUMEL
     case = make_case([1, block, block + 1, 0, 3 * block], dtypes)
-    tables = adam_kernel.make_tables(
+    tables = step_kernel.make_tables(
         case.bundles, case.lane_of, [(step, 0) for step in case.steps], torch.device("cpu")
     )
-    columns = dict(zip(adam_kernel.RUN_COLUMNS, tables.runs.t().tolist(), strict=True))
+    columns = dict(zip(step_kernel.RUN_COLUMNS, tables.runs.t().tolist(), strict=True))
     assert columns["numel"] == [1, block, block + 1, 0, 3 * block]
     assert columns["first_block"] == [0, 1, 2, 4, 4]
     assert tables.block_to_run.tolist() == [0, 1, 2, 2, 4, 4, 4]
@@ -144,7 +144,7 @@ def test_a_model_of_many_tensors_costs_one_launch(monkeypatch: pytest.MonkeyPatc
         def __getattr__(self, name: str) -> "_Launcher":
             return _Launcher(name, launches)
 
-    monkeypatch.setattr(adam_kernel, "_kernels", Recorder)
+    monkeypatch.setattr(step_kernel, "_kernels", Recorder)
     dtypes = FP32
     make_case([64] * 148, dtypes).launch(dtypes, None, Flags())
     assert launches == ["coefficients_kernel[3]", "update_kernel[148]"]
@@ -174,7 +174,7 @@ def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
 
 def test_importing_the_package_does_not_import_triton() -> None:
     code = (
-        "import sys, graphfsdp.optim, graphfsdp.optim.adam_kernel; "
+        "import sys, graphfsdp.optim, graphfsdp.optim.step_kernel; "
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

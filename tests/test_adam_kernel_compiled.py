@@ -1,14 +1,17 @@
 """The Triton kernels, compiled for sm_90 without a GPU."""
 
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from adam_kernel_cases import FP32, MIXED, dtype_names, fresh_kernels, needs_triton
-from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import Dtypes
+from graphfsdp.optim import step_kernel
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Dtypes
 
 
 @needs_triton
@@ -36,9 +39,11 @@ from graphfsdp.optim.adam_tensors import Dtypes
     ],
     ids=dtype_names,
 )
-def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, te_math: bool) -> None:
+def test_update_kernel_compiles_for_sm_90(
+    dtypes: Dtypes, aligned: bool, te_math: bool, tmp_path: Path
+) -> None:
     kernels = fresh_kernels()
-    constants = adam_kernel.constants(
+    constants = step_kernel.constants(
         dtypes, Flags(te_math=te_math), has_scale=True, has_skip=True, aligned=aligned
     )
     signature = {
@@ -48,11 +53,16 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, te_math
         "scale_ptr": "*fp32",
         "skip_ptr": "*fp32",
     }
-    compiled = _compile(kernels.update_kernel, signature, constants, adam_kernel.NUM_WARPS)
+    compiled = _compile(kernels.update_kernel, signature, constants, step_kernel.NUM_WARPS)
     assert ".target sm_90" in compiled["ptx"]
     assert len(compiled["cubin"]) > 0
     # The point of the unmasked branch: whole 16-byte accesses where the addresses allow them.
     assert (".global.v4.b32" in compiled["ptx"]) is aligned
+    # Of 65536 registers, for 20 warps at a time and more, which hide the way to memory.
+    if aligned:
+        num_registers, num_stack_bytes = _resources(compiled["cubin"], tmp_path)
+        assert num_registers <= 65536 // (20 * 32)
+        assert num_stack_bytes <= 16
 
 
 @needs_triton
@@ -83,3 +93,16 @@ def _compile(
         options={"num_warps": num_warps, "enable_fp_fusion": False},
     )
     return dict(compiled.asm)
+
+
+def _resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """Return registers and bytes of stack of a thread, as the disassembler tells them."""
+    import triton
+
+    (folder / "kernel.cubin").write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert match is not None, said
+    return int(match[1]), int(match[2])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import AdamTensors
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import StepTensors
 
 LOW_PRECISION = [torch.bfloat16, torch.float16]
 
@@ -63,7 +63,7 @@ def _run(
     for grad in grads:
         step += 1
         adam_update_(
-            AdamTensors(param, grad, exp_avg, exp_avg_sq, main_param=main),
+            StepTensors(param, grad, exp_avg, exp_avg_sq, main_param=main),
             adam_coefficients(row, step, Flags(bias_correction=bias_correction)),
             Flags(adam_w_mode, bias_correction),
             grad_scale=grad_scale,

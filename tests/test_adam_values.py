@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adam_kernel_cases import FP32, MIXED, Case, make_case, needs_triton, use_interpreter
-from graphfsdp.optim.adam_cpu import run_cpu
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_step import StepArgs
-from graphfsdp.optim.adam_tensors import Dtypes, make_columns
+from graphfsdp.optim.step_args import StepArgs
+from graphfsdp.optim.step_cpu import run_cpu
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Dtypes, make_columns
 
 VALUES = st.sampled_from(
     [0.0, -0.0, 1.0, -3.0, 1e-20, 1e-38, -1e-45, 1e18, 1e30, -3e38, np.inf, -np.inf, np.nan]

@@ -26,6 +26,7 @@ FLOOR = frozenset(
             "errors",
             "flat_buffer",
             "hazards",
+            "host_memory",
             "layout",
             "layout_plan",
             "memory_plan",
@@ -42,7 +43,8 @@ SHARD_LEG = frozenset(
         *("communicators", "grad_binding", "input_cast", "prefetched", "unreduced"),
         *("diagnostics", "shard_table", "unit_mesh", "unit_plan"),
         *("init_order", "initializers", "meta_tensors", "rank_agreement"),
-        *("meta_load", "unit_memory", "unshard_function", "whole_unit"),
+        *("meta_load", "unit_memory", "unshard_function", "weight_writes", "whole_unit"),
+        "sharded_parameter",
         *("fsdp_module", "unit_phase"),
     }
 )
@@ -50,6 +52,7 @@ ROOF = frozenset(
     {
         *("", "__main__", "bench", "capture_hook", "checkpoint", "cli", "front", "pictures"),
         *("planning", "preconditions", "preflight", "preflight_cli", "preflight_report"),
+        "preflight_run",
         *("cpu_instead", "preflight_script", "training", "wrapped"),
     }
 )

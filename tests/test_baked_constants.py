@@ -273,7 +273,7 @@ def test_compiled_code_stays_compiled_under_the_watch() -> None:
     x = torch.randn(2, 4)
     function(x)
     for device, is_noted in ((torch.device("cpu"), True), (torch.device("cuda"), False)):
-        watch = ConstantWatch(model, device, with_optimizer=False)
+        watch = ConstantWatch(model, device, ())
         with watch.noting(is_first=False):
             assert bool(torch._C._len_torch_dispatch_stack()) is is_noted
             function(x)

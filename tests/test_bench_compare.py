@@ -15,20 +15,18 @@ from rich.console import Console
 from graphfsdp.bench.compare import compare, judge, ratio_interval
 from graphfsdp.bench.compare_command import run_compare
 from graphfsdp.bench.comparison import Change, Comparison, Verdict
+from graphfsdp.bench.facts import Environment, PeakFacts, WorkloadFacts
 from graphfsdp.bench.record_files import write_result
 from graphfsdp.bench.records import (
     NOT_ASKED,
     BenchResult,
     CaseResult,
     ContenderResult,
-    Environment,
     InitRecord,
     MemoryRecord,
     NotRun,
     ParityRecord,
-    PeakFacts,
     TimingRecord,
-    WorkloadFacts,
 )
 from graphfsdp.errors import ConfigError
 

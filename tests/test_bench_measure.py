@@ -20,7 +20,8 @@ from graphfsdp.bench.case_child import PREFIX, ChildRequest
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contender import Contender, ContenderSpec, Setting
 from graphfsdp.bench.contenders import find_contenders
-from graphfsdp.bench.measure import MeasureOptions, compare_losses, measure_case
+from graphfsdp.bench.measure import MeasureOptions, measure_case
+from graphfsdp.bench.parity import compare_losses
 from graphfsdp.bench.record_files import read_result, to_json
 from graphfsdp.bench.records import REFERENCE, CaseResult
 from graphfsdp.bench.result_directory import make_directory

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ def summary(*events: Any, nodes: tuple[GraphNode, ...] = ()) -> ProfileRecord:
     return summarise(
         {"traceEvents": list(events)}, case="x", contender="y", trace_name="t", nodes=nodes
     )
+
+
+def test_of_a_graphs_nodes_those_count_that_a_profiler_of_a_gpu_sees() -> None:
+    site = SimpleNamespace(phase=SimpleNamespace(value="forward"), module="0")
+    kernels = ("kernel gemm", "empty", "memcpy", "memset", "wait event")
+    nodes = [SimpleNamespace(kernels=kernels, site=site)]
+    report = SimpleNamespace(backend="cuda", nodes=lambda: nodes)
+    assert replay_nodes(report) == (GraphNode("forward", "0"),) * 3
 
 
 def test_operators_gaps_and_ranges_of_a_made_up_cpu_step() -> None:

@@ -162,6 +162,34 @@ def test_diff_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
     assert capsys.readouterr().out == "step: 3 and 4\n"
     assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
+    assert "is no folder of checkpoints" in capsys.readouterr().err
+
+
+def test_diff_names_the_numbers_of_an_optimizer_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / name) for name in ("a.pt", "b.pt")]
+    model = nn.Linear(4, 3)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = FusedAdam(groups, lr=0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save(full_state_dict(model, optimizer), paths[0])
+    optimizer.param_groups[1].update(lr=0.25, betas=(0.5, 0.75))
+    optimizer.state[model.bias]["step"] += 1
+    torch.save(full_state_dict(model, optimizer), paths[1])
+    assert main(["checkpoint", "diff", *paths]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        "optimizer group 1: lr: 0.5 and 0.25",
+        "optimizer group 1: betas: (0.9, 0.999) and (0.5, 0.75)",
+    ]
+    (step,) = said[2:]
+    assert step.startswith("optimizer state of 'bias': step: 1")
+    assert main(["checkpoint", "show", paths[0]]) == 0
+    assert "betas=(0.9, 0.999)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

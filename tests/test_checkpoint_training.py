@@ -1,6 +1,5 @@
 """A run that is killed and resumed has the bits of one that was not."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,10 +13,10 @@ import torch
 
 from graphfsdp.cli import main
 from graphfsdp.training.data import BatchSampler
-from test_data_parallel import Plan
+from ranks import RankPool
+from train_on_ranks import TEXT, Plan, Run
 
 ROOT = Path(__file__).parents[1]
-TEXT = argparse.__file__
 # All that a resumed run must take up: dropout, warm-up and decay, clipping, micro-batches.
 SMALL = (  # noqa: SIM905
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
@@ -161,7 +160,7 @@ def test_what_cannot_be_resumed_is_said(
     assert not (tmp_path / "d").exists()
 
 
-def test_ranks_resume_exactly_and_others_closely(tmp_path: Path) -> None:
+def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: RankPool) -> None:
     """Saved by two ranks: two ranks go on bit for bit, one within the rounding of sums."""
     device = torch.device("cpu")
     plan, folder = Plan(tmp_path), tmp_path / "checkpoints"
@@ -176,10 +175,10 @@ def test_ranks_resume_exactly_and_others_closely(tmp_path: Path) -> None:
         if "--async-save" in flags:
             flags += ["--save", str(tmp_path / f"{name}-c")]
         own = ["train", *common, *flags, "--out", str(tmp_path / name)]
-        plan.runs.append({"name": name, "arguments": [own, own]})
-    plan.execute()
+        plan.runs.append(Run(name, (own, own)))
+    plan.execute(launched2)
     for name in ("whole", "resumed", "other", "plain"):
-        assert [answer["code"] for answer in plan.answers(name)] == [0, 0], plan.answers(name)
+        assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "whole")[8:]
     assert_close(numbers(tmp_path / "other"), numbers(tmp_path / "whole")[8:])
     kept = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "resumed")]

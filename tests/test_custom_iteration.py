@@ -1,5 +1,6 @@
 """iteration=fn: whole iterations of the user's own, bit for bit the plain loop."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -269,3 +270,61 @@ def test_other_items_of_the_sequences_are_refused() -> None:
     other = FusedAdam(critic_net().parameters(), use_decoupled_grad=True)
     with pytest.raises(graphfsdp.ConfigError, match="use_decoupled_grad"):
         graphfsdp.capture([model], [optimizer, other], iteration=gan)
+
+
+def test_an_optimizer_that_no_replay_steps_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = [0]
+
+    def iteration(models: Any, optimizers: Any, x: Tensor) -> Tensor:
+        calls[0] += 1
+        loss: Tensor = models[1](models[0](x)).square().mean()
+        loss.backward()
+        optimizers[1].step()
+        if calls[0] % 50 == 0:
+            optimizers[0].step()
+        return loss
+
+    models = [nn.Linear(6, 6), nn.Linear(6, 1)]
+    optimizers = [torch.optim.SGD(models[0].parameters()), FusedAdam(models[1].parameters())]
+    with (
+        graphfsdp.capture(models, optimizers, iteration=iteration) as step,
+        caplog.at_level(logging.WARNING, logger="graphfsdp"),
+    ):
+        for _ in range(6):
+            step(torch.ones(2, 6))
+    told = [record.getMessage() for record in caplog.records if "takes no step" in record.msg]
+    assert len(told) == 1
+    assert told[0].startswith("optimizer 0 (SGD) takes no step in the captured iteration")
+
+
+@pytest.mark.parametrize("warmup_steps", [2, 3, 4])
+@pytest.mark.parametrize("period", [2, 3])
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_steps_that_python_counts_are_refused(
+    period: int, warmup_steps: int, by_attribute: bool
+) -> None:
+    """Whichever of the warm-ups and the capture steps: a replay would always, or never again."""
+    calls = [0]
+
+    def iteration(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        calls[0] += 1
+        model.num_calls += 1
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        if (model.num_calls if by_attribute else calls[0]) % period == 0:
+            optimizer.step()
+        return loss
+
+    model = nn.Sequential(nn.Linear(6, 1))
+    model.num_calls = 0  # type: ignore[assignment]
+    optimizer = FusedAdam(model.parameters())
+    with graphfsdp.capture(
+        model, optimizer, iteration=iteration, warmup_steps=warmup_steps
+    ) as step:
+        with pytest.raises(graphfsdp.CaptureError, match=r"FusedAdam\.step") as caught:  # noqa: PT012
+            for _ in range(warmup_steps + 3):
+                step(torch.ones(2, 6))
+        assert caught.value.kind is graphfsdp.HazardKind.CONTROL_FLOW
+        assert step.phase is not graphfsdp.Phase.REPLAY

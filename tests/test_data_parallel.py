@@ -1,18 +1,14 @@
 """The trainer over two processes: what a single process computes, and no hang when one fails."""
 
-import argparse
-import contextlib
 import importlib.util
 import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +16,10 @@ import pytest
 
 from graphfsdp.cli import main
 from graphfsdp.config import ShardingStrategy
+from ranks import RankPool
+from train_on_ranks import SMALL, TEXT, Answer, Plan, free_ports
 
 ROOT = Path(__file__).parents[1]
-TEXT = argparse.__file__  # real text that every Python has
-# A global batch of 8 sequences: 4 micro-batches of one process, 2 of each of two.
-SMALL = (  # noqa: SIM905
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 3e-3 --lr-warmup-iters 4 "
-    "--clip-grad 0.5 --log-interval 1 --eval-interval 5 --eval-iters 3 --sample-tokens 0 "
-    "--no-progress --device cpu"
-).split()
 DROPOUT = ["--hidden-dropout", "0.2", "--attention-dropout", "0.1"]
 ONE_LAYER = ["--num-layers", "1"]
 STRATEGIES = [strategy.value for strategy in ShardingStrategy]
@@ -46,39 +36,6 @@ PRECISIONS = {
 # Sums over ranks and micro-batches are taken in another order than in one process: a few units in
 # the last place per iteration (eps = 2^-23 or 2^-8), which Adam's quotient passes on.
 TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "bf16": 1e-2, "decoupled": 1e-2}
-
-
-@dataclass
-class Plan:
-    """Runs that one torchrun does after each other, since starting one takes seconds."""
-
-    folder: Path
-    runs: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, name: str, flags: list[str], *, of_rank_1: tuple[str, ...] = ()) -> None:
-        """Add a run of two ranks; ``of_rank_1`` are flags that rank 1 alone gets."""
-        own = ["train", *SMALL, "--data", TEXT, "--out", str(self.folder / name), *flags]
-        self.runs.append({"name": name, "arguments": [own, [*own, *of_rank_1]]})
-
-    def execute(self) -> None:
-        for run, port in zip(self.runs, free_ports(len(self.runs)), strict=True):
-            run["port"] = port
-        path = self.folder / "plan.json"
-        path.write_text(json.dumps(self.runs))
-        done = torchrun("tests/train_on_ranks.py", str(path))
-        assert done.returncode == 0, done.stderr
-
-    def answers(self, name: str) -> list[dict[str, Any]]:
-        """What each rank printed and how it ended."""
-        return [json.loads((self.folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def torchrun_command(*arguments: str) -> list[str]:
@@ -98,7 +55,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
     """Every run of two ranks that a test here looks at, done."""
     plan = Plan(tmp_path_factory.mktemp("two-ranks"))
     plan.add("clash", ["--bf16", "--main-grads-dtype", "bf16"])
@@ -129,7 +86,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     if HAS_MLLOG:
         log = ["--data-parallel-sharding-strategy", "3", "--mllog", str(plan.folder / "ends.log")]
         plan.add("mllog", log)
-    plan.execute()
+    plan.execute(launched2)
     return plan
 
 
@@ -173,7 +130,7 @@ def test_two_ranks_train_as_one_process_does(
     precision: str, strategy: str, plan: Plan, references: dict[str, Path]
 ) -> None:
     name = f"{precision}-{strategy}"
-    assert [answer["code"] for answer in plan.answers(name)] == [0, 0], plan.answers(name)
+    assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
     ours, theirs = lines_of(plan.folder / name), lines_of(references[precision])
     assert [line["step"] for line in ours] == list(range(1, 11))
     assert [line["tokens"] for line in ours] == [128 * step for step in range(1, 11)]
@@ -188,7 +145,7 @@ def test_two_ranks_train_as_one_process_does(
 
 @pytest.mark.skipif(not HAS_MLLOG, reason="mlperf-logging is not installed")
 def test_a_log_of_two_ranks_is_written_once_and_changes_no_number(plan: Plan) -> None:
-    assert [answer["code"] for answer in plan.answers("mllog")] == [0, 0], plan.answers("mllog")
+    assert [answer.code for answer in plan.answers("mllog")] == [0, 0], plan.answers("mllog")
     ours, plain = lines_of(plan.folder / "mllog"), lines_of(plan.folder / "fp32-optim_grads_params")
     assert numbers(ours) == numbers(plain)
     assert {line["phase"] for line in ours} == {"replay"}
@@ -237,15 +194,15 @@ def test_ranks_draw_different_dropout(plan: Plan, tmp_path: Path) -> None:
 
 def test_only_the_first_rank_prints_and_writes(plan: Plan) -> None:
     first, second = plan.answers("same")
-    assert second == {"code": 0, "out": "", "err": ""}
-    assert first["err"] == ""
+    assert second == Answer(code=0, out="", err="")
+    assert first.err == ""
     for expected in (
         "64 tokens (4 x 16 tokens on each of 2 ranks)",
         "2 (gloo)",
         "no_shard, 2 units",
         "sample (prompt from the held-out part)",
     ):
-        assert expected in first["out"]
+        assert expected in first.out
     out = plan.folder / "same"
     kept = {path.name for path in out.iterdir()}
     assert {"config.json", "metrics.jsonl", "model.safetensors"} <= kept
@@ -269,10 +226,10 @@ def test_what_one_rank_cannot_do_ends_all_with_one_message(
     name: str, message: str, plan: Plan
 ) -> None:
     first, second = plan.answers(name)
-    assert (first["code"], second["code"]) == (2, 2)
-    assert second["err"] == second["out"] == first["out"] == ""
-    assert message in first["err"]
-    assert first["err"].count("\n") == 1
+    assert (first.code, second.code) == (2, 2)
+    assert second.err == second.out == first.out == ""
+    assert message in first.err
+    assert first.err.count("\n") == 1
     assert name == "used" or not (plan.folder / name).exists()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adam_helpers import DTYPES, assert_equal, copies_of, make_params, set_grads
-from graphfsdp.optim import FusedAdam, adam_cpu
+from graphfsdp.optim import FusedAdam, step_cpu
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
@@ -202,6 +202,6 @@ def test_large_tensors_are_cut_without_a_difference(monkeypatch: pytest.MonkeyPa
     set_grads(params, twins)
     scale = torch.tensor(0.5)
     FusedAdam(params).step(grad_scale=scale)
-    monkeypatch.setattr(adam_cpu, "_CHUNK_NUMEL", 64)
+    monkeypatch.setattr(step_cpu, "_CHUNK_NUMEL", 64)
     FusedAdam(twins).step(grad_scale=scale)
     assert_equal(params, twins)

@@ -15,10 +15,10 @@ from adam_helpers import assert_equal, copies_of, make_groups, make_params, set_
 from adam_kernel_cases import FP32, MIXED, dtype_names, make_case, needs_triton, use_interpreter
 from graphfsdp.errors import ConfigError, GuardError
 from graphfsdp.optim import FusedLion, FusedSGD
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import Dtypes
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.remainders import join_remainder
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Dtypes
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 
 SGD_SETTINGS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import bench_results
-from benchmarks import gpu_bench, gpu_check, gpu_overlap, gpu_parts, suite
+from benchmarks import (
+    adam_speed,
+    gpu_bench,
+    gpu_check,
+    gpu_features,
+    gpu_overlap,
+    gpu_parts,
+    suite,
+)
 from graphfsdp.bench.records import NotRun
 from graphfsdp.bench.result_directory import write_directory
 from graphfsdp.bench.sweep import with_unasked
@@ -64,7 +72,7 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
 
 @pytest.mark.parametrize("name", gpu_check.PART_NAMES)
 def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
-    rows = gpu_parts.run_part(name, torch.device("cpu"))
+    rows = list(gpu_parts.run_part(name, torch.device("cpu")))
     assert rows
     assert [row for row in rows if not row.ok] == []
     assert json.dumps([row.data for row in rows])
@@ -75,7 +83,7 @@ def test_how_much_communication_runs_beside_computation() -> None:
     assert gpu_overlap.length(comm) == 6.0
     assert gpu_overlap.covered(comm, compute) == 2.0 + 0.5 + 0.5
     numbers = {"loss": 1.0, "peak_bytes": 100, "comm_us": 6.0, "hidden_us": 3.0}
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "torch fully_shard": numbers,
         "one after the other": {**numbers, "num_prefetches": 0},
         "overlap": {**numbers, "num_prefetches": 3, "peak_bytes": 120},
@@ -89,6 +97,80 @@ def test_how_much_communication_runs_beside_computation() -> None:
     )
     assert not more_memory[2]
     assert not other_loss[2]
+    found["overlap"] = {"error": "Traceback\nRuntimeError: no"}
+    assert gpu_overlap.rows_of(found, "gpt")[2][1:3] == ("RuntimeError: no", False)
+
+
+def test_a_gpu_part_of_an_optimizer_is_judged_by_bandwidth_and_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda")
+    names = ("torch AdamW(fused=True), fp32", "FusedAdam, fp32", "FusedAdam, main weights")
+    seconds = dict(zip(names, ([1.0, 1.0], [0.5, 0.5], [2.0, 2.0]), strict=True))
+    monkeypatch.setattr(adam_speed, "interleave", lambda *_: seconds)
+
+    def judge(ceiling: float, *, by_graph: bool) -> list[bool]:
+        moved = dict.fromkeys(names, 28.0)
+        steps: dict[str, Any] = dict.fromkeys(names)
+        rows = adam_speed._rows(steps, moved, 10, "x", ceiling, device, 1, 1, by_graph=by_graph)
+        return [good for _, _, good, _ in rows]
+
+    assert judge(600.0, by_graph=True) == [True, True, False]  # 560 and 140 bytes/s
+    assert judge(600.0, by_graph=False) == [True, True, True]
+    assert judge(700.0, by_graph=True) == [True, False, False]
+    seconds["FusedAdam, fp32"] = [1.1, 1.1]
+    assert judge(100.0, by_graph=True) == [True, False, True]
+
+
+def test_rows_of_a_part_that_is_killed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"what": "a", "result": "b", "ok": True}
+    said = json.dumps({"rows": [row], "error": "it did not end"}) + '\n{"rows": [half'
+
+    def late(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout, said.encode(), b"warnings")
+
+    monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", late)
+    part = gpu_check.child_part("overlap", torch.device("cpu"), 5)
+    assert part["rows"] == [row]
+    assert part["error"] == "stopped after 5 s\nwarnings"
+
+    def crash(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, -11, said, "Segmentation fault")
+
+    monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", crash)
+    part = gpu_check.child_part("overlap", torch.device("cpu"), 5)
+    assert part["rows"] == [row]
+    assert "ended with -11" in part["error"]
+    assert "Segmentation fault" in part["error"]
+
+
+def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def run_suite(paths: Any, limit_s: float, options: Any) -> suite.SuiteResult:
+        seen.extend([limit_s, list(options)])
+        return suite.SuiteResult(1, 0, 0, {}, {}, None)
+
+    monkeypatch.setattr(gpu_check, "run_suite", run_suite)
+    monkeypatch.setattr("benchmarks.gpu_check.importlib.util.find_spec", lambda name: name)
+    gpu_check.suite_part(["tests"], 100, torch.device("cuda"))
+    wanted = ["-m", "gpu or multi_gpu", "-p", "xdist", "-n", "6", "--dist", "loadfile"]
+    assert seen == [100, wanted]
+
+
+def test_a_feature_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> Any:
+        raise RuntimeError("no such thing")
+
+    tests = {"bad": fail, "good": lambda device: ("seen", True, {})}
+    monkeypatch.setattr(gpu_features, "TESTS", tests)
+    found = list(gpu_features.features(torch.device("cpu")))
+    assert [row[:3] for row in found] == [
+        ("bad", "RuntimeError: no such thing", False),
+        ("good", "seen", True),
+    ]
 
 
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:

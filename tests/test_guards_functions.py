@@ -201,3 +201,48 @@ def test_a_configuration_that_goes_by_another_name_is_seen() -> None:
         loss_fn, lambda: setattr(settings, "weight", 2.0), lambda: setattr(settings, "weight", 1.0)
     )
     assert "'weight' of closure variable 'settings'" in message
+
+
+class Registry(dict[str, float]):
+    """A dict with methods of another form, as libraries have them."""
+
+    def get(self, owner: object) -> float:  # type: ignore[override]
+        return super().get(type(owner).__name__, 1.0)
+
+    def items(self, owner: object) -> Any:  # type: ignore[override]
+        return super().items()
+
+    def copy(self, owner: object) -> Any:  # type: ignore[override]
+        return self
+
+    values = items  # type: ignore[assignment]
+
+
+REGISTRY = Registry(Net=1.0)
+
+
+def by_registry(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x) * REGISTRY.get(model)
+    return loss
+
+
+def test_a_global_dict_with_methods_of_its_own_is_seen() -> None:
+    message = refused(
+        by_registry, lambda: REGISTRY.update(Net=2.0), lambda: REGISTRY.update(Net=1.0)
+    )
+    assert "'Net' of global variable 'REGISTRY'" in message
+
+
+def test_a_dict_of_the_model_with_methods_of_its_own_is_seen() -> None:
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x) * model.registry.get(model)
+        return loss
+
+    step, model, *_ = start(torch.device("cpu"), loss_fn)
+    registry = Registry(Net=1.0)
+    model.registry = registry  # type: ignore[assignment]
+    for _ in range(5):
+        step(inputs(torch.device("cpu")))
+    registry["Net"] = 2.0
+    with pytest.raises(graphfsdp.GuardError, match="'Net' of 'registry' was"):
+        step(inputs(torch.device("cpu")))

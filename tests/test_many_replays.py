@@ -61,6 +61,7 @@ def train(scope: str, *, measures: bool) -> tuple[dict[str, Tensor], list[Tensor
             if index % 500 == 0:
                 losses.append(loss)
         if measures:
+            gc.collect()  # torch's pytrees leave cycles, which come and go
             # The losses that are kept are some dozen objects.
             assert tracemalloc.get_traced_memory()[0] - num_traced < 20_000
             assert _num_objects() - num_objects < 200

@@ -1,6 +1,7 @@
 """Interval colouring, and the fixed memory that a CPU program computes in."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -221,6 +222,7 @@ def test_poison_reaches_a_reader_of_dead_memory() -> None:
     x = torch.ones(100)
     graph, _ = record(lambda: [(x * 2).sum().mul(2)], nn.Identity(), poisons=True)
     assert graph.replay()[0].item() == 400
-    namespace = graph._replay.__globals__  # type: ignore[union-attr]
+    assert graph._replay is not None
+    namespace = inspect.getclosurevars(graph._replay).nonlocals["last"].__globals__
     planned = [v for k, v in namespace.items() if k.startswith("x") and v.shape == (100,)]
     assert any(tensor.isnan().all() for tensor in planned if tensor is not x)

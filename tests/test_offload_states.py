@@ -98,6 +98,28 @@ def test_what_is_read_for_offloaded_state_never_lies_on_the_device() -> None:
     assert optimizer.state_device(other) == torch.device("meta")
 
 
+def test_where_state_lies_is_chosen_once_for_all_parameters_and_anew_for_a_group_that_joins() -> (
+    None
+):
+    class Counting(CPUOffload):
+        num_choices = 0
+
+        @property
+        def offloaded(self) -> list[torch.Tensor]:
+            self.num_choices += 1
+            return super().offloaded
+
+    params = [nn.Parameter(torch.zeros(4, device="meta")) for _ in range(6)]
+    optimizer = Counting(FusedAdam(params[:4]), offload_fraction=0.5)
+    places = [optimizer.state_device(param).type for param in params[:4]]
+    assert places == ["cpu", "cpu", "meta", "meta"]
+    assert optimizer.num_choices == 1
+    optimizer.add_param_group({"params": params[4:]})
+    places = [optimizer.state_device(param).type for param in params]
+    assert places == ["cpu", "cpu", "cpu", "meta", "meta", "meta"]
+    assert optimizer.num_choices == 2
+
+
 def test_a_group_that_joins_keeps_the_others_states() -> None:
     params = make_params(SHAPES)
     twins = copies_of(params)

@@ -192,6 +192,45 @@ def test_a_plain_hugging_face_model(name: str, recomputed: bool) -> None:
     assert_same_training(train)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_hugging_face_model_with_padding(name: str) -> None:
+    """A mask of two dimensions is looked at on the host, the remedy says how to give another."""
+    make = dict(hugging_face_models())[name]
+    shown = torch.arange(16)[None] < torch.tensor([[16], [11]])
+
+    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = make().train()
+        optimizer = FusedAdam(model.parameters(), lr=1e-3)
+        ids = [torch.randint(0, 32, (2, 16)) for _ in range(NUM_STEPS)]
+        causal = (
+            torch.ones(16, 16, dtype=torch.bool).tril() if name == "llama" else shown.new_ones(1)
+        )
+        mask = shown[:, None, None, :] & causal
+        losses = []
+        if captured:
+            with graphfsdp.capture(model, optimizer) as step:
+                losses = [step(input_ids=i, labels=i, attention_mask=mask) for i in ids]
+            return losses, model, optimizer
+        for batch in ids:
+            optimizer.zero_grad()
+            loss = model(input_ids=batch, labels=batch, attention_mask=mask).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model, optimizer
+
+    assert_same_training(train)
+    model = make().train()
+    batch = torch.zeros(2, 16, dtype=torch.long)
+    optimizer = FusedAdam(model.parameters())
+    found = graphfsdp.check(
+        model, optimizer, input_ids=batch, labels=batch, attention_mask=shown.long(), target="cpu"
+    ).hazards
+    assert found
+    assert all("[batch, 1, queries, keys] of bool" in hazard.fix for hazard in found)
+
+
 @pytest.mark.parametrize(
     ("package", "name"),
     [

@@ -88,6 +88,9 @@ def test_the_printed_table_has_every_row() -> None:
         assert row.optimizer in text
         assert cells[3] == ("captured" if row.captured else "refused")
         assert row.why.split(",")[0][:40] in text
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(rich_table())
+    assert "\u2026" not in console.export_text()  # no word is cut off on a narrow terminal
 
 
 @pytest.fixture

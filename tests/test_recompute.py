@@ -223,6 +223,35 @@ def test_torch_s_reentrant_checkpoint_without_draws_can_be_captured(device: torc
     check_against_eager(without_draws(reentrant), device)
 
 
+class Attention(nn.Module):
+    """Attention whose dropout is a number, which the operator's name does not tell."""
+
+    def __init__(self, dropout_p: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.dropout_p = dropout_p
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.inner(x).view(1, 2, -1, WIDTH // 2)
+        attention = nn.functional.scaled_dot_product_attention
+        return attention(q, q, q, dropout_p=self.dropout_p)
+
+
+def attends(dropout_p: float) -> Case:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        result = checkpoint(model, x, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(result, Tensor)
+        return result.square().mean()
+
+    return Case(lambda: Attention(dropout_p), case(plain).batch, loss_fn)
+
+
+def test_attention_without_dropout_can_be_recomputed_by_torch(device: torch.device) -> None:
+    check_against_eager(attends(0.0), device)
+    with pytest.raises(graphfsdp.CaptureError, match="draws random numbers while"):
+        run(attends(0.5), "full_iteration", device)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_torch_s_checkpoint_that_sets_generators_is_refused_with_the_remedy(
     use_reentrant: bool, device: torch.device

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import types
 from typing import Any
 
 import pytest
@@ -164,6 +165,21 @@ def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torc
     assert caught.value.source is not None
     assert caught.value.source.line == line_of(Cumulative.forward, "# refused")
     assert_same_state(before, snapshot(model, optim))
+
+
+def test_a_read_of_a_hugging_face_mask_is_refused_with_its_remedy(device: torch.device) -> None:
+    def hides(mask: Tensor) -> bool:
+        return not mask.all()
+
+    name = "transformers.masking_utils"
+    library = types.FunctionType(hides.__code__, globals() | {"__name__": name})
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        return h * 2 if library(x > 0) else h
+
+    message = str(check_refused(program, device))
+    assert "whether attention_mask hides any token" in message
+    assert "[batch, 1, queries, keys] of bool" in message
 
 
 def test_a_failed_capture_can_be_tried_again(device: torch.device) -> None:

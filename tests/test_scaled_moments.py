@@ -20,11 +20,7 @@ from adam_kernel_cases import (
     needs_triton,
     use_interpreter,
 )
-from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_cpu import run_cpu
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_step import StepArgs
-from graphfsdp.optim.adam_tensors import Dtypes, make_columns
+from graphfsdp.optim import step_kernel
 from graphfsdp.optim.scaled_moments import (
     SCALE_BLOCK_NUMEL,
     SMALLEST,
@@ -33,6 +29,10 @@ from graphfsdp.optim.scaled_moments import (
     quantize_,
     scale_shape,
 )
+from graphfsdp.optim.step_args import StepArgs
+from graphfsdp.optim.step_cpu import run_cpu
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Dtypes, make_columns
 
 FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 # Rows of less than a block, of blocks exactly, and of some blocks and a rest.
@@ -192,13 +192,13 @@ def test_interpreted_kernel_stores_extreme_values_as_the_tensor_code_does(bad: f
 @needs_triton
 def test_rows_and_addresses_of_whole_words_are_apart_from_the_others() -> None:
     case = make_case([(4, 256), (4, 264), (3, 512)], in_dtypes(FP32, (FP8, FP8)))
-    tables = adam_kernel.make_tables(
+    tables = step_kernel.make_tables(
         case.bundles, case.lane_of, [(step, 0) for step in case.steps], torch.device("cpu")
     )
-    columns = dict(zip(adam_kernel.RUN_COLUMNS, tables.runs.t().tolist(), strict=True))
+    columns = dict(zip(step_kernel.RUN_COLUMNS, tables.runs.t().tolist(), strict=True))
     assert columns["row_numel"] == [256, 512]
     assert columns["first_block"] == [0, 1]
-    assert tables.odd_block_to_run.tolist() == [0]
+    assert tables.odd_block_to_run.tolist() == [0] * (8 // step_kernel.SCALES_PER_BLOCK)
 
 
 @pytest.mark.gpu
@@ -222,7 +222,7 @@ def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
 def test_cpu_path_equals_the_tensor_code(
     pair: tuple[torch.dtype, torch.dtype], chunk_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphfsdp.optim.adam_cpu._CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr("graphfsdp.optim.step_cpu._CHUNK_NUMEL", chunk_numel)
     dtypes = in_dtypes(MIXED, pair, amsgrad=True)
     found = make_case([shape for shape in SHAPES if shape[0]], dtypes, wild=False)
     expected, before = found.clone(), found.clone()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.config import LrDecayStyle, LrWsdDecayStyle, TrainConfig
+from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.flags import LrDecayStyle, LrWsdDecayStyle
 from graphfsdp.training.schedule import learning_rate, make_scheduler
 
 CONFIG = TrainConfig(lr=1.0, min_lr=0.2, lr_warmup_iters=10, train_iters=110)

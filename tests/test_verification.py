@@ -90,6 +90,35 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.d
         step(x)  # the step is as it was
 
 
+def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device) -> None:
+    """Where the copies that a failed replay would be undone from are operators as well."""
+    factor = [1.0]
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))).to(device)
+    model.register_buffer("average", torch.ones(3, device=device))
+    optimizer = FusedAdam(model.parameters())
+
+    def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        model.get_buffer("average").add_(2.0).mul_(factor[0])
+        return loss
+
+    options: dict[str, Any] = {"iteration": iteration, "warmup_steps": 1, "verify": 8}
+    with graphfsdp.capture(model, optimizer, **options) as step:
+        for _ in range(3):
+            step(torch.randn(6, 5, device=device))
+        assert step.report().undoes_all is (device.type == "cpu")
+        factor[0] = 0.5
+        with pytest.raises(graphfsdp.VerificationError, match="'average'") as info:
+            step(torch.randn(6, 5, device=device))
+        if device.type == "cpu":
+            assert info.value.op == "aten.mul_.Tensor"
+            assert info.value.source is not None
+            assert "factor[0]" in info.value.source.text
+
+
 @pytest.mark.parametrize("name", ["first.weight", "last.bias"])
 def test_a_program_that_computes_something_else_is_found(name: str) -> None:
     """One operator of the recorded program is changed behind its back."""

@@ -1,34 +1,87 @@
-"""Started by torchrun: runs the command line once per entry of a plan, each in a new group.
+"""The command line on two ranks, several times after each other, since a start takes seconds."""
 
-The plan is a JSON list of runs: a name, an argument list per rank, and a port for its process
-group. What rank r printed and how it ended is kept in ``NAME.r.json`` beside the plan.
-"""
-
+import argparse
 import contextlib
+import gc
 import io
-import json
 import os
-import sys
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from graphfsdp import cli
+from ranks import RankPool
+
+TEXT = argparse.__file__  # real text that every Python has
+# A global batch of 8 sequences: 4 micro-batches of one process, 2 of each of two.
+SMALL = (  # noqa: SIM905
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 3e-3 --lr-warmup-iters 4 "
+    "--clip-grad 0.5 --log-interval 1 --eval-interval 5 --eval-iters 3 --sample-tokens 0 "
+    "--no-progress --device cpu"
+).split()
 
 
-def main() -> None:
-    plan, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    torch.set_num_threads(1)
+@dataclass(frozen=True)
+class Run:
+    """One call of the command line on both ranks."""
+
+    name: str
+    arguments: tuple[list[str], list[str]]  # of each rank
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank printed and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Plan:
+    """Runs of two ranks, and what came of them."""
+
+    folder: Path
+    runs: list[Run] = field(default_factory=list)
+    done: dict[str, list[Answer]] = field(default_factory=dict)
+
+    def add(self, name: str, flags: list[str], *, of_rank_1: tuple[str, ...] = ()) -> None:
+        """Add a run of two ranks; ``of_rank_1`` are flags that rank 1 alone gets."""
+        own = ["train", *SMALL, "--data", TEXT, "--out", str(self.folder / name), *flags]
+        self.runs.append(Run(name, (own, [*own, *of_rank_1])))
+
+    def execute(self, launched: RankPool) -> None:
+        """Do the runs, each in a new process group."""
+        ports = free_ports(len(self.runs))
+        first, second = launched.run(_run_all, self.runs, ports, limit_s=300)
+        for run, *answers in zip(self.runs, first, second, strict=True):
+            self.done[run.name] = answers
+
+    def answers(self, name: str) -> list[Answer]:
+        """What each rank printed and how it ended."""
+        return self.done[name]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def _run_all(runs: list[Run], ports: list[int]) -> list[Answer]:
+    """Do the runs, as a rank."""
     cli._SAY_FIRST_S = 0.0  # no launcher acts on the end of a run here
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # it can serve one process group only
-    for run in json.loads(plan.read_text()):
-        os.environ["MASTER_PORT"] = str(run["port"])
+    answers = []
+    for run, port in zip(runs, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         shown, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
-            code = cli.main(run["arguments"][rank])
-        kept = {"code": code, "out": shown.getvalue(), "err": errors.getvalue()}
-        plan.with_name(f"{run['name']}.{rank}.json").write_text(json.dumps(kept))
-
-
-if __name__ == "__main__":
-    main()
+            code = cli.main(run.arguments[int(os.environ["RANK"])])
+        answers.append(Answer(code, shown.getvalue(), errors.getvalue()))
+        gc.collect()
+        gc.freeze()  # each capture collects garbage; what is here now is none
+    return answers

@@ -13,11 +13,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from graphfsdp.bench.case_process import CaseFailedError
 from graphfsdp.bench.compare_command import run_compare
 from graphfsdp.bench.environment import describe, find_environment
+from graphfsdp.bench.facts import Environment
 from graphfsdp.bench.measure import Say
 from graphfsdp.bench.mlperf_command import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.profiling import NSYS_NOTE
-from graphfsdp.bench.records import BenchResult, CaseResult, Environment
+from graphfsdp.bench.records import BenchResult, CaseResult
 from graphfsdp.bench.result_directory import PROFILES, make_directory, write_directory
 from graphfsdp.bench.suites import PlannedCase
 from graphfsdp.bench.sweep import Sweep

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import graphfsdp
-from graphfsdp.bench.records import Environment
+from graphfsdp.bench.facts import Environment
 
 _PACKAGES = ("graphfsdp", "numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
 _QUERY = ("driver_version", "clocks.max.sm", "power.limit")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphfsdp.bench.batches import Batch
-from graphfsdp.bench.records import PeakFacts
+from graphfsdp.bench.facts import PeakFacts
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.utilization import flops_per_token, peak_tflops

@@ -1,38 +1,34 @@
 """Measures one case: all contenders in this process, in turns, on the same batches."""
 
-import contextlib
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
 from graphfsdp.bench.clock import Schedule, make_schedule, no_garbage_collection
 from graphfsdp.bench.contender import ContenderSpec, Setting
+from graphfsdp.bench.facts import WorkloadFacts
 from graphfsdp.bench.flops import find_peak, model_flops, num_parameters
+from graphfsdp.bench.own_group import group_for
+from graphfsdp.bench.parity import compare_losses
 from graphfsdp.bench.profile_case import NUM_PROFILE_STEPS, profile_case
 from graphfsdp.bench.records import (
     REFERENCE,
     CaseResult,
     ContenderResult,
     NotRun,
-    ParityRecord,
     RooflineRecord,
-    WorkloadFacts,
 )
 from graphfsdp.bench.roofline import kernel_roofline, operator_roofline
 from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS, RunningContender, build_contender
 from graphfsdp.bench.together import Failure, attempt, first_says, line_up
 from graphfsdp.errors import ConfigError
 
-NUM_EARLY_STEPS = 10
 _NUM_PROBES = 2
 _NUM_PROFILED = 3
 # Of a case's time: when no further contender starts, and no further round.
@@ -307,43 +303,4 @@ class _CaseBench:
         self._not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))
 
 
-def compare_losses(
-    reference: Tensor,  # [K] float32
-    own: Tensor,  # [K] float32
-) -> ParityRecord:
-    """Compare the losses of all steps."""
-    apart = (reference.double() - own.double()).abs()
-    differs = ~((reference == own) | (reference.isnan() & own.isnan()))
-    places = differs.nonzero().flatten().tolist()
-    largest, early, last = apart.max().item(), apart[:NUM_EARLY_STEPS].max().item(), own[-1].item()
-    return ParityRecord(
-        num_steps=len(own),
-        max_difference=largest if math.isfinite(largest) else None,
-        bit_exact=not places,
-        first_difference=places[0] if places else None,
-        early_difference=early if math.isfinite(early) else None,
-        last_loss=last if math.isfinite(last) else None,
-    )
-
-
-@contextlib.contextmanager
-def group_for(specs: Sequence[ContenderSpec], setting: Setting) -> Iterator[None]:
-    """Keep a group of one rank where a contender needs one and no launcher has made any."""
-    if dist.is_initialized() or not any(spec.needs_group for spec in specs):
-        yield
-        return
-    on_gpu = setting.device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=setting.device if on_gpu else None,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-__all__ = ["MeasureOptions", "Say", "compare_losses", "group_for", "measure_case"]
+__all__ = ["MeasureOptions", "Say", "measure_case"]

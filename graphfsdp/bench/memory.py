@@ -9,7 +9,8 @@ from pathlib import Path
 
 from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.contender import ContenderSpec, Setting
-from graphfsdp.bench.measure import MeasureOptions, group_for
+from graphfsdp.bench.measure import MeasureOptions
+from graphfsdp.bench.own_group import group_for
 from graphfsdp.bench.records import MemoryRecord
 from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS
 from graphfsdp.bench.workloads import Case, find_workload

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphfsdp.bench.records import Environment
+from graphfsdp.bench.facts import Environment
 from graphfsdp.errors import ConfigError
 
 KIND = "graphfsdp_bench_mlperf"

@@ -2,13 +2,8 @@
 
 from collections.abc import Sequence
 
-from graphfsdp.bench.records import (
-    REFERENCE,
-    CaseResult,
-    ContenderResult,
-    ParityRecord,
-    WorkloadFacts,
-)
+from graphfsdp.bench.facts import WorkloadFacts
+from graphfsdp.bench.records import REFERENCE, CaseResult, ContenderResult, ParityRecord
 from graphfsdp.bench.spread import Spread
 
 # Medians this near to 1 are called equal, whatever the pairs say.

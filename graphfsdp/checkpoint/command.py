@@ -68,7 +68,9 @@ def _make_parser() -> argparse.ArgumentParser:
     change.add_argument(
         "--dtype", metavar="NAME", help="of the model's tensors in a file, such as bfloat16"
     )
-    diff = commands.add_parser("diff", help="compare two; exit code 1 where they differ")
+    diff = commands.add_parser(
+        "diff", help="compare two; exit code 1 where they differ, 2 where one cannot be read"
+    )
     diff.add_argument("left", help=paths)
     diff.add_argument("right", help=paths)
     return parser

@@ -193,7 +193,8 @@ def describe(opened: Opened, *, verify: bool, tensors: bool) -> Iterator[str]:
         saved = facts["optimizer"]
         yield f"  optimizer: {saved['kind']}, {len(saved['state'])} parameters with a state"
         for row, group in enumerate(saved["groups"]):
-            numbers = ", ".join(f"{key}={value}" for key, value in group["hyper"].items())
+            hyper = decode(group["hyper"], opened.tensor)
+            numbers = ", ".join(f"{key}={_readable(value)}" for key, value in hyper.items())
             yield f"    group {row}: {len(group['params'])} parameters, {numbers}"
     names = sorted({name for rank in facts["objects"] for name in rank})
     if names:
@@ -210,7 +211,7 @@ def describe(opened: Opened, *, verify: bool, tensors: bool) -> Iterator[str]:
 def differences(left: Opened, right: Opened) -> Iterator[str]:
     """Yield a line for each thing that differs between two; values bit for bit."""
     ours, theirs = left.manifest, right.manifest
-    for key in ours.tensors.keys() | theirs.tensors.keys():
+    for key in dict.fromkeys((*ours.tensors, *theirs.tensors)):
         if key not in theirs.tensors or key not in ours.tensors:
             yield f"{key}: only in {(left if key in ours.tensors else right).path}"
     for key in ours.tensors:
@@ -221,7 +222,7 @@ def differences(left: Opened, right: Opened) -> Iterator[str]:
     for name in ("step", "aliases", "extra"):
         if ours.facts.get(name) != theirs.facts.get(name):
             yield f"{name}: {ours.facts.get(name)} and {theirs.facts.get(name)}"
-    yield from _optimizer_differences(ours.facts.get("optimizer"), theirs.facts.get("optimizer"))
+    yield from _optimizer_differences(left, right)
     both = [opened.manifest.facts["objects"] for opened in (left, right)]
     for name in sorted({name for ranks in both for rank in ranks for name in rank}):
         digests = [{rank.get(name) for rank in ranks} for ranks in both]
@@ -242,17 +243,51 @@ def _difference(left: Opened, right: Opened, key: str) -> str | None:
     return f"{count} of {x.numel()} elements differ, by at most {float(distance):.3g}"
 
 
-def _optimizer_differences(a: dict[str, Any] | None, b: dict[str, Any] | None) -> Iterator[str]:
+def _optimizer_differences(left: Opened, right: Opened) -> Iterator[str]:
+    a, b = (opened.manifest.facts.get("optimizer") for opened in (left, right))
     if a is None or b is None:
         if a is not b:
-            yield "optimizer: only one of them has one"
+            yield f"optimizer: only in {(left if b is None else right).path}"
         return
-    for name in ("kind", "groups", "rest"):
-        if a[name] != b[name]:
-            yield f"optimizer: {name}: {a[name]} and {b[name]}"
-    for name in a["state"].keys() | b["state"].keys():
-        if a["state"].get(name) != b["state"].get(name):
-            yield f"optimizer: numbers of {name!r} differ"
+    if a["kind"] != b["kind"]:
+        yield f"optimizer: {a['kind']} and {b['kind']}"
+    if len(a["groups"]) != len(b["groups"]):
+        yield f"optimizer: {len(a['groups'])} and {len(b['groups'])} parameter groups"
+    for row, (one, other) in enumerate(zip(a["groups"], b["groups"], strict=False)):
+        title = f"optimizer group {row}"
+        yield from _item_differences(title, (left, one["hyper"]), (right, other["hyper"]))
+        if set(one["params"]) != set(other["params"]):
+            names = sorted({*one["params"]} ^ {*other["params"]})
+            yield f"{title}: not in both: {', '.join(names)}"
+        elif one["params"] != other["params"]:
+            yield f"{title}: its parameters are in another order"
+    yield from _item_differences("optimizer", (left, a["rest"]), (right, b["rest"]))
+    for name in dict.fromkeys((*a["state"], *b["state"])):
+        states = a["state"].get(name), b["state"].get(name)
+        if None in states and states[0] is not states[1]:
+            yield f"optimizer: only one has a state of {name!r}"
+        elif states[0] != states[1]:
+            title = f"optimizer state of {name!r}"
+            yield from _item_differences(title, (left, states[0]), (right, states[1]))
+
+
+def _item_differences(
+    title: str, one: tuple[Opened, dict[str, Any]], other: tuple[Opened, dict[str, Any]]
+) -> Iterator[str]:
+    """Yield a line for each item of two dicts, as the manifests have them, that differs."""
+    for key in dict.fromkeys((*one[1], *other[1])):
+        if key not in one[1] or key not in other[1]:
+            yield f"{title}: {key!r} only in {(one if key in one[1] else other)[0].path}"
+        elif one[1][key] != other[1][key]:
+            values = [_readable(decode(raw[key], opened.tensor)) for opened, raw in (one, other)]
+            yield f"{title}: {key}: {values[0]} and {values[1]}"
+
+
+def _readable(value: Any) -> str:
+    """Return a value of a group or a state in a line; tensors of one element as their number."""
+    if isinstance(value, Tensor):
+        return f"{value.item()} ({value.dtype})" if value.numel() == 1 else f"{tuple(value.shape)}"
+    return f"{value}"
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:

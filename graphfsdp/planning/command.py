@@ -38,6 +38,8 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
         others += ["--data-parallel-sharding-strategy", given.strategy]
     config = parse_train_arguments(others)
     speeds = Speeds(given.tflops, given.utilization, given.bandwidth_gbs, given.latency_us)
+    if given.world_size < 1:
+        raise ConfigError(f"--world-size must be at least 1, got {given.world_size}")
     if not 0 <= given.rank < given.world_size:
         raise ConfigError(f"--rank must be in 0..{given.world_size - 1}, got {given.rank}")
     plan = plan_training(config, num_ranks=given.world_size, rank=given.rank, speeds=speeds)
@@ -141,7 +143,7 @@ def _summary(plan: TrainingPlan) -> list[str]:
         f"({speeds.bandwidth_gbs:g} GB/s, {speeds.latency_us:g} us a step); "
         f"{time.overlapped_ms:,.1f} ms if all of it overlaps, {time.serial_ms:,.1f} ms if nothing "
         "does",
-        "~ marks estimates; everything else is what the layout decides, to the byte",
+        "~ marks estimates; everything else is what layout and schedule decide, to the byte",
     ]
 
 

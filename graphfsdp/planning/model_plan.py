@@ -13,33 +13,12 @@ from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrate
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.neighbours import state_numel, storage_bytes
 from graphfsdp.planning.planned_mesh import PlannedMesh
-from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.planning.planned_units import UnitPlan, plan_units
+from graphfsdp.planning.pool_rehearsal import PlannedPool, RunForward, rehearse_pool
+from graphfsdp.unit_plan import BufferPlan
 
 ROOT = "(root)"
 _NORM_BYTES = 8  # the squared norm, as float64
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """One module that ``fully_shard`` wraps.
-
-    Attributes:
-        name: Full name of the module, "" for the root.
-        buffers: Its flat buffers.
-    """
-
-    name: str
-    buffers: tuple[BufferPlan, ...]
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the whole, gathered weights of the sharded buffers."""
-        return sum(buffer.full_bytes for buffer in self.buffers if buffer.sharded)
-
-    @property
-    def full_grad_bytes(self) -> int:
-        """Bytes of the whole gradients that wait to be reduced."""
-        return sum(buffer.full_grad_bytes for buffer in self.buffers)
 
 
 @dataclass(frozen=True)
@@ -80,6 +59,7 @@ class ModelPlan:
         clips: The norm of the gradients is computed.
         module_buffer_bytes: Bytes of the model's own buffers (``register_buffer``).
         overlap: Which collectives run while others compute: that holds more memory.
+        pool: Of whole weights and gradients; None if no forward pass was given to find it by.
     """
 
     units: tuple[UnitPlan, ...]
@@ -90,6 +70,7 @@ class ModelPlan:
     clips: bool
     module_buffer_bytes: int
     overlap: OverlapPolicy
+    pool: PlannedPool | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -129,15 +110,24 @@ class ModelPlan:
         time, and those of the largest unit inside it; with prefetch, of the two largest that
         follow each other.
         """
-        casts = sum(b.full_bytes for b in self.buffers if not b.sharded and _casts(b))
-        if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
-            # What was gathered over the outer axis stays for the iteration.
-            casts += sum(b.full_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
+        casts = self.cast_bytes
         sizes = [unit.full_bytes for unit in self.units]
         if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.reshard_after_forward:
             ahead = self.overlap.forward_prefetch or self.overlap.backward_prefetch
             return casts + sizes[0] + _most(sizes[1:], at_once=2 if ahead else 1)
         return casts + sum(sizes)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of weights in the dtype of the computation that stay for a whole iteration.
+
+        They are copies of main weights that are not sharded, and what was gathered over the outer
+        axis alone.
+        """
+        casts = sum(b.full_bytes for b in self.buffers if not b.sharded and _casts(b))
+        if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
+            casts += sum(b.full_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
+        return casts
 
     @property
     def unreduced_grad_bytes(self) -> int:
@@ -150,10 +140,10 @@ class ModelPlan:
         in_order = [*reversed(waiting[1:]), *waiting[:1]]  # the root's embedding comes last
         once = _most(in_order, at_once=2 if self.overlap.reduce_grads else 1)
         whole = sum(waiting) if keeps else once
-        return whole + self._unreduced_outside_bytes
+        return whole + self.unreduced_outside_bytes
 
     @property
-    def _unreduced_outside_bytes(self) -> int:
+    def unreduced_outside_bytes(self) -> int:
         """Bytes of gradients that are reduced over the inner axis alone, beside the main grads."""
         if not self.mesh.cuts_outside:
             return 0  # the main grads themselves
@@ -251,6 +241,7 @@ def plan_model(
     reshard_after_forward: bool = True,
     clips: bool = True,
     overlap: bool | OverlapPolicy = True,
+    run: RunForward | None = None,
 ) -> ModelPlan:
     """Lay a model out as ``fully_shard`` would, without ranks and without memory.
 
@@ -267,6 +258,8 @@ def plan_model(
         reshard_after_forward: As for ``fully_shard``.
         clips: Whether the norm of the gradients is computed.
         overlap: As for ``fully_shard``.
+        run: ``run(copy)`` is the forward pass of one micro-batch of a copy of the model on the
+            meta device, and returns the loss; so the pool is found to the byte.
 
     Returns:
         The plan.
@@ -279,35 +272,10 @@ def plan_model(
             f"num_ranks and num_microbatches must be at least 1, got {num_ranks} and "
             f"{num_microbatches}"
         )
-    modules = dict(model.named_modules())
-    unknown = [name for name in units if name not in modules]
-    if unknown:
-        raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
-    parsed = ShardingStrategy.parse(strategy)
+    parsed, policy = ShardingStrategy.parse(strategy), mp_policy or MixedPrecisionPolicy()
     mesh = PlannedMesh(num_ranks, num_outer, cuts_outside and num_outer > 1)
-    taken: set[int] = set()
-    plans = []
-    for name in (*(name for name in units if name), ""):
-        params = {
-            inner: param
-            for inner, param in modules[name].named_parameters()
-            if id(param) not in taken
-        }
-        taken |= {id(param) for param in params.values()}
-        kinds = {
-            inner: ParameterKind(tuple(param.shape), param.dtype, param.requires_grad)
-            for inner, param in params.items()
-        }
-        buffers = plan_buffers(
-            kinds,
-            policy=mp_policy or MixedPrecisionPolicy(),
-            strategy=parsed,
-            num_ranks=mesh.num_parts,
-        )
-        plans.append(UnitPlan(name, tuple(buffers)))
-    order = {name: index for index, name in enumerate(modules)}
-    return ModelPlan(
-        units=tuple(sorted(plans, key=lambda plan: order[plan.name])),
+    plan = ModelPlan(
+        units=plan_units(model, units, policy=policy, strategy=parsed, num_parts=mesh.num_parts),
         strategy=parsed,
         mesh=mesh,
         num_microbatches=num_microbatches,
@@ -316,6 +284,20 @@ def plan_model(
         module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         overlap=OverlapPolicy.parse(overlap),
     )
+    if run is None:
+        return plan
+    pool = rehearse_pool(
+        model,
+        units,
+        run,
+        mesh=mesh,
+        strategy=parsed,
+        policy=policy,
+        num_microbatches=num_microbatches,
+        reshard_after_forward=reshard_after_forward,
+        overlap=plan.overlap,
+    )
+    return replace(plan, pool=pool)
 
 
 def _most(sizes: Sequence[int], *, at_once: int) -> int:

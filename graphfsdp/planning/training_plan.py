@@ -1,6 +1,7 @@
 """The plan of a training run of the command line: memory, collectives, time."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import ModelPlan, plan_model
+from graphfsdp.planning.pool_rehearsal import RunForward
 from graphfsdp.planning.time_estimate import Speeds, TimeEstimate, estimate_time
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.config import TrainConfig
@@ -72,19 +74,7 @@ class TrainingPlan:
             MemoryLine("optimizer state", self.state_bytes, True, "two moments, step counts"),
             MemoryLine("model's own buffers", model.module_buffer_bytes, True, "such as tables"),
             MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration"),
-            # Most at a time; both need not be at the same time, and what overlaps decides.
-            MemoryLine(
-                "pool: whole weights",
-                model.gathered_bytes,
-                model.strategy.stage < 3,
-                _gathered_note(model),
-            ),
-            MemoryLine(
-                "pool: gradients to reduce",
-                model.unreduced_grad_bytes,
-                model.strategy.stage == 0,
-                "of two units that follow each other",
-            ),
+            *_pool_lines(model),
             MemoryLine(
                 "activations", self.activations.peak_bytes, False, "peak of one micro-batch"
             ),
@@ -112,6 +102,7 @@ class TrainingPlan:
             "rank": self.rank,
             "memory": [dataclasses.asdict(line) for line in self.memory()],
             "total_bytes": self.total_bytes,
+            "pool": None if model.pool is None else dataclasses.asdict(model.pool),
             "saved_activation_bytes": self.activations.saved_bytes,
             "collectives": [
                 dataclasses.asdict(call) | {"wire_bytes": call.wire_bytes}
@@ -154,6 +145,7 @@ def plan_training(
         strategy=config.sharding,
         mp_policy=config.mp_policy,
         num_microbatches=batch.num_microbatches,
+        run=_forward_of(config),
     )
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
     used = speeds or Speeds()
@@ -189,17 +181,30 @@ def _activations(config: TrainConfig, shape: GPTConfig) -> Activations:
 
 def _activations_of(config: TrainConfig, shape: GPTConfig) -> Activations:
     model = _on_meta(shape, config.param_dtype)
+    run = _forward_of(config)
+    return measure_activations(model, lambda: run(model))
+
+
+def _forward_of(config: TrainConfig) -> RunForward:
     batch = (config.micro_batch_size, config.seq_length)
     tokens = torch.empty(batch, dtype=torch.int64, device="meta")
-    return measure_activations(model, lambda: model(tokens, tokens))
+    return lambda model: model(tokens, tokens)
 
 
-def _gathered_note(model: ModelPlan) -> str:
-    if model.strategy.stage == 0:
-        return "copies in the dtype of the computation" if model.gathered_bytes else "none apart"
-    if model.strategy.stage < 3:
-        return "of all units, from the first forward to the step"
-    return "of the root, and of two units in it that follow each other"
+def _pool_lines(model: ModelPlan) -> Iterator[MemoryLine]:
+    assert model.pool is not None
+    yield MemoryLine(
+        "pool",
+        model.pool.num_bytes,
+        True,
+        f"whole weights and gradients; {model.pool.peak_bytes:,} B of them at one time",
+    )
+    if model.cast_bytes:
+        note = "weights in the dtype of the computation that stay for an iteration"
+        yield MemoryLine("beside the pool: weights", model.cast_bytes, True, note)
+    if model.unreduced_outside_bytes:
+        note = "reduced over the inner axis alone"
+        yield MemoryLine("beside the pool: grads", model.unreduced_outside_bytes, False, note)
 
 
 __all__ = ["MemoryLine", "TrainingPlan", "plan_training"]

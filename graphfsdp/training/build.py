@@ -12,9 +12,10 @@ import graphfsdp
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
 from graphfsdp.training.batch import IterationBatch
-from graphfsdp.training.config import DeviceChoice, TrainConfig
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.corpus import BYTES_VOCAB_SIZE, Corpus, load_corpus
 from graphfsdp.training.data import BatchSampler
+from graphfsdp.training.flags import DeviceChoice
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.ranks import Ranks
 from graphfsdp.training.run_log import RunLog

@@ -1,4 +1,4 @@
-"""Where FusedAdam keeps its state: slices of one buffer per device and dtype.
+"""Where the fused optimizers keep their state: slices of one buffer per device and dtype.
 
 Shapes: [...] the parameter's shape; [] is a 0-D tensor.
 """
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
-from graphfsdp.optim.adam_settings import AdamSettings
+from graphfsdp.host_memory import zeros_flat
 from graphfsdp.optim.flat_runs import is_dense
-from graphfsdp.optim.host_memory import zeros_flat
 from graphfsdp.optim.scaled_moments import has_scales, scale_of, scale_shape
+from graphfsdp.optim.step_settings import StepSettings
 
 State = dict[str, Tensor]
 
@@ -23,7 +23,7 @@ BORDER_NUMEL = 64
 
 def create_states(
     params: Sequence[tuple[int, Tensor]],  # row of the group, parameter
-    settings: AdamSettings,
+    settings: StepSettings,
 ) -> dict[Tensor, State]:
     """Allocate the state of parameters, so that neighbouring parameters have neighbouring states.
 

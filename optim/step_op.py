@@ -1,10 +1,10 @@
-"""The operation ``graphfsdp::fused_adam_``: one Adam step of many parameters as one node."""
+"""The operation ``graphfsdp::fused_adam_``: one fused step of many parameters as one node."""
 
 import torch
 
-from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_cpu import run_cpu
-from graphfsdp.optim.adam_step import SCHEMA, StepArgs, advance, as_kernel, run_tensor_code
+from graphfsdp.optim import step_kernel
+from graphfsdp.optim.step_args import SCHEMA, StepArgs, advance, as_kernel, run_tensor_code
+from graphfsdp.optim.step_cpu import run_cpu
 
 # A registration lives as long as its library object.
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")
@@ -20,8 +20,8 @@ def run_cuda(args: StepArgs) -> None:
         run_tensor_code(args)
         return
     advance(args)
-    adam_kernel.launch(
-        adam_kernel.Tables(*args.tables),
+    step_kernel.launch(
+        step_kernel.Tables(*args.tables),
         args.columns.dtypes(),
         args.hyper,
         args.grad_scale,

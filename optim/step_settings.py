@@ -1,4 +1,4 @@
-"""The settings of FusedAdam that hold for all groups, and the dtypes that follow from them."""
+"""The settings of a fused optimizer that hold for all groups, and the dtypes that follow."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Flags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AdamSettings:
+class StepSettings:
     """What the constructor of an optimizer was told; see ``FusedAdam`` and ``sgd``, ``lion``.
 
     Raises:
@@ -120,7 +120,7 @@ class AdamSettings:
 
 
 def bytes_per_param(
-    settings: AdamSettings, param_dtype: torch.dtype, grad_dtype: torch.dtype
+    settings: StepSettings, param_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> float:
     """Return the bytes that one step reads and writes for each element of a parameter.
 
@@ -155,4 +155,4 @@ def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
         raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")
 
 
-__all__ = ["MATHS", "AdamSettings", "Flags", "bytes_per_param", "check_math", "moment_dtype"]
+__all__ = ["MATHS", "Flags", "StepSettings", "bytes_per_param", "check_math", "moment_dtype"]

@@ -1,4 +1,4 @@
-"""The plan of FusedAdam's step: which tensors go into which call of the fused operation.
+"""The plan of a fused step: which tensors go into which call of the fused operation.
 
 A plan is made when the set of gradients, their dtypes or an address changes, so in warm-up, and
 is only followed afterwards.
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from graphfsdp.dtensors import is_dtensor, local_part
-from graphfsdp.optim.adam_batch import Member, collect, combination, make_batch
-from graphfsdp.optim.adam_op import fused_adam_
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_state import State
 from graphfsdp.optim.grad_norm import NormParts, norm_parts
+from graphfsdp.optim.step_batch import Member, collect, combination, make_batch
+from graphfsdp.optim.step_op import fused_adam_
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_state import State
 
 
 class Plan:

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import AdamTensors, Dtypes
 from graphfsdp.optim.scaled_moments import (
     MOMENTS,
     SCALE_BLOCK_NUMEL,
@@ -22,16 +20,19 @@ from graphfsdp.optim.scaled_moments import (
     has_scales,
     rows_of,
 )
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Dtypes, StepTensors
 
-# Elements that one program of the kernel updates; 16 for each of 128 threads. With scales it is
-# as many blocks of a row as are as long, the last ones of a row being shorter.
-BLOCK_NUMEL = 2048
+# Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access
+# of 16 bytes to 16-bit numbers. With scales it is as many blocks of a row as are as long, the last
+# ones of a row being shorter.
+BLOCK_NUMEL = 1024
 SCALES_PER_BLOCK = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
 NUM_WARPS = 4
 
 # Columns of the run table; a missing tensor has address 0. The row's length says where the blocks
 # of scales are.
-ADDRESSES = AdamTensors._fields
+ADDRESSES = StepTensors._fields
 RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "row_numel", "first_block")
 # Tensors that are read and written whole words at a time.
 _WIDE_COLUMNS = ("param", "grad", *MOMENTS, "main_param")
@@ -78,7 +79,7 @@ def supports(dtypes: Dtypes) -> bool:
 
 
 def make_tables(
-    runs: Sequence[AdamTensors],
+    runs: Sequence[StepTensors],
     lane_of_run: Sequence[int],
     lanes: Sequence[tuple[Tensor, int]],  # first step count of the lane; its row
     device: torch.device,
@@ -232,14 +233,15 @@ def constants(
         "TE_MATH": flags.te_math,
         "ALIGNED": aligned,
         "BLOCK_NUMEL": BLOCK_NUMEL,
+        "PART_NUMEL": SCALE_BLOCK_NUMEL,
     }
 
 
 def _kernels() -> Any:
     # Late, so that importing graphfsdp.optim needs no Triton.
-    from graphfsdp.optim import adam_triton
+    from graphfsdp.optim import step_triton
 
-    return adam_triton
+    return step_triton
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How the Triton kernels of FusedAdam read and write moments and weights in any storage dtype.
+"""How the Triton kernels read and write moments and weights in any storage dtype.
 
 Import this module only where Triton is wanted.
 """

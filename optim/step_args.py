@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_tensors import Columns
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Columns
 
 # Note [Lanes]
 # A lane is a stretch of the tensor lists with one row of the hyper-parameter table and one step

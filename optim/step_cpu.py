@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from graphfsdp.optim.adam_settings import Flags
-from graphfsdp.optim.adam_step import StepArgs, advance, run_tensor_code
-from graphfsdp.optim.adam_tensors import Columns
 from graphfsdp.optim.flat_runs import flat_view
 from graphfsdp.optim.remainders import join_remainder, split_remainder_
 from graphfsdp.optim.scaled_moments import by_rows, dequantize, quantize_, rows_of
+from graphfsdp.optim.step_args import StepArgs, advance, run_tensor_code
+from graphfsdp.optim.step_settings import Flags
+from graphfsdp.optim.step_tensors import Columns
 
 # Elements that are widened or scaled at a time: few enough for the copies (4 MiB each) to stay in
 # the last-level cache, many enough for the overhead of a call not to count.
@@ -41,15 +41,10 @@ def run_cpu(args: StepArgs) -> None:
         return
     wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
     scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
-    scratch: Tensor | None = None
-    if scale != 1.0 or args.columns.grads[0].dtype != wide_dtype:
-        numel = max(_CHUNK_NUMEL, _longest_row(args.columns))
-        numel = min(numel, sum(grad.numel() for grad in args.columns.grads))
-        scratch = torch.empty(numel, dtype=wide_dtype)
+    as_is = scale == 1.0 and args.columns.grads[0].dtype == wide_dtype
+    scratch = _Scratch(wide_dtype)
     # Stored as the kernel takes them, all tensors of a lane go into one call.
-    whole = scratch is None and all(
-        column[0].dtype == wide_dtype for column in args.columns if column
-    )
+    whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
     rows = args.hyper.tolist()
     start = 0
     for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
@@ -60,8 +55,9 @@ def run_cpu(args: StepArgs) -> None:
         lane = args.columns.part(start, start + size)
         start += size
         for part in [lane] if whole else _chunks(lane, _CHUNK_NUMEL):
-            grads = _scaled(part.grads, scale, scratch)
-            _update(part._replace(grads=grads), step, rows[row], args.flags, wide_dtype)
+            if not as_is:  # unnamed, so that it is freed before the next one is made
+                part = part._replace(grads=_scaled(part.grads, scale, scratch))
+            _update(part, step, rows[row], args.flags, wide_dtype)
 
 
 def _update(
@@ -127,29 +123,39 @@ def _widen(
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _scaled(
-    grads: list[Tensor],
-    scale: float,
-    scratch: Tensor | None,  # [at least all elements of grads] float32
-) -> list[Tensor]:
-    """Return scaled gradients as slices of ``scratch``, in memory order; a few operations."""
-    if scratch is None:
-        return grads
+class _Scratch:
+    """Memory for one part's gradients after the other, made when the first one needs it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def take(self, numel: int) -> Tensor:
+        """Return [numel], whose contents may be those of the last call."""
+        if self._memory.numel() < numel:
+            self._memory = torch.empty(numel, dtype=self.dtype)
+        return self._memory[:numel]
+
+
+def _scaled(grads: list[Tensor], scale: float, scratch: _Scratch) -> list[Tensor]:
+    """Return scaled gradients of the scratch's dtype, as slices of one tensor in memory order."""
     if len(grads) == 1:
-        source = flat_view(grads[0])
-    else:
-        # Memory order: a permuted tensor would be copied in the order of its indices.
-        source = _flatten_dense_tensors(
-            [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
-        )
-    target = scratch[: source.numel()]
+        target = scratch.take(grads[0].numel())
+        return [_scaled_into(flat_view(grads[0]), scale, target)]
+    # Memory order: a permuted tensor would be copied in the order of its indices.
+    joined = _flatten_dense_tensors(
+        [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
+    )
+    target = joined if joined.dtype == scratch.dtype else scratch.take(joined.numel())
+    scaled = _scaled_into(joined, scale, target)
+    return list(scaled.split_with_sizes([grad.numel() for grad in grads]))
+
+
+def _scaled_into(source: Tensor, scale: float, target: Tensor) -> Tensor:
     if source.dtype == target.dtype:
-        torch.mul(source, scale, out=target)
-    else:
-        target.copy_(source)
-        if scale != 1.0:
-            target.mul_(scale)
-    return list(target.split_with_sizes([grad.numel() for grad in grads]))
+        return torch.mul(source, scale, out=target)
+    target.copy_(source)
+    return target if scale == 1.0 else target.mul_(scale)
 
 
 def _chunks(columns: Columns, limit: int) -> Iterator[Columns]:
@@ -185,12 +191,6 @@ def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
         step = max(1, limit // row_numel)
         for row in range(0, num_rows, step):
             yield Columns(*([view[row : row + step] for view in column] for column in views))
-
-
-def _longest_row(columns: Columns) -> int:
-    if not (columns.exp_avg_scales or columns.exp_avg_sq_scales):
-        return 0
-    return max(rows_of(param.shape)[1] for param in columns.params)
 
 
 __all__ = ["run_cpu"]

@@ -1,4 +1,4 @@
-"""The Triton kernels of FusedAdam; import this module only where Triton is wanted.
+"""The Triton kernels of the fused optimizers; import this module only where Triton is wanted.
 
 Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
 """
@@ -10,7 +10,7 @@ Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
 import triton
 import triton.language as tl
 
-from graphfsdp.optim.adam_triton_storage import (
+from graphfsdp.optim.step_triton_storage import (
     load_moment,
     load_weight,
     store_moment,
@@ -281,6 +281,7 @@ def update_kernel(
     NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_NUMEL: tl.constexpr,
+    PART_NUMEL: tl.constexpr,
 ):
     """Update one block of one run: one read and one write of everything, no gradient write.
 
@@ -302,34 +303,45 @@ def update_kernel(
         blocks_per_row = (row_numel + SCALE_BLOCK_NUMEL - 1) // SCALE_BLOCK_NUMEL
         num_scales = numel // row_numel * blocks_per_row
         num_blocks: tl.constexpr = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
-        blocks = block * num_blocks + tl.arange(0, num_blocks)
-        rows = blocks // blocks_per_row
-        starts = (blocks - rows * blocks_per_row) * SCALE_BLOCK_NUMEL
-        columns = tl.arange(0, SCALE_BLOCK_NUMEL)
-        firsts = rows * row_numel + starts
-        if ALIGNED:
-            firsts = tl.multiple_of(firsts, 16)
-        offsets = firsts[:, None] + columns[None, :]
-        blocks_mask = blocks < num_scales
-        mask = blocks_mask[:, None] & (starts[:, None] + columns[None, :] < row_numel)
-        is_full = (row_numel % SCALE_BLOCK_NUMEL == 0) & ((block + 1) * num_blocks <= num_scales)
+        first = block * num_blocks
+        is_full = (row_numel % SCALE_BLOCK_NUMEL == 0) & (first + num_blocks <= num_scales)
     else:
-        blocks = 0
-        blocks_mask = None
         start = block * BLOCK_NUMEL
-        offsets = start + tl.arange(0, BLOCK_NUMEL)
-        mask = offsets < numel
         is_full = start + BLOCK_NUMEL <= numel
     # A full block needs no mask, and only without one can loads be 16 bytes wide.
     if is_full:
+        if SCALED:
+            blocks = first + tl.arange(0, num_blocks)
+            firsts = blocks * SCALE_BLOCK_NUMEL  # rows are whole blocks, one after the other
+            if ALIGNED:
+                firsts = tl.multiple_of(firsts, 16)
+            offsets = firsts[:, None] + tl.arange(0, SCALE_BLOCK_NUMEL)[None, :]
+        else:
+            blocks = 0
+            offsets = start + tl.arange(0, BLOCK_NUMEL)
         _update_block(
             pointers, offsets, None, blocks, None, coefficients, scale_ptr,
             FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
             HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
         )  # fmt: skip
     else:
-        _update_block(
-            pointers, offsets, mask, blocks, blocks_mask, coefficients, scale_ptr,
-            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
-            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
-        )  # fmt: skip
+        # In parts: as a whole it would need more registers than all the rest.
+        for part in range(BLOCK_NUMEL // PART_NUMEL):
+            if SCALED:
+                blocks = first + part + tl.arange(0, 1)
+                rows = blocks // blocks_per_row
+                starts = (blocks - rows * blocks_per_row) * SCALE_BLOCK_NUMEL
+                columns = starts[:, None] + tl.arange(0, SCALE_BLOCK_NUMEL)[None, :]
+                offsets = (rows * row_numel)[:, None] + columns
+                blocks_mask = blocks < num_scales
+                mask = blocks_mask[:, None] & (columns < row_numel)
+            else:
+                blocks = 0
+                blocks_mask = None
+                offsets = start + part * PART_NUMEL + tl.arange(0, PART_NUMEL)
+                mask = offsets < numel
+            _update_block(
+                pointers, offsets, mask, blocks, blocks_mask, coefficients, scale_ptr,
+                FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
+                HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
+            )  # fmt: skip

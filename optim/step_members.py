@@ -8,14 +8,14 @@ from torch import Tensor
 
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adam_checks import (
+from graphfsdp.optim.step_checks import (
     check_gradient,
     check_parameter,
     check_rows,
     check_state,
 )
-from graphfsdp.optim.adam_plan import local_state
-from graphfsdp.optim.adam_settings import AdamSettings
+from graphfsdp.optim.step_plan import local_state
+from graphfsdp.optim.step_settings import StepSettings
 
 
 class Stepped(NamedTuple):
@@ -46,7 +46,7 @@ def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], 
     return name
 
 
-def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: AdamSettings) -> None:
+def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: StepSettings) -> None:
     """Refuse parameters of a group that was added, alone or beside those of the other groups.
 
     Raises:
@@ -60,7 +60,7 @@ def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: AdamSe
     check_devices(groups, settings)
 
 
-def check_devices(groups: Sequence[Mapping[str, Any]], settings: AdamSettings) -> None:
+def check_devices(groups: Sequence[Mapping[str, Any]], settings: StepSettings) -> None:
     """Refuse parameters on several devices where their gradients have one norm.
 
     Raises:
@@ -86,7 +86,7 @@ def find_stepped(
     groups: Sequence[Mapping[str, Any]],
     grads: Sequence[Tensor | None],
     states: Mapping[Tensor, dict[str, Tensor]],
-    settings: AdamSettings,
+    settings: StepSettings,
 ) -> list[Stepped]:
     """Return the parameters with a gradient.
 

@@ -1,14 +1,13 @@
-"""What FusedAdam refuses, each refusal naming the parameter or the setting."""
+"""What the fused optimizers refuse, each refusal naming the parameter or the setting."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp.dtensors import local_part
-from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adam_settings import AdamSettings
+from graphfsdp.dtensors import is_dtensor, local_part
+from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.optim.flat_runs import is_dense, same_layout
 from graphfsdp.optim.scaled_moments import (
     fits_scales,
@@ -16,6 +15,7 @@ from graphfsdp.optim.scaled_moments import (
     scale_of,
     scale_shape,
 )
+from graphfsdp.optim.step_settings import StepSettings
 
 
 def check_parameter(param: Tensor, name: str) -> None:
@@ -82,7 +82,7 @@ def check_rows(param: Tensor, name: str) -> None:
 
 
 def check_state(
-    param: Tensor, state: Mapping[str, Tensor], name: str, settings: AdamSettings
+    param: Tensor, state: Mapping[str, Tensor], name: str, settings: StepSettings
 ) -> None:
     """Refuse state tensors that somebody has replaced by others that do not fit.
 
@@ -147,10 +147,27 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
         raise ConfigError(f"the gradient of {name} {problem}")
 
 
+def refuse_copies(params: Iterable[Tensor]) -> None:
+    """Refuse to pickle or copy an optimizer of parameters that are slices of flat buffers.
+
+    torch can do neither with a DTensor whose local part does not begin its storage.
+
+    Raises:
+        NotCopyableError: a parameter is such a one.
+    """
+    if any(is_dtensor(param) and param.storage_offset() for param in params):
+        raise NotCopyableError(
+            "an optimizer of a sharded model cannot be pickled or copied: its parameters and its "
+            "state are slices of flat buffers, as DTensors. Remedy: graphfsdp.save and "
+            "graphfsdp.load, which put them into a new optimizer"
+        )
+
+
 __all__ = [
     "check_gradient",
     "check_lr_device",
     "check_parameter",
     "check_rows",
     "check_state",
+    "refuse_copies",
 ]

@@ -1,4 +1,4 @@
-"""The tensors that one Adam step touches, of one parameter or as columns of many.
+"""The tensors that one fused step touches, of one parameter or as columns of many.
 
 Shapes: [...] any shape, the same for all tensors of one parameter or flat run; [S, C] float32
 scales, see ``scaled_moments``.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class AdamTensors(NamedTuple):
+class StepTensors(NamedTuple):
     """One parameter's tensors, or one flat run's.
 
     Attributes:
@@ -42,7 +42,7 @@ class AdamTensors(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The tensors of many parameters, one list per field of ``AdamTensors``.
+    """The tensors of many parameters, one list per field of ``StepTensors``.
 
     A list is empty where the parameters have no such tensor.
     """
@@ -57,9 +57,9 @@ class Columns(NamedTuple):
     exp_avg_sq_scales: list[Tensor]
     max_exp_avg_sq_scales: list[Tensor]
 
-    def member(self, index: int) -> AdamTensors:
+    def member(self, index: int) -> StepTensors:
         """Return one parameter's tensors."""
-        return AdamTensors(*(column[index] if column else None for column in self))  # type: ignore[arg-type]
+        return StepTensors(*(column[index] if column else None for column in self))  # type: ignore[arg-type]
 
     def part(self, start: int, stop: int) -> "Columns":
         """Return the columns of the parameters from ``start`` up to ``stop``."""
@@ -85,10 +85,10 @@ class Dtypes(NamedTuple):
     main_param: torch.dtype | None
 
 
-def make_columns(members: list[AdamTensors]) -> Columns:
+def make_columns(members: list[StepTensors]) -> Columns:
     """Return the tensors of many parameters by kind."""
     columns = zip(*members, strict=True) if members else [()] * len(Columns._fields)
     return Columns(*([tensor for tensor in column if tensor is not None] for column in columns))
 
 
-__all__ = ["AdamTensors", "Columns", "Dtypes", "make_columns"]
+__all__ = ["Columns", "Dtypes", "StepTensors", "make_columns"]

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphfsdp.optim import adam_kernel
-from graphfsdp.optim.adam_state import State
-from graphfsdp.optim.adam_tensors import AdamTensors, Columns, Dtypes, make_columns
+from graphfsdp.optim import step_kernel
 from graphfsdp.optim.flat_runs import flat_view, is_dense, merge_neighbours, same_layout
 from graphfsdp.optim.scaled_moments import scale_of
+from graphfsdp.optim.step_state import State
+from graphfsdp.optim.step_tensors import Columns, Dtypes, StepTensors, make_columns
 
 # Where a state is not called as its column is.
 _COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType(
@@ -101,8 +101,8 @@ def _uses_kernel(member: Member) -> bool:
     return (
         _on_cuda(member.param)
         and _is_dense(member)
-        and adam_kernel.is_available()
-        and adam_kernel.supports(_dtypes(member))
+        and step_kernel.is_available()
+        and step_kernel.supports(_dtypes(member))
     )
 
 
@@ -110,13 +110,13 @@ def _on_cuda(param: Tensor) -> bool:
     return param.is_cuda
 
 
-def _tensors(member: Member) -> AdamTensors:
+def _tensors(member: Member) -> StepTensors:
     state = {
         _COLUMN_OF_STATE.get(key, key): value
         for key, value in member.state.items()
         if key != "step"
     }
-    return AdamTensors(member.param, member.grad, **state)
+    return StepTensors(member.param, member.grad, **state)
 
 
 def make_batch(
@@ -135,7 +135,7 @@ def make_batch(
         lane = by_lane.setdefault((member.row, member.step_class), [])
         lane.append(member._replace(grad=grad))
 
-    found: list[AdamTensors] = []
+    found: list[StepTensors] = []
     grad_indices: list[int] = []
     steps: list[Tensor] = []
     lanes = Lanes([], [], [])
@@ -176,7 +176,7 @@ def _staging_copies(members: list[Member]) -> dict[int, Tensor]:
     }
 
 
-def _merge_lane(lane: list[Member], dense: bool) -> list[tuple[int, AdamTensors]]:
+def _merge_lane(lane: list[Member], dense: bool) -> list[tuple[int, StepTensors]]:
     """Return the runs of a lane, each with the place of its first gradient; none are empty."""
     found = [_tensors(member) for member in lane]
     # The blocks of scales start where a parameter does.
@@ -190,20 +190,20 @@ def _merge_lane(lane: list[Member], dense: bool) -> list[tuple[int, AdamTensors]
         (
             lane[run.members[0]].position,
             # Run of one parameter: the tensors themselves, so that views need not be made.
-            found[run.members[0]] if len(run.members) == 1 else AdamTensors(*run.tensors),  # type: ignore[arg-type]
+            found[run.members[0]] if len(run.members) == 1 else StepTensors(*run.tensors),  # type: ignore[arg-type]
         )
         for run in merge_neighbours(found)
     ]
 
 
 def _make_tables(
-    runs: list[AdamTensors], steps: list[Tensor], lanes: Lanes, hyper: Tensor
+    runs: list[StepTensors], steps: list[Tensor], lanes: Lanes, hyper: Tensor
 ) -> list[Tensor]:
     if not runs:
         return []
     lane_of_run = [lane for lane, size in enumerate(lanes.sizes) for _ in range(size)]
     firsts = [(steps[first], row) for first, row in zip(lanes.steps, lanes.rows, strict=True)]
-    return list(adam_kernel.make_tables(runs, lane_of_run, firsts, hyper.device))
+    return list(step_kernel.make_tables(runs, lane_of_run, firsts, hyper.device))
 
 
 def _step_slices(steps: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,157 @@
+"""The pool of whole weights and gradients, found by running the real units without numbers.
+
+Note [Rehearsal]: what a pool comes to depends on which unit gathers and reduces when, on what
+autograd keeps, and on how places are coloured. So none of it is told a second time here: the
+functions that ``fully_shard`` is made of run on the meta device, where nothing has memory and
+collectives do nothing, until the pool has come to rest.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphfsdp._fully_shard import make_unit
+from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from graphfsdp.fsdp_module import FSDPModule, join_units
+from graphfsdp.layout import Slot
+from graphfsdp.model_shards import ModelShards
+from graphfsdp.planning.planned_mesh import PlannedMesh
+from graphfsdp.shard_buffer import ShardBuffer
+from graphfsdp.shard_group import ShardGroup, UnitOptions
+from graphfsdp.unit_mesh import UnitMesh
+
+MAX_MICROBATCHES = 3  # those between the first and the last are all alike
+_MAX_ITERATIONS = 8
+RunForward = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class PlannedPool:
+    """What the pool of a run comes to.
+
+    Attributes:
+        num_bytes: Of the pool, as ``fully_shard(..., buffer_pool=True)`` takes it.
+        peak_bytes: The most whole weights and gradients that are alive at a time: what any
+            allocator needs for them.
+    """
+
+    num_bytes: int
+    peak_bytes: int
+
+
+class _Ranks:
+    """What units ask of a process group; nothing is ever sent."""
+
+    group_name = "planned"
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+class _PlannedGroup(ShardGroup):
+    """Parameters that are plain tensors on the meta device, since DTensors need real ranks."""
+
+    def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> Any:
+        return local
+
+    def check_memory(self) -> None:
+        """Pass: no value is expected."""
+
+
+class _PlannedShards(ModelShards):
+    def _refuse_other_structure(self) -> None:
+        """Pass: there are no other ranks to compare with."""
+
+
+def rehearse_pool(
+    model: nn.Module,
+    units: Sequence[str],
+    run: RunForward,
+    *,
+    mesh: PlannedMesh,
+    strategy: ShardingStrategy,
+    policy: MixedPrecisionPolicy,
+    num_microbatches: int,
+    reshard_after_forward: bool,
+    overlap: OverlapPolicy,
+) -> PlannedPool:
+    """Run iterations on the meta device until the pool fits, and return what it has come to.
+
+    Args:
+        model: On any device; what runs is a copy of it on the meta device.
+        units: Full names of the modules that are wrapped one by one, in the order of wrapping.
+        run: The forward pass of one micro-batch of the copy; returns the loss.
+        mesh: Ranks that share every unit.
+        strategy: What is sharded.
+        policy: Dtypes of the copies.
+        num_microbatches: Forwards and backwards of an iteration; more than three are taken for
+            three.
+        reshard_after_forward: As for ``fully_shard``.
+        overlap: As for ``fully_shard``.
+    """
+    options = UnitOptions(
+        mesh=_unit_mesh(mesh),
+        strategy=strategy,
+        policy=policy,
+        reshard_after_forward=reshard_after_forward,
+        # A communicator more takes ranks to make, and changes no lifetime.
+        overlap=replace(overlap, separate_communicators=False),
+        buffer_pool=True,
+    )
+    root = _on_meta(model)
+    for name in (*(name for name in units if name), ""):
+        module = root.get_submodule(name)
+        make_unit(module, _PlannedGroup(module, options))
+    shards = join_units(root, _PlannedShards)
+    pool = shards.units[0].schedule.pool
+    for iteration in range(_MAX_ITERATIONS):
+        _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
+        # Whoever knows the order of units runs otherwise than the first iteration.
+        if iteration > 1 and not pool.stats.num_misses:
+            break
+    return PlannedPool(pool.stats.num_bytes, pool.stats.peak_bytes)
+
+
+def _iterate(root: nn.Module, shards: ModelShards, run: RunForward, num_microbatches: int) -> None:
+    assert isinstance(root, FSDPModule)
+    for unit in shards.units:
+        for item in unit.group.managed:
+            item.param.grad = None
+            vars(item.param).pop("decoupled_grad", None)
+    with torch.enable_grad():
+        for index in range(num_microbatches):
+            root.set_is_last_microbatch(index == num_microbatches - 1)
+            run(root).backward()
+    root.finish_microbatches()
+
+
+def _unit_mesh(mesh: PlannedMesh) -> UnitMesh:
+    inner = cast(dist.ProcessGroup, _Ranks(mesh.num_inner))
+    outer = cast(dist.ProcessGroup, _Ranks(mesh.num_outer)) if mesh.num_outer > 1 else None
+    return UnitMesh(cast(DeviceMesh, None), inner, outer, cuts_outside=mesh.cuts_outside)
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without its memory; tied parameters stay tied."""
+    known: dict[int, Any] = {}
+    for param in model.parameters():
+        empty = torch.empty_like(param, device="meta", requires_grad=False)
+        known[id(param)] = nn.Parameter(empty, param.requires_grad)
+    for buffer in model.buffers():
+        known[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, known)
+
+
+__all__ = ["MAX_MICROBATCHES", "PlannedPool", "RunForward", "rehearse_pool"]

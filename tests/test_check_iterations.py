@@ -1,0 +1,121 @@
+"""graphfsdp.check of iterations of the user's own, with several models and optimizers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import HazardKind
+from graphfsdp.cli import main
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, line_of, snapshot
+
+Optimizer = torch.optim.Optimizer
+
+
+def gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor) -> Any:
+    """Two models, two optimizers, two backwards."""
+    net, critic = models
+    fake = net(torch.randn(len(real), 4, device=real.device))
+    critic_loss = critic(fake.detach()).mean() - critic(real).mean()
+    critic_loss.backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    loss = -critic(fake).mean()
+    loss.backward()
+    optimizers[0].step()
+    return loss, critic_loss
+
+
+def reading_gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor) -> Any:
+    """Looks at a loss after the steps."""
+    losses = gan(models, optimizers, real)
+    if losses[0].item() > 1e9:  # read
+        raise ValueError("it diverges")
+    return losses
+
+
+def make(device: torch.device) -> tuple[list[nn.Module], list[Optimizer]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 6)).to(device)
+    critic = nn.Linear(6, 1).to(device)
+    momentum = torch.optim.SGD(critic.parameters(), lr=torch.tensor(0.1, device=device), fused=True)
+    return [net, critic], [FusedAdam(net.parameters(), lr=0.1), momentum]
+
+
+def test_an_iteration_with_two_optimizers_is_checked_and_nothing_changes(
+    device: torch.device,
+) -> None:
+    models, optimizers = make(device)
+    pairs = list(zip(models, optimizers, strict=True))
+    before = [snapshot(model, optimizer) for model, optimizer in pairs]
+    generator = torch.get_rng_state()
+    real = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    report = graphfsdp.check(models, optimizers, real, iteration=gan)
+    report.raise_if_any()
+    assert report.num_ops > 20
+    for held, pair in zip(before, pairs, strict=True):
+        assert_same_state(held, snapshot(*pair))
+    assert torch.equal(generator, torch.get_rng_state())
+    (hazard,) = graphfsdp.check(models, optimizers, real, iteration=reading_gan).hazards
+    assert hazard.kind is HazardKind.HOST_READ
+    assert hazard.source is not None
+    assert hazard.source.line == line_of(reading_gan, "# read")
+
+
+def test_a_step_that_python_counts_is_found(device: torch.device) -> None:
+    calls = [0]
+
+    def every_third(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        calls[0] += 1
+        loss: Tensor = model(x).mean()
+        loss.backward()
+        if calls[0] % 3 == 0:
+            optimizer.step()
+        return loss
+
+    model = nn.Linear(4, 1).to(device)
+    optimizer = FusedAdam(model.parameters())
+    x = torch.ones(2, 4, device=device)
+    found = graphfsdp.check(model, optimizer, x, iteration=every_third).hazards
+    assert [hazard.kind for hazard in found] == [HazardKind.CONTROL_FLOW]
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    models, optimizers = make(torch.device("cpu"))
+    with pytest.raises(graphfsdp.ConfigError, match="model is a sequence"):
+        graphfsdp.check(models, optimizers, torch.ones(2, 6))
+    with pytest.raises(graphfsdp.ConfigError, match=r"iteration= .* microbatches"):
+        graphfsdp.check(models, optimizers, torch.ones(2, 6), iteration=gan, microbatches=2)
+
+
+SCRIPT = """
+import torch, graphfsdp
+from graphfsdp.optim import FusedAdam
+model = torch.nn.Linear(4, 1)
+def iteration(model, optimizer, x):
+    loss = model(x).mean()
+    loss.backward()
+    optimizer.step()
+    print(float(loss))  # read
+    return loss
+step = graphfsdp.capture(model, FusedAdam(model.parameters()), iteration=iteration)
+step(torch.ones(2, 4))
+"""
+
+
+def test_a_script_is_checked_with_the_iteration_that_it_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    assert main(["check", "train.py"]) == 1
+    assert "print(float(loss))  # read" in capsys.readouterr().out
+    Path("train.py").write_text(SCRIPT.replace("    print(float(loss))  # read\n", ""))
+    assert main(["check", "train.py"]) == 0
+    assert main(["check", "--json=nowhere/report.json", "train.py"]) == 2
+    assert "nowhere/report.json: cannot be written" in capsys.readouterr().err

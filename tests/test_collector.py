@@ -1,0 +1,100 @@
+"""The garbage collector at work in the middle of everything: nothing of it is recorded or lost."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, snapshot
+
+
+class Garbage:
+    """A cycle whose finaliser runs an operator on a tensor of somebody, and then fails."""
+
+    def __init__(self, counted: Tensor) -> None:
+        self.me = self
+        self._counted = counted
+        weakref.finalize(self, fail)
+
+    def __del__(self) -> None:
+        self._counted.add_(1)
+        raise ArithmeticError("of a finaliser")
+
+
+def fail() -> None:
+    raise ArithmeticError("of a callback")
+
+
+class Littering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        self.others = [torch.zeros(())]
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        Garbage(self.others[0])
+        loss: Tensor = self.layers(x).square().sum()
+        return loss
+
+
+@pytest.fixture
+def eager_collector() -> Iterator[list[type[BaseException] | None]]:
+    """The collector runs all the time; the list says what finalisers have raised."""
+    threshold, hook = gc.get_threshold(), sys.unraisablehook
+    raised: list[type[BaseException] | None] = []
+    gc.collect()
+    gc.set_threshold(3, 1, 1)
+    sys.unraisablehook = lambda failure: raised.append(failure.exc_type)
+    yield raised
+    gc.collect()
+    gc.set_threshold(*threshold)
+    sys.unraisablehook = hook
+
+
+def test_finalisers_run_between_operators_and_never_in_a_recording(
+    eager_collector: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = Littering()
+        optim = FusedAdam(model.parameters(), lr=0.01)
+        with graphfsdp.capture(model, optim, scope=scope, warmup_steps=2) as step:
+            for _ in range(8):
+                Garbage(model.others[0])
+                step(torch.randn(3, 4))
+            calls = model.num_calls
+        gc.collect()
+        assert gc.isenabled()
+        # Once for each that was made; a recorded finaliser would run with each replay.
+        assert model.others[0] == 8 + calls
+        state = snapshot(model, optim)
+        states.append({name: value for name, value in state.items() if "attribute" not in name})
+    assert calls < 8
+    assert_same_state(states[0], states[1])
+    assert len(eager_collector) >= 16
+
+
+def test_the_collector_is_on_again_after_a_refused_capture() -> None:
+    model = nn.Linear(4, 1)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).sum()
+        loss.item()
+        return loss
+
+    options: dict[str, Any] = {"loss_fn": loss_fn, "warmup_steps": 1}
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), **options) as step:
+        step(torch.randn(3, 4))
+        with pytest.raises(graphfsdp.CaptureError):
+            step(torch.randn(3, 4))
+    assert gc.isenabled()

@@ -1,0 +1,146 @@
+"""Copies and pickles of what is being trained: each works alone, or is refused with its remedy."""
+
+import copy
+import io
+import pathlib
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import NotCopyableError
+from graphfsdp.optim import Adafactor, FusedAdam
+from helpers import assert_same_state, snapshot
+from ranks import RankPool
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": saved,
+}
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> graphfsdp.CapturedStep:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        return loss
+
+    return graphfsdp.capture(model, optimizer, loss_fn=loss_fn, warmup_steps=1, max_grad_norm=0.5)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    lr = torch.tensor(0.05)
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make_optim", [FusedAdam, sgd])
+def test_a_pair_that_is_being_replayed_is_copied_and_both_train_alike(
+    way: str, make_optim: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """The graph stays with the original; nothing is shared."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
+    model = nn.Sequential(*layers)
+    optim = make_optim(model.parameters())
+    step = capture(model, optim)
+    batches = [torch.randn(5, 4) for _ in range(9)]
+    for batch in batches[:4]:
+        step(batch)
+    before = snapshot(model, optim)
+    pair: Pair = WAYS[way]((model, optim))
+    assert pair[1].param_groups[0]["params"][0] is next(pair[0].parameters())
+    other = capture(*pair)
+    losses = [other(batch) for batch in batches[4:]]
+    assert_same_state(before, snapshot(model, optim), "the original")
+    for batch, loss in zip(batches[4:], losses, strict=True):
+        assert torch.equal(step(batch), loss)
+    assert step.report().num_captures == other.report().num_captures == 1
+    after = snapshot(model, optim)
+    step.close()
+    assert torch.isfinite(other(batches[0]))  # it lives without the original
+    assert_same_state(after, snapshot(model, optim), "the original")
+
+
+def copy_a_sharded_pair() -> None:
+    for make_optim in (FusedAdam, Adafactor):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        graphfsdp.fully_shard(model[0])
+        graphfsdp.fully_shard(model)
+        optim = make_optim(model.parameters(), lr=0.01)
+        step = capture(model, optim)
+        for _ in range(3):
+            step(torch.ones(5, 4))
+        for how in WAYS.values():
+            for value in (model, model[0], (model, optim)):
+                with pytest.raises(NotCopyableError, match=r"sharded model .*Remedy"):
+                    how(value)
+            with pytest.raises(NotCopyableError, match=r"optimizer of a sharded model.*Remedy"):
+                how(optim)
+        assert torch.isfinite(step(torch.ones(5, 4)))
+        # What the remedy says.
+        params: dict[str, Any] = dict(model.named_parameters())
+        copy.deepcopy({name: param.detach().full_tensor() for name, param in params.items()})
+        step.close()
+
+
+def test_a_sharded_model_and_its_optimizer_are_not_copied(ranks2: RankPool) -> None:
+    ranks2.run(copy_a_sharded_pair)
+
+
+def save_a_sharded_state(folder: pathlib.Path) -> None:
+    """torch.save on each rank, as people do who keep the world's size."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
+    graphfsdp.fully_shard(model[0])
+    graphfsdp.fully_shard(model)
+    for make_optim in (FusedAdam, Adafactor, partial(torch.optim.AdamW, fused=True)):
+        optim = make_optim(model.parameters(), lr=0.01)
+        step = capture(model, optim)
+        for _ in range(5):
+            step(torch.ones(5, 4))
+        state = {"model": model.state_dict(), "optim": optim.state_dict()}
+        assert_shares_memory(state["model"], model)
+        copied = copy.deepcopy(state)
+        path = folder / f"{type(optim).__name__}{rank}.pt"
+        torch.save(state, path)
+        expected = [step(torch.ones(5, 4)) for _ in range(3)]
+        step.close()
+        for again in (torch.load(path), copied):  # weights_only, which is torch's default
+            model.load_state_dict(again["model"])
+            optim.load_state_dict(again["optim"])
+            with capture(model, optim) as step:
+                for loss in expected:
+                    assert torch.equal(step(torch.ones(5, 4)), loss)
+
+
+def assert_shares_memory(state: dict[str, Any], model: nn.Module) -> None:
+    params: dict[str, Any] = dict(model.named_parameters())
+    for name, value in state.items():
+        assert value.to_local().data_ptr() == params[name].to_local().data_ptr()
+        version = params[name]._version
+        value.mul_(1.0)
+        assert params[name]._version == version + 1, "what was gathered before is old now"
+
+
+def test_the_state_of_a_sharded_run_is_saved_and_copied_by_torch(
+    ranks2: RankPool, tmp_path: pathlib.Path
+) -> None:
+    ranks2.run(save_a_sharded_state, tmp_path)

@@ -1,0 +1,165 @@
+"""Gradients of sharded parameters that fully_shard would lose are refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import ConfigError
+from graphfsdp.optim import FusedAdam
+from ranks import RankPool, rank_device
+from sharding_helpers import STRATEGIES, raises_on_rank
+
+WIDTH = 8
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(inner, nn.Linear(WIDTH, 1)).to(rank_device())
+
+
+def shard(model: nn.Sequential, strategy: str) -> nn.Sequential:
+    graphfsdp.fully_shard(model[0], strategy=strategy)
+    graphfsdp.fully_shard(model, strategy=strategy)
+    return model
+
+
+def mean(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def penalized(model: nn.Module, x: Tensor) -> Tensor:
+    """Add a penalty on all weights, as people write it without sharding."""
+    loss = mean(model, x)
+    for param in model.parameters():
+        whole: Any = param.square().sum()
+        loss = loss + 0.1 * whole.full_tensor()
+    return loss
+
+
+def lost_penalties() -> list[str]:
+    found = []
+    x = torch.ones(2, WIDTH, device=rank_device())
+    for strategy in STRATEGIES:
+        model = shard(make(), strategy)
+        with raises_on_rank(ConfigError) as messages:
+            penalized(model, x).backward()
+        found += messages
+        optimizer = FusedAdam(model.parameters())
+        with graphfsdp.capture(model, optimizer, loss_fn=penalized) as step:
+            with raises_on_rank(ConfigError) as messages:
+                step(x)
+            found += messages
+        with graphfsdp.capture(model, optimizer, loss_fn=mean) as step:
+            for _ in range(5):  # the model can be trained nevertheless
+                step(x)
+    return found
+
+
+def test_a_penalty_on_sharded_parameters_is_refused(ranks2: RankPool) -> None:
+    for messages in ranks2.run(lost_penalties):
+        assert len(messages) == 2 * len(STRATEGIES)
+        for message in messages:
+            assert "has reached the sharded parameter" in message
+            assert "weight_decay for an L2 penalty" in message
+
+
+class Penalized(nn.Linear):
+    """Computes the penalty in its own forward, as the remedy says."""
+
+    penalty: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.weight.square().sum()
+        return super().forward(x)
+
+
+def own_penalty(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = mean(model, x) + 0.1 * model[0].penalty
+    return loss
+
+
+def penalties_of_their_own() -> None:
+    x = torch.ones(2, WIDTH, device=rank_device(), dtype=torch.float64)
+    grads = []
+    for strategy in (None, *STRATEGIES):
+        torch.manual_seed(0)
+        model = nn.Sequential(Penalized(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        model.to(rank_device(), torch.float64)
+        if strategy is not None:
+            shard(model, strategy)
+        own_penalty(model, x).backward()
+        found: list[Any] = [param.grad for param in model.parameters()]
+        grads.append([grad if strategy is None else grad.full_tensor() for grad in found])
+    for sharded in grads[1:]:
+        for got, expected in zip(sharded, grads[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_penalty_that_a_module_computes_is_right(ranks2: RankPool) -> None:
+    ranks2.run(penalties_of_their_own)
+
+
+HOOKS: tuple[Callable[[Any], Any], ...] = (
+    lambda param: param.register_hook(lambda grad: 2 * grad),
+    lambda param: param.register_post_accumulate_grad_hook(lambda p: None),
+)
+
+
+def hooks_of_gradients() -> list[str]:
+    found = []
+    x = torch.ones(2, WIDTH, device=rank_device())
+    for add in HOOKS:
+        model = make()
+        handle = add(model[1].weight)
+        with raises_on_rank(ConfigError) as messages:
+            shard(model, "optim")
+        found += messages
+        handle.remove()
+        model = shard(make(), "optim")
+        handle = add(model[1].weight)
+        with raises_on_rank(ConfigError) as messages:
+            model(x)
+        found += messages
+        handle.remove()
+        mean(model, x).backward()
+        assert model[1].weight.grad is not None
+    return found
+
+
+def test_hooks_of_gradients_that_nobody_would_call_are_refused(ranks2: RankPool) -> None:
+    for messages in ranks2.run(hooks_of_gradients):
+        assert len(messages) == 2 * len(HOOKS)
+        for message in messages:
+            assert "parameter '1.weight' has a hook of its gradient" in message
+
+
+def penalties_after_materialize() -> list[str]:
+    with torch.device("meta"):
+        model = nn.Linear(WIDTH, 1)
+    graphfsdp.fully_shard(model)
+    graphfsdp.materialize(model, rank_device())
+    loss = penalized(model, torch.ones(2, WIDTH, device=rank_device()))
+    with raises_on_rank(ConfigError) as messages:
+        loss.backward()
+    return list(messages)
+
+
+def test_models_from_the_meta_device_are_watched_too(ranks2: RankPool) -> None:
+    for (message,) in ranks2.run(penalties_after_materialize):
+        assert "has reached the sharded parameter" in message
+
+
+def test_hooks_are_left_alone_without_sharding() -> None:
+    model = nn.Linear(2, 1)
+    calls: list[Tensor] = []
+    model.weight.register_hook(calls.append)
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 1
+    with pytest.raises(ConfigError, match="is not initialised"):
+        graphfsdp.fully_shard(model)

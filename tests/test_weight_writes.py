@@ -1,0 +1,187 @@
+"""Programs that write weights by themselves while units run: right, or refused by name."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import ConfigError, PhaseError
+from graphfsdp.optim import FusedAdam
+from ranks import RankPool, rank_device
+from sharding_helpers import raises_on_rank
+
+WIDTH, ROWS, NUM_STEPS = 8, 4, 14
+
+
+class Contrast(nn.Module):
+    """An encoder and its running average, which the forward pass updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, WIDTH] to []."""
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                key.mul_(0.9).add_(query, alpha=0.1)
+            target = self.key(x)
+        loss: Tensor = (self.query(x) - target - 1).square().mean()
+        return loss
+
+
+def train_contrast(
+    strategy: str | None, *, overlap: bool = True, scope: str = "none", microbatches: int = 1
+) -> list[Tensor]:
+    """Train on this rank's rows and return the mean losses and the whole weights."""
+    torch.manual_seed(0)
+    model = Contrast().to(rank_device(), torch.float64)
+    num_ranks = 1 if strategy is None else dist.get_world_size()
+    if strategy is not None:
+        for module in (model.query, model.key, model):
+            graphfsdp.fully_shard(module, strategy=strategy, overlap=overlap)
+    optimizer = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    with graphfsdp.capture(model, optimizer, scope=scope, microbatches=microbatches) as step:
+        for index in range(NUM_STEPS):
+            optimizer.param_groups[0]["lr"] = 0.02 / (1 + index)
+            x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+            # Interleaved, so that each microbatch has the same rows however many ranks there are.
+            first = dist.get_rank() if num_ranks > 1 else 0
+            loss = step(x[first::num_ranks].to(rank_device())).clone()
+            if num_ranks > 1:
+                dist.all_reduce(loss)
+            losses.append(loss / num_ranks)
+    whole = [p.full_tensor() if strategy else p.detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    return [torch.stack(losses), *whole]
+
+
+def momentum_encoders(strategy: str, microbatches: int) -> None:
+    """The writes reach weights that were gathered ahead, or for the microbatch before."""
+    expected = train_contrast(None, microbatches=microbatches)
+    one_by_one = train_contrast(strategy, overlap=False, microbatches=microbatches)
+    for got, want in zip(one_by_one, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    for scope in ("none", "full_iteration"):
+        overlapped = train_contrast(strategy, scope=scope, microbatches=microbatches)
+        assert all(map(torch.equal, overlapped, one_by_one)), scope
+
+
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"),
+    [("optim", 2), ("optim_grads_params", 1)],
+)
+def test_an_average_that_the_forward_pass_updates(
+    ranks2: RankPool, strategy: str, microbatches: int
+) -> None:
+    ranks2.run(momentum_encoders, strategy, microbatches)
+
+
+class Writing(nn.Module):
+    """Changes a weight in its own forward pass."""
+
+    def __init__(self, write: Callable[[Tensor], object], *, trains: bool) -> None:
+        super().__init__()
+        self.write: Callable[[Tensor], object] | None = write
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(trains)
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.frozen(x))
+        if self.write is not None:
+            with torch.no_grad():
+                self.write(self.frozen.weight)
+        return out.mean()
+
+
+def clamp(weight: Tensor) -> object:
+    return weight.clamp_(-0.1, 0.1)
+
+
+def clamp_a_part(weight: Tensor) -> object:
+    return weight.detach()[1:3].t().clamp_(-0.1, 0.1)
+
+
+def lost_writes() -> list[str]:
+    found = []
+    x = torch.ones(2, WIDTH, device=rank_device())
+    for strategy in ("optim", "optim_grads_params"):
+        for write in (clamp, clamp_a_part):
+            for trains in (False, True):
+                model = Writing(write, trains=trains).to(rank_device())
+                graphfsdp.fully_shard(model, strategy=strategy)
+                with raises_on_rank(PhaseError) as messages:
+                    model(x)
+                found += messages
+                model.write = None
+                model(x).backward()  # the model is as before
+    return found
+
+
+def test_writes_into_whole_weights_are_refused(ranks2: RankPool) -> None:
+    for messages in ranks2.run(lost_writes):
+        assert len(messages) == 8
+        for message in messages:
+            assert "forward pass of unit '(root)' writes into its weights in place" in message
+            assert "Remedy" in message
+
+
+def writes_that_stay() -> None:
+    model = Writing(clamp, trains=False).to(rank_device())
+    graphfsdp.fully_shard(model, strategy="no_shard")
+    model(torch.ones(2, WIDTH, device=rank_device())).backward()
+    whole: Any = model.frozen.weight
+    assert float(whole.full_tensor().abs().max()) < 0.11
+
+
+def test_writes_into_weights_that_are_no_copies_stay(ranks2: RankPool) -> None:
+    ranks2.run(writes_that_stay)
+
+
+def steps_between() -> list[str]:
+    """Step on one loss before the backward pass of another one."""
+    found = []
+    for strategy in ("optim_grads", "optim_grads_params"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)).to(rank_device())
+        graphfsdp.fully_shard(model, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(2, WIDTH, device=rank_device())
+        first, second = model(x).mean(), model(x).square().mean()
+        first.backward()
+        optimizer.step()
+        if strategy == "optim_grads":
+            second.backward()  # it has kept the weights of its forward
+            continue
+        with raises_on_rank(PhaseError) as messages:
+            second.backward()
+        found += messages
+    return found
+
+
+def test_a_backward_through_other_weights_than_the_forwards_is_refused(ranks2: RankPool) -> None:
+    for (message,) in ranks2.run(steps_between):
+        assert "were written between its forward and its backward" in message
+        assert "optimizer.step() and other writes after the last backward" in message
+
+
+def embeddings_with_max_norm() -> list[str]:
+    found = []
+    for layer in (nn.Embedding(4, 2, max_norm=1.0), nn.EmbeddingBag(4, 2, max_norm=1.0)):
+        with raises_on_rank(ConfigError) as messages:
+            graphfsdp.fully_shard(nn.Sequential(layer))
+        found += messages
+    return found
+
+
+def test_embeddings_that_renormalise_their_weight_are_refused(ranks2: RankPool) -> None:
+    for first, second in ranks2.run(embeddings_with_max_norm):
+        assert "Embedding '0' has max_norm=1.0" in first
+        assert "EmbeddingBag '0' has max_norm=1.0" in second
