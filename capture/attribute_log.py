@@ -10,7 +10,7 @@ from torch import nn
 from graphfsdp._capture.compiled_code import has_compiled
 
 # Frames of these look into modules for reasons of their own.
-_PLUMBING = ("torch.nn.modules.module", "graphfsdp.")
+_PLUMBING = ("torch.nn.modules.module", "torch._dynamo.", "graphfsdp.")
 # Whoever takes these of a module gets all its attributes; copies and pickles take the last three.
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce__", "__reduce_ex__"})
 
@@ -23,7 +23,7 @@ class AttributeLog:
     through properties), so for the time of a recording ``nn.Module`` does, for all its
     subclasses. Whoever takes a module's whole ``__dict__`` may have read all of it. What
     torch.compile has compiled reads below Python: once it has compiled anything in this process,
-    every attribute is taken to be read (``sees_all`` is False).
+    every number is taken to be read (``sees_all`` is False).
 
     Note [Assignments]: what the iteration assigns, the next eager one would assign anew before
     it reads it, or count on with it (``self.calls += 1``); a replay does neither. So a change of

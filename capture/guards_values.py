@@ -31,7 +31,8 @@ class ValueGuard:
     Note [Contents]: of an attribute that the iteration has read, all contents are taken to be
     read: numbers in lists, dicts and sets, and in objects that are nothing but data, such as a
     model's configuration. Not those that the iteration changes itself, nor dicts with tensors in
-    them, which are caches. Also guarded are the classes of modules, and their ``forward``.
+    them, which are caches. Also guarded are the classes of modules, and their ``forward``. What
+    only code of torch.compile reads is not seen here; of that, numbers alone are guarded.
     """
 
     def __init__(
@@ -55,8 +56,6 @@ class ValueGuard:
         self._names: list[str] = []
         self._class_values: list[tuple[type, str, Any]] = []
         self._columns: list[tuple[Any, ...]] = [(), (), (), ()]
-        if not log.sees_all:
-            return
         for path, module in model.named_modules():
             for name, value in vars(module).items():
                 if name in OWN or log.assigned(module, name) or not log.read(module, name):

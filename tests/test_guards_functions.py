@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import utils as dynamo_utils
 
 import graphfsdp
 from footgun_net import inputs, start
@@ -233,7 +234,14 @@ def test_a_global_dict_with_methods_of_its_own_is_seen() -> None:
     assert "'Net' of global variable 'REGISTRY'" in message
 
 
-def test_a_dict_of_the_model_with_methods_of_its_own_is_seen() -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["no compile", "after torch.compile"])
+def test_a_dict_of_the_model_with_methods_of_its_own_is_seen(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Anything that torch.compile has compiled in this process hides reads, but not these.
+    counters = {"frames": {"ok": 1}} if compiled else {}
+    monkeypatch.setattr(dynamo_utils, "counters", counters)
+
     def loss_fn(model: Any, x: Tensor) -> Tensor:
         loss: Tensor = model(x) * model.registry.get(model)
         return loss
