@@ -6,9 +6,11 @@ import gc
 import os
 import random
 import signal
+import sys
 import types
 import zlib
 from collections.abc import Generator, Iterator
+from typing import Any
 
 # Before torch is imported: child processes inherit the first, cuBLAS reads the second once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -101,6 +103,17 @@ def _fixed_seed(request: pytest.FixtureRequest) -> Iterator[None]:
     random.setstate(python_state)
     numpy.random.set_state(numpy_state)
     torch.set_rng_state(cpu_state)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """Let no test know what others have compiled: it changes what counts as read by a module."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    before = dict(counters)
+    counters.clear()
+    yield
+    counters.clear()
+    counters.update(before)
 
 
 @pytest.fixture(autouse=True)

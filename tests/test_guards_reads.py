@@ -11,22 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import utils as dynamo_utils
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import number_of, same_bits
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    """Other tests of this process may have compiled; then every number counts as read."""
-    counters: Any = dynamo_utils.counters
-    before = dict(counters)
-    counters.clear()
-    yield
-    counters.clear()
-    counters.update(before)
 
 
 class Net(nn.Module):
