@@ -52,6 +52,9 @@ class TimeLimitError(BaseException):
 def pytest_configure(config: pytest.Config) -> None:
     # Threads split sums differently, and the tests ask for equal bits on machines of all sizes.
     torch.set_num_threads(1)
+    # A shell starts what runs in the background deaf to Ctrl-C, and tests press it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # While tests run, pytest holds file descriptor 2; here it still is the terminal.
     config.stash[_TERMINAL] = os.dup(2)
 

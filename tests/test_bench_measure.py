@@ -264,17 +264,23 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
     measured: tuple[CaseResult, list[Faulty]],
 ) -> None:
     child_that(how, tmp_path, monkeypatch, measured[0])
-    monkeypatch.setattr(case_process, "SILENCE_LIMIT_S", 2.0)
     requests: list[ChildRequest] = []
     real = case_process._run_child
 
     def spy(request: ChildRequest, *others: object) -> object:
+        monkeypatch.setattr(case_process, "SILENCE_LIMIT_S", 60.0)  # to start may take long
         requests.append(request)
         return real(request, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(case_process, "_run_child", spy)
     said: list[tuple[str, str]] = []
-    found = case_process.run_case(REQUEST, lambda phase, name, _: said.append((phase, name)), 60)
+
+    def say(phase: str, name: str, _: object) -> None:
+        said.append((phase, name))
+        if how == "hang" and len(requests) == 1:
+            monkeypatch.setattr(case_process, "SILENCE_LIMIT_S", 2.0)
+
+    found = case_process.run_case(REQUEST, say, 110)
     assert found == measured[0]
     assert [request.excluded for request in requests] == [(), (("pytorch", reason),)]
     assert said == [("warm-up", "pytorch")] * 2

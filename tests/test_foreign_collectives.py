@@ -77,7 +77,7 @@ def foreign(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "all_reduce"])
 def test_a_foreign_collective_is_refused_by_name(ranks2: RankPool, kind: str) -> None:
-    for message in ranks2.run(foreign, kind, limit_s=20.0):
+    for message in ranks2.run(foreign, kind):
         assert "Remedy" in message
         if kind == "fsdp2":
             assert "fsdp.all_gather_copy_in" in message

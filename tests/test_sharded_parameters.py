@@ -82,7 +82,7 @@ def full_tensors_of_copies(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_state_dict_holds_right_full_tensors(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(full_tensors_of_copies, strategy, limit_s=15.0)
+    ranks2.run(full_tensors_of_copies, strategy)
 
 
 class Scaled(nn.Module):
@@ -119,7 +119,7 @@ def clipped_by_torch(strategy: str, with_scalar: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("with_scalar", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_torch_clips_uneven_shards(ranks2: RankPool, strategy: str, with_scalar: bool) -> None:
-    for expected, got in ranks2.run(clipped_by_torch, strategy, with_scalar, limit_s=15.0):
+    for expected, got in ranks2.run(clipped_by_torch, strategy, with_scalar):
         assert got == pytest.approx(expected, rel=1e-5)
 
 
