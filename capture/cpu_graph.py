@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from graphfsdp._capture.arena import Arena
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.collective_order import CollectiveOrder
-from graphfsdp._capture.collector import without_collector
 from graphfsdp._capture.copy_on_write import CopyOnWrite
 from graphfsdp._capture.cpu_program import ProgramBuilder
 from graphfsdp._capture.cpu_recorder import Recorder, Value
@@ -23,6 +22,7 @@ from graphfsdp._capture.replay_undo import ReplayUndo
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.undo_arena import give_back_freed_pages
 from graphfsdp._capture.undo_plan import plan_undo
+from graphfsdp.collector import without_collector
 from graphfsdp.config import UndoReplays
 from graphfsdp.errors import CaptureError, PhaseError
 

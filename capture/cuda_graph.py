@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.collective_order import CollectiveOrder
-from graphfsdp._capture.collector import without_collector
 from graphfsdp._capture.compiled_code import has_compiled_regions
 from graphfsdp._capture.cuda_broken import end_broken_capture, has_ended
 from graphfsdp._capture.cuda_driver import find_driver
@@ -23,6 +22,7 @@ from graphfsdp._capture.host_copies import HostCopies
 from graphfsdp._capture.source import user_line_of
 from graphfsdp._capture.storages import refuse_dropped_tensors
 from graphfsdp._capture.watcher import Watcher
+from graphfsdp.collector import without_collector
 from graphfsdp.config import UndoReplays
 from graphfsdp.dtensors import local_part
 from graphfsdp.errors import CaptureError, PhaseError

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Graph
-from graphfsdp._capture.collector import without_collector
 from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards import Guards
 from graphfsdp._capture.results import Results
 from graphfsdp._capture.static_inputs import StaticInputs
+from graphfsdp.collector import without_collector
 from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 

@@ -21,6 +21,7 @@ FOLDERS = {"graphfsdp": "graphfsdp", "capture": "graphfsdp._capture", "optim": "
 FLOOR = frozenset(
     {
         *("_recompute", "buckets", "capturable", "changes", "clip", "collectives", "config"),
+        "collector",
         *(
             "dtensors",
             "errors",

@@ -1,10 +1,8 @@
 """Timing: contenders take turns in short windows, so that a slow minute hits them all."""
 
-import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,19 +68,6 @@ def _window(step_ms: Sequence[float], host_ms: float, cpu_ns: int) -> Window:
     return Window(rounded, host_ms / num_steps, cpu_ns / 1e6 / num_steps)
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep Python's collector out of the body; it runs once before."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 @dataclass(frozen=True)
 class Schedule:
     """How many rounds there are, and how many steps each window of a round has."""
@@ -115,6 +100,5 @@ __all__ = [
     "Schedule",
     "Window",
     "make_schedule",
-    "no_garbage_collection",
     "time_window",
 ]

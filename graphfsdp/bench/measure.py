@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
-from graphfsdp.bench.clock import Schedule, make_schedule, no_garbage_collection
+from graphfsdp.bench.clock import Schedule, make_schedule
 from graphfsdp.bench.contender import ContenderSpec, Setting
 from graphfsdp.bench.facts import WorkloadFacts
 from graphfsdp.bench.flops import find_peak, model_flops, num_parameters
@@ -27,6 +27,7 @@ from graphfsdp.bench.records import (
 from graphfsdp.bench.roofline import kernel_roofline, operator_roofline
 from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS, RunningContender, build_contender
 from graphfsdp.bench.together import Failure, attempt, first_says, line_up
+from graphfsdp.collector import without_collector
 from graphfsdp.errors import ConfigError
 
 _NUM_PROBES = 2
@@ -231,7 +232,7 @@ class _CaseBench:
             batches = self._source.take(self._next_step, schedule.num_steps)
             if number and self._is_late(_TIMING_SHARE):
                 break
-            with no_garbage_collection():
+            with without_collector():
                 for item in order:
                     if item in self._running:
                         share = number / schedule.num_rounds

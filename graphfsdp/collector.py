@@ -1,4 +1,4 @@
-"""Keeps the cyclic garbage collector out of a recording."""
+"""Keeps the cyclic garbage collector out of recordings and measurements."""
 
 import gc
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ def without_collector() -> Iterator[None]:
 
     Whatever a finaliser does in the middle of a recording would become a part of the graph: an
     operator of a user's ``__del__`` would run in every replay, and freeing CUDA memory is not
-    permitted in a capture.
+    permitted in a capture. Into a measurement it would come at any time.
     """
     gc.collect()
     was_enabled = gc.isenabled()
