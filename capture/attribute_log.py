@@ -1,7 +1,7 @@
 """Which attributes of modules an iteration reads and assigns while it is recorded."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ class AttributeLog:
         self._assigned: set[tuple[int, str]] = set()  # id of a module, name of its attribute
         self._read: dict[int, set[str]] = {}
         self._opened: set[int] = set()  # modules whose dict was taken
+        self._modules: dict[int, nn.Module] = {}  # all of them, so that no id is used again
         self._on = False
 
     @property
@@ -57,6 +58,10 @@ class AttributeLog:
         """Return the names that the iteration has asked a module for, found or not."""
         return self._read.get(id(module), set())
 
+    def modules(self) -> Iterable[nn.Module]:
+        """Return the modules of which the iteration has read anything, the model's and others."""
+        return self._modules.values()
+
     def stop(self) -> None:
         """Note no more; what is read from now on is no business of the iteration."""
         self._on = False
@@ -66,6 +71,7 @@ class AttributeLog:
         """Note reads and assignments while the body runs, or until ``stop``."""
         original_set = nn.Module.__setattr__
         read, opened, assigned = self._read, self._opened, self._assigned
+        modules = self._modules
 
         def noting_set(module: nn.Module, name: str, value: Any) -> None:
             if self._on:
@@ -77,8 +83,11 @@ class AttributeLog:
                 if name in _WHOLE:
                     if not sys._getframe(1).f_globals.get("__name__", "").startswith(_PLUMBING):
                         opened.add(id(module))
+                elif id(module) in read:
+                    read[id(module)].add(name)
                 else:
-                    read.setdefault(id(module), set()).add(name)
+                    read[id(module)] = {name}
+                    modules[id(module)] = module
             return object.__getattribute__(module, name)
 
         nn.Module.__setattr__ = noting_set  # type: ignore[method-assign,assignment]

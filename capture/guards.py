@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.guards_around import AroundGuard
 from graphfsdp._capture.guards_functions import FunctionGuard
 from graphfsdp._capture.guards_hooks import HookGuard
 from graphfsdp._capture.guards_modules import AttributeGuard, StructureGuard
@@ -91,6 +92,7 @@ class Guards:
         """
         self._log.stop()
         attributes = AttributeGuard(self._model, self._log, was_read)
+        functions = FunctionGuard(self._functions, self._model, self._log, was_read)
         names = {id(param): name for name, param in self._named_params.items()}
         self._guards = (
             StructureGuard(self._model),
@@ -102,7 +104,8 @@ class Guards:
             attributes,
             ValueGuard(self._model, self._log, self._before),
             HookGuard(self._model, self._named_params, self._optimizers),
-            FunctionGuard(self._functions, self._model),
+            AroundGuard(self._model, self._log, was_read, functions.named_tensors()),
+            functions,
             SettingsGuard(self._device.type),
             *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
         )

@@ -1,14 +1,17 @@
-"""Guard of the numbers and functions that the user's own functions take from around them."""
+"""Guard of what the user's own functions take from around them: numbers, functions, tensors."""
 
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp._capture.code_names import CodeNames, names_of
 from graphfsdp._capture.guards_modules import is_scalar
 from graphfsdp._capture.guards_values import data_of
@@ -24,12 +27,17 @@ _REMEDY = (
     "(fill_), which replays see"
 )
 _REMEDY_FUNCTION = "replace functions before the capture, and leave them so"
+_REMEDY_TENSOR = (
+    "write into the old tensor (copy_), which replays see, or pass it as a tensor of the batch"
+)
+_REMEDY_MODULE = "load new weights into the old module (load_state_dict), which replays see"
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_THINGS = (Tensor, nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """One number, or one function, and how to look at it again."""
+    """One number, function, tensor or module, and how to look at it again."""
 
     title: str
     look: Callable[[], Any]
@@ -42,27 +50,54 @@ class FunctionGuard:
     Looked at are the functions given, the ``forward`` of the model's classes, and the user's
     functions and methods that they name: what their code reads and never assigns. What they assign
     themselves, they count or log; a replay leaves it. Functions that they name must stay the same
-    ones, those of torch too, and those that torch's own layers call.
+    ones, those of torch too, and those that torch's own layers call; so must the tensors and
+    modules that the recording has used.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], model: nn.Module) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        model: nn.Module,
+        log: AttributeLog,
+        was_read: Callable[[Tensor], bool],
+    ) -> None:
         """Remember the numbers now.
 
         Args:
             functions: The loss function, or the user's iteration.
             model: The model.
+            log: What the recorded iteration has read of modules.
+            was_read: Tells whether the recording has touched a tensor's storage.
         """
-        search = _Search()
+
+        def is_used(value: object) -> bool:
+            if isinstance(value, Tensor):
+                return was_read(value)
+            return isinstance(value, nn.Module) and bool(log.names_read(value))
+
+        search = _Search(is_used)
         found = [number for each in functions for number in search.of_function(each, 0)]
         for kind in dict.fromkeys(map(type, model.modules())):
             found += search.of_class(kind)
         self._numbers = list({number.title: number for number in found}.values())
-        self._looks = [number.look for number in self._numbers]
-        self._values = [number.value for number in self._numbers]
+        things = [number for number in self._numbers if isinstance(number.value, _THINGS)]
+        numbers = [number for number in self._numbers if not isinstance(number.value, _THINGS)]
+        self._looks = [number.look for number in numbers]
+        self._values = [number.value for number in numbers]
+        self._thing_looks = [number.look for number in things]
+        self._things = [number.value for number in things]
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, with names for messages."""
+        for number in self._numbers:
+            if isinstance(number.value, Tensor):
+                yield number.title, number.value
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return list(map(operator.call, self._looks)) == self._values
+        return list(map(operator.call, self._looks)) == self._values and all(
+            map(operator.is_, map(operator.call, self._thing_looks), self._things)
+        )
 
     def watched(self) -> Watched:
         """Return how to look again."""
@@ -75,25 +110,53 @@ class FunctionGuard:
             now = number.look()
             if now is number.value or (is_scalar(now) and now == number.value):
                 continue
-            kind, is_number = ChangeKind.ATTRIBUTE, is_scalar(number.value)
-            old = repr(number.value) if is_number else "one function"
-            new = repr(now) if is_scalar(now) else f"another {type(now).__name__}"
-            remedy = _REMEDY if is_number else _REMEDY_FUNCTION
-            found.append(Change(kind, number.title, old, new, remedy))
+            if not _is_same_memory(number.value, now):
+                found.append(_change(number, now))
         return found
+
+
+def _change(number: _Number, now: object) -> Change:
+    value = number.value
+    old, remedy = "one function", _REMEDY_FUNCTION
+    if is_scalar(value):
+        old, remedy = repr(value), _REMEDY
+    elif isinstance(value, _THINGS):
+        old = f"one {type(value).__name__}"
+        remedy = _REMEDY_TENSOR if isinstance(value, Tensor) else _REMEDY_MODULE
+    new = repr(now) if is_scalar(now) else f"another {type(now).__name__}"
+    return Change(ChangeKind.ATTRIBUTE, number.title, old, new, remedy)
+
+
+def _is_same_memory(old: object, new: object) -> bool:
+    """Tell whether two tensors are one and the same to a kernel."""
+    if type(old) is not type(new) or type(old) not in (Tensor, nn.Parameter):
+        return False
+    assert isinstance(old, Tensor)
+    assert isinstance(new, Tensor)
+    if old.layout is not torch.strided or new.layout is not torch.strided:
+        return False
+    shapes = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in (old, new)]
+    return shapes[0] == shapes[1]
 
 
 class _Search:
     """Walks from a function to the numbers that it may read."""
 
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
+    def __init__(self, is_used: Callable[[object], bool]) -> None:
+        """Prepare.
+
+        Args:
+            is_used: Tells whether the recording has used a tensor or module.
+        """
+        self._seen: set[tuple[int, int]] = set()  # functions, and what they are bound to
+        self._is_used = is_used
 
     def of_function(self, function: object, depth: int) -> Iterator[_Number]:
         """Yield the numbers around a function."""
-        if depth > _MAX_DEPTH or id(function) in self._seen:
+        key = id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
+        if depth > _MAX_DEPTH or key in self._seen:
             return
-        self._seen.add(id(function))
+        self._seen.add(key)
         if isinstance(function, functools.partial):
             yield from _items("keyword {} of a functools.partial", function.keywords)
             yield from self.of_function(function.func, depth)
@@ -114,9 +177,10 @@ class _Search:
         waiting, seen = ["forward"], {"forward"}
         while waiting:
             function = getattr(kind, waiting.pop(), None)
-            if not isinstance(function, types.FunctionType) or id(function) in self._seen:
+            key = id(function), id(None)
+            if not isinstance(function, types.FunctionType) or key in self._seen:
                 continue
-            self._seen.add(id(function))
+            self._seen.add(key)
             if is_users_file(function.__code__.co_filename):
                 yield from self._of_code(function, None, 1)
             elif function.__module__.startswith("torch.nn.modules."):
@@ -133,7 +197,13 @@ class _Search:
         where = f"of {function.__qualname__}"
         if owner is not None and not isinstance(owner, nn.Module | type):
             attributes = getattr(owner, "__dict__", {})
-            yield from _items(f"attribute {{}} {where}", attributes, names.read_of_self(function))
+            read = names.read_of_self(function)
+            yield from self._items_of(f"attribute {{}} {where}", attributes, read)
+            for name in sorted(read):
+                method = getattr(type(owner), name, None)
+                if isinstance(method, types.FunctionType):  # maybe in a decorator of torch's
+                    method = types.MethodType(inspect.unwrap(method), owner)
+                    yield from self.of_function(method, depth + 1)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         around = [
             (
@@ -159,13 +229,19 @@ class _Search:
         self, title: str, look: Callable[[], Any], read: set[str], names: CodeNames, depth: int
     ) -> Iterator[_Number]:
         value = look()
-        if is_scalar(value):
+        if is_scalar(value) or self._is_used(value):
             yield _Number(title, look, value)
+        elif isinstance(value, _THINGS):
+            return
         elif isinstance(value, dict):
-            if not names.writes_items and not any(
-                isinstance(item, Tensor) for item in dict.values(value)
-            ):
+            if names.writes_items:
+                return
+            if not any(isinstance(item, Tensor) for item in dict.values(value)):
                 yield from _leaves(title, look, value, None, 0)
+            for key, item in dict.items(value):
+                if self._is_used(item):
+                    again = functools.partial(_look_into, look, key, True)
+                    yield _Number(f"{key!r} of {title}", again, item)
         elif isinstance(value, types.ModuleType):
             table = vars(value)
             if is_users_file(getattr(value, "__file__", None) or "<"):
@@ -179,6 +255,17 @@ class _Search:
             yield from _items(f"{{}} of {title}", attributes, read)
         elif _is_tree(value, 0):
             yield from _leaves(title, look, value, read | names.attributes - names.stored, 0)
+        elif not isinstance(value, type):
+            # An object that holds much else: only what is read of it right here.
+            yield from self._items_of(f"{{}} of {title}", getattr(value, "__dict__", {}), read)
+
+    def _items_of(self, title: str, table: Mapping[str, Any], names: set[str]) -> Iterator[_Number]:
+        """Yield the numbers in an object's attributes, and the tensors and modules in use."""
+        yield from _items(title, table, names)
+        for key, value in table.items():
+            if key in names and self._is_used(value):
+                look = functools.partial(table.get, key, _MISSING)
+                yield _Number(title.format(repr(key)), look, value)
 
 
 def _content(cell: types.CellType) -> Any:

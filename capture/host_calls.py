@@ -31,6 +31,8 @@ _THREAD_FILE = "threading.py"
 _POOL_FILE = "concurrent/futures/thread.py"
 _CUDA_FILE = "torch/cuda/__init__.py"
 _COLLECTIVES_FILE = "distributed_c10d.py"
+# LRScheduler itself and its like, and the one of averaged weights.
+_SCHEDULER_FILES = ("torch/optim/lr_scheduler.py", "torch/optim/swa_utils.py")
 # The ends of the names of the files whose functions `judge_call` knows, and the names of what
 # `judge_c_call` knows: for all others both return None.
 JUDGED_FILES = (
@@ -40,6 +42,7 @@ JUDGED_FILES = (
     _POOL_FILE,
     _CUDA_FILE,
     _COLLECTIVES_FILE,
+    *_SCHEDULER_FILES,
 )
 JUDGED_C_NAMES = _STATE_METHODS | _DRAWS | _WAITS | {"resize_", "data_ptr"}
 _Judged = tuple[str, Refusal] | None
@@ -81,6 +84,10 @@ def judge_call(frame: FrameType) -> _Judged:
     if name == "compile_wrapper":
         if file.endswith(_COMPILE_FILE):
             return "torch.compile", compiled_region(_compiled_name(frame))
+    elif name == "step":
+        if file.endswith(_SCHEDULER_FILES):
+            full = f"{type(frame.f_locals.get('self')).__name__}.step"
+            return full, _scheduler(full)
     elif name == "start":
         if file.endswith(_THREAD_FILE) and "self" in frame.f_locals:
             return "threading.Thread.start", _thread("threading.Thread.start")
@@ -139,6 +146,16 @@ def _python_random(how: str) -> Refusal:
         "so this one number, or the branch that it decides, would stay for ever",
         "draw on the device (torch.rand), or draw outside and pass the number as a tensor of "
         "the batch",
+        HazardKind.BAKED_NUMBER,
+    )
+
+
+def _scheduler(how: str) -> Refusal:
+    return Refusal(
+        f"{how} counts in Python and sets learning rates inside the iteration; a replay runs no "
+        "Python, so the schedule would stand still",
+        "call it after the captured step, outside the iteration: replays see the learning rates "
+        "that it sets",
         HazardKind.BAKED_NUMBER,
     )
 

@@ -40,6 +40,10 @@ class HostOptimizer:
                     )
             where = f"its state of a parameter of shape {tuple(param.shape)}"
             yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
+        for index, (before_group, group) in enumerate(
+            zip(self._groups, self._optimizer.param_groups, strict=False)
+        ):
+            yield from self._changed_settings(index, _numbers(before_group), _numbers(group))
         now = _numbers(vars(self._optimizer))
         yield from self._changed_numbers(self._numbers, now, "its attributes")
 
@@ -57,6 +61,20 @@ class HostOptimizer:
         for group, before_group in zip(optimizer.param_groups, self._groups, strict=False):
             group.clear()
             group.update(before_group)
+
+    def _changed_settings(
+        self, index: int, before: Mapping[str, float], after: Mapping[str, float]
+    ) -> Iterator[CaptureError]:
+        for key, value in after.items():
+            if key in before and before[key] != value:
+                yield CaptureError(
+                    f"the iteration changed {key!r} of group {index} of "
+                    f"{type(self._optimizer).__name__} from {before[key]} to {value}; a replay "
+                    "runs no Python and would leave it so. Remedy: change it after the captured "
+                    "step, outside the iteration, which replays see",
+                    kind=HazardKind.BAKED_NUMBER,
+                    source=None,
+                )
 
     def _changed_numbers(
         self, before: Mapping[str, float], after: Mapping[str, float], where: str

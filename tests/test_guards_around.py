@@ -1,0 +1,187 @@
+"""Tests of the guard of what an iteration uses beside its model: teachers, criteria, tensors."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+
+
+class Around:
+    """What a loss function uses beside the model, all of it seeded."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(11)
+        self.teacher = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)).eval()
+        self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((1,), 2.0))
+        self.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+        self.table = {"shift": torch.ones(4), "unused": torch.ones(2)}
+        self.unused = torch.ones(3)
+        self.other_teacher = nn.Linear(4, 1)
+        self.scale = 1.0
+        self.anything = object()  # not nothing but data
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(model(x), self.wanted(x)) * self.scale
+        return loss
+
+    @torch.no_grad()
+    def wanted(self, x: Tensor) -> Tensor:
+        wanted: Tensor = self.teacher(x * self.mask + self.table["shift"])
+        return wanted.sigmoid()
+
+
+def by_closure(around: Around) -> Callable[..., Any]:
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        with torch.no_grad():
+            wanted = around.teacher(x * around.mask + around.table["shift"])
+        return around.criterion(model(x), wanted.sigmoid()) * around.scale
+
+    return loss_fn
+
+
+def by_variables(around: Around) -> Callable[..., Any]:
+    mask, teacher, table = around.mask, around.teacher, around.table
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        with torch.no_grad():
+            wanted = teacher(x * mask + table["shift"])
+        return around.criterion(model(x), wanted.sigmoid()) * around.scale
+
+    def set_mask(value: Tensor) -> None:
+        nonlocal mask
+        mask = value
+
+    around.set_mask = set_mask  # type: ignore[attr-defined]
+    return loss_fn
+
+
+def start(
+    make_loss: Callable[[Around], Callable[..., Any]], **options: Any
+) -> tuple[graphfsdp.CapturedStep, nn.Module, FusedAdam, Around, Callable[[], Tensor]]:
+    quick_garbage_collection()
+    around = Around()
+    model = nn.Linear(4, 1)
+    optim = FusedAdam(model.parameters(), lr=1e-2)
+    step = graphfsdp.capture(model, optim, loss_fn=make_loss(around), **options)
+    generator = torch.Generator().manual_seed(12)
+    return step, model, optim, around, lambda: torch.randn(8, 4, generator=generator)
+
+
+CHANGES: dict[str, tuple[Callable[[Around], object], str]] = {
+    "mode of a teacher": (lambda a: a.teacher.train(), "module 'Sequential'"),
+    "number of a teacher's layer": (
+        lambda a: setattr(a.teacher[2], "forward", a.teacher[2].forward),
+        "'Sequential.2.forward'",
+    ),
+    "weights of a teacher assigned": (
+        lambda a: a.teacher.load_state_dict(
+            {name: tensor * 2 for name, tensor in a.teacher.state_dict().items()}, assign=True
+        ),
+        "parameter 'Sequential.0.weight' outside of the model",
+    ),
+    "weights of a teacher in other memory": (
+        lambda a: setattr(a.teacher[0].weight, "data", torch.ones(4, 4)),
+        "parameter 'Sequential.0.weight' outside of the model",
+    ),
+    "a teacher": (lambda a: setattr(a, "teacher", a.other_teacher), "'teacher'"),
+    "a criterion": (lambda a: setattr(a, "criterion", nn.MSELoss()), "'criterion'"),
+    "a criterion's setting": (
+        lambda a: setattr(a.criterion, "reduction", "sum"),
+        "attribute 'BCEWithLogitsLoss.reduction' outside of the model",
+    ),
+    "a criterion's weight": (
+        lambda a: setattr(a.criterion, "pos_weight", torch.full((1,), 5.0)),
+        "buffer 'BCEWithLogitsLoss.pos_weight' outside of the model",
+    ),
+    "a tensor": (lambda a: setattr(a, "mask", torch.zeros(4)), "'mask'"),
+    "a tensor's memory": (lambda a: setattr(a.mask, "data", torch.zeros(4)), "'mask'"),
+    "a number beside tensors": (lambda a: setattr(a, "scale", 3.0), "'scale'"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("form", ["method", "closure"])
+def test_what_changes_around_the_model_is_refused_by_name(form: str, name: str) -> None:
+    change, named = CHANGES[name]
+    step, model, optim, around, batch = start(
+        by_closure if form == "closure" else lambda around: around.loss
+    )
+    for _ in range(6):
+        step(batch())
+    change(around)
+    before = snapshot(model, optim)
+    with pytest.raises(graphfsdp.GuardError, match=named) as caught:
+        step(batch())
+    assert "Remedy" in str(caught.value)
+    assert_same_state(before, snapshot(model, optim))
+
+
+@pytest.mark.parametrize("name", ["variable", "item"])
+def test_variables_and_items_of_dicts_that_are_tensors(name: str) -> None:
+    step, _, _, around, batch = start(by_variables)
+    for _ in range(6):
+        step(batch())
+    if name == "variable":
+        around.set_mask(torch.zeros(4))  # type: ignore[attr-defined]
+        match = "closure variable 'mask'"
+    else:
+        around.table["shift"] = torch.zeros(4)
+        match = "'shift' of closure variable 'table'"
+    with pytest.raises(graphfsdp.GuardError, match=match):
+        step(batch())
+
+
+@pytest.mark.parametrize("on_change", ["recapture", "eager"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_training_goes_on_as_the_change_says(name: str, on_change: str) -> None:
+    change, _ = CHANGES[name]
+
+    def train(scope: str) -> list[dict[str, Tensor]]:
+        step, model, optim, around, batch = start(by_closure, scope=scope, on_change=on_change)
+        states = []
+        for index in range(18):
+            if index == 7:
+                change(around)
+            optim.param_groups[0]["lr"] = 1e-2 / (1 + index)
+            loss = step(batch())
+            states.append(snapshot(model, optim) | {"loss": loss})
+        assert step.phase is not graphfsdp.Phase.WARMUP
+        return states
+
+    for expected, got in zip(train("none"), train("full_iteration"), strict=True):
+        assert_same_state(expected, got)
+
+
+def test_what_does_not_matter_may_change() -> None:
+    step, model, _, around, batch = start(by_closure)
+    for _ in range(6):
+        step(batch())
+    around.unused = torch.zeros(3)
+    around.table["unused"] = torch.zeros(2)
+    around.other_teacher.train()
+    with torch.no_grad():
+        around.mask.zero_()  # replays see it
+    around.mask = around.mask.view(4)  # another object, the same memory
+    x = batch()
+    with torch.no_grad():
+        expected = by_closure(around)(model, x)
+    assert torch.equal(step(x), expected)
+    assert step.report().num_calls["replay"] == 3
+
+
+def test_an_evaluation_follows_a_teachers_mode(caplog: pytest.LogCaptureFixture) -> None:
+    step, model, _, around, batch = start(by_closure)
+    x = batch()
+    for _ in range(3):
+        step.evaluate(x)
+    around.criterion.reduction = "sum"
+    with caplog.at_level(logging.INFO, "graphfsdp"), torch.no_grad():
+        assert torch.equal(step.evaluate(x), by_closure(around)(model, x))
+    assert "BCEWithLogitsLoss.reduction" in caplog.text
