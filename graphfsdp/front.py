@@ -28,6 +28,7 @@ from graphfsdp.preconditions import (
     refuse_foreign_optimizer,
     refuse_other_types,
     refuse_several,
+    refuse_unreduced_parameters,
     trainable_of_all,
 )
 from graphfsdp.wrapped import refuse_compiled_modules, refuse_parallel_wrapper
@@ -125,7 +126,7 @@ def capture(
     if iteration is None:
         refuse_several(model, optimizer)
     else:
-        refuse_beside_iteration(iteration, together, options)
+        refuse_beside_iteration(iteration, options)
     if options.scope is not Scope.NONE:
         refuse_parallel_wrapper(together)
     for item in inner:
@@ -133,7 +134,9 @@ def capture(
         refuse_clipping_of_scaled_gradients(item, options)
         if iteration is None:
             refuse_foreign_optimizer(together, item)
-    graph_backend = make_backend(backend, only_device(together, trainable_of_all(together, inner)))
+    named_params = trainable_of_all(together, inner)
+    refuse_unreduced_parameters(together, named_params)
+    graph_backend = make_backend(backend, only_device(together, named_params))
     if options.scope is not Scope.NONE:
         refuse_compiled_modules(together, graph_backend.device)
     adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])

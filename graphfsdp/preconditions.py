@@ -1,11 +1,12 @@
 """What model, optimizer and options must be like before anything is captured."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from graphfsdp.capturable import CapturableOptimizer
@@ -14,6 +15,8 @@ from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.device_optimizer import DeviceOptimizer
 from graphfsdp.sharded import sharded_roots
 from graphfsdp.wrapped import unwrap_optimizer
+
+_MAX_LISTED = 5
 
 
 def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
@@ -113,6 +116,46 @@ def adopt_sharded_parameters(model: nn.Module, optimizer: torch.optim.Optimizer)
                     "to whole parameters. Remedy: call fully_shard before the first step"
                 )
         group["params"] = [replaced.get(id(param), param) for param in group["params"]]
+
+
+def refuse_unreduced_parameters(model: nn.Module, named_params: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that each rank would train for itself beside those that are sharded.
+
+    Args:
+        model: Maybe sharded, in part.
+        named_params: What is trained, by full name.
+
+    Raises:
+        ConfigError: nobody reduces the gradients of some of them; they are named.
+    """
+    roots = sharded_roots(model)
+    groups = {group for root in roots for group in root.process_groups() if group.size() > 1}
+    if not groups:
+        return
+    ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+    reduced = {param for root in roots for param in root.main_grads()}
+    alone = [
+        name
+        for name, param in named_params.items()
+        if param not in reduced and not ranks <= _ranks_of(param)
+    ]
+    if alone:
+        listed = ", ".join(map(repr, alone[:_MAX_LISTED]))
+        more = f" and {len(alone) - _MAX_LISTED} more" if len(alone) > _MAX_LISTED else ""
+        raise ConfigError(
+            f"each rank would train {listed}{more} for itself: fully_shard has taken other "
+            f"parameters, but not {'this one' if len(alone) == 1 else 'these'}, so nobody reduces "
+            f"{'its gradient' if len(alone) == 1 else 'their gradients'} over the {len(ranks)} "
+            "ranks, whose weights would drift apart. Ways out: fully_shard around the outermost "
+            "module as well (strategy='no_shard' keeps a whole copy on each rank), or "
+            "requires_grad_(False)"
+        )
+
+
+def _ranks_of(param: Tensor) -> set[int]:
+    """Return the ranks whose gradients torch itself reduces for a DTensor."""
+    mesh = getattr(param, "device_mesh", None)
+    return set() if mesh is None else set(mesh.mesh.flatten().tolist())
 
 
 def trainable_parameters(
@@ -220,7 +263,7 @@ def refuse_several(model: object, optimizer: object) -> None:
             )
 
 
-def refuse_beside_iteration(iteration: object, model: nn.Module, options: CaptureOptions) -> None:
+def refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None:
     """Refuse what a user's own iteration has to do itself.
 
     Raises:
@@ -242,7 +285,6 @@ def refuse_beside_iteration(iteration: object, model: nn.Module, options: Captur
             options.scope is Scope.FORWARD_BACKWARD,
             "scope='full_iteration'; iteration steps the optimizers itself",
         ),
-        "a sharded model": (bool(sharded_roots(model)), "the default iteration with loss_fn"),
     }
     for name, (is_given, remedy) in remedies.items():
         if is_given:
@@ -277,6 +319,7 @@ __all__ = [
     "refuse_clipping_of_scaled_gradients",
     "refuse_other_types",
     "refuse_several",
+    "refuse_unreduced_parameters",
     "trainable_of_all",
     "trainable_parameters",
 ]

@@ -139,7 +139,7 @@ def check_call(
     if iteration is None:
         refuse_several(model, optimizer)
     else:
-        refuse_beside_iteration(iteration, together, options)
+        refuse_beside_iteration(iteration, options)
 
     def make_iteration(
         adapted: CapturableOptimizer, gradients: PersistentGradients

@@ -24,6 +24,7 @@ from graphfsdp.preconditions import (
     only_device,
     precision_of,
     refuse_clipping_of_scaled_gradients,
+    refuse_unreduced_parameters,
     trainable_of_all,
 )
 from graphfsdp.sharded import main_grads_of
@@ -152,6 +153,10 @@ class Preflight:
         except ConfigError as error:
             self.note(error, HazardKind.CONFIG)
             return None
+        try:
+            refuse_unreduced_parameters(self._model, named_params)
+        except ConfigError as error:
+            self.note(error, HazardKind.CONFIG)
         try:
             adapted, steps = self._adapt()
         except ConfigError as error:  # optimizers that cannot be together
