@@ -1,7 +1,8 @@
 """Which attributes of modules an iteration reads and assigns while it is recorded."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +35,9 @@ class AttributeLog:
         self._assigned: set[tuple[int, str]] = set()  # id of a module, name of its attribute
         self._read: dict[int, set[str]] = {}
         self._opened: set[int] = set()  # modules whose dict was taken
-        self._modules: dict[int, nn.Module] = {}  # all of them, so that no id is used again
         self._on = False
+        self._met: dict[int, weakref.ref[nn.Module]] = {}
+        self._on_first: Callable[[nn.Module], None] | None = None
 
     @property
     def sees_all(self) -> bool:
@@ -58,20 +60,41 @@ class AttributeLog:
         """Return the names that the iteration has asked a module for, found or not."""
         return self._read.get(id(module), set())
 
-    def modules(self) -> Iterable[nn.Module]:
-        """Return the modules of which the iteration has read anything, the model's and others."""
-        return self._modules.values()
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that were read and still live, the model's and others."""
+        found = [self._met[key]() for key in self._read if key in self._met]
+        return [module for module in found if module is not None]
+
+    def _meet(self, module: nn.Module) -> set[str]:
+        key = id(module)
+
+        def forget(reference: object) -> None:  # another one may be made at its address
+            if self._met.get(key) is reference:
+                self._read.pop(key, None)
+                self._opened.discard(key)
+
+        self._met[key] = weakref.ref(module, forget)
+        names = self._read[key] = set()
+        if self._on_first is not None:
+            self._on = False
+            self._on_first(module)
+            self._on = True
+        return names
 
     def stop(self) -> None:
         """Note no more; what is read from now on is no business of the iteration."""
         self._on = False
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note reads and assignments while the body runs, or until ``stop``."""
+    def noting(self, on_first: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
+        """Note reads and assignments while the body runs, or until ``stop``.
+
+        Args:
+            on_first: Called with each module before its first read is noted.
+        """
+        self._on_first = on_first
         original_set = nn.Module.__setattr__
         read, opened, assigned = self._read, self._opened, self._assigned
-        modules = self._modules
 
         def noting_set(module: nn.Module, name: str, value: Any) -> None:
             if self._on:
@@ -83,11 +106,9 @@ class AttributeLog:
                 if name in _WHOLE:
                     if not sys._getframe(1).f_globals.get("__name__", "").startswith(_PLUMBING):
                         opened.add(id(module))
-                elif id(module) in read:
-                    read[id(module)].add(name)
                 else:
-                    read[id(module)] = {name}
-                    modules[id(module)] = module
+                    names = read.get(id(module))
+                    (self._meet(module) if names is None else names).add(name)
             return object.__getattribute__(module, name)
 
         nn.Module.__setattr__ = noting_set  # type: ignore[method-assign,assignment]
@@ -96,7 +117,7 @@ class AttributeLog:
         try:
             yield
         finally:
-            self._on = False
+            self._on, self._on_first = False, None
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = original_set  # type: ignore[method-assign]
 

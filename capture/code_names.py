@@ -2,6 +2,7 @@
 
 import dis
 import types
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -21,8 +22,11 @@ class CodeNames:
         locals: Likewise, of its arguments and other variables.
         whole: Names of all three that it also reads for something else (``f(cfg)``, ``c = cfg``).
         attributes: Everything that it reads as an attribute, of whatever it is.
+        after: What it reads right behind an attribute: ``beta`` behind ``cfg`` in ``x.cfg.beta``.
+        whole_attributes: Attributes that it also reads for something else (``f(x.cfg)``).
+        imports: Names of modules that it imports.
+        constants: Strings that it consists of.
         stored: Globals, closure variables and attributes that it assigns.
-        writes_items: It assigns items of containers.
     """
 
     globals: dict[str, set[str]] = field(default_factory=dict)
@@ -30,24 +34,50 @@ class CodeNames:
     locals: dict[str, set[str]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
+    after: dict[str, set[str]] = field(default_factory=dict)
+    whole_attributes: set[str] = field(default_factory=set)
+    imports: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
-    writes_items: bool = False
 
-    def read_of(self, name: str, table: dict[str, set[str]]) -> set[str]:
+    def read_of(
+        self, name: str, table: dict[str, set[str]], elsewhere: Set[str] = frozenset()
+    ) -> set[str]:
         """Return what may be read of a variable, and is not assigned.
 
         Args:
             name: The variable.
             table: Its kind: ``globals``, ``closures`` or ``locals``.
+            elsewhere: What other functions read, which it may be handed to.
         """
         read = table.get(name, set())
-        return (read | self.attributes if name in self.whole else read) - self.stored
+        return (read | self.attributes | elsewhere if name in self.whole else read) - self.stored
 
-    def read_of_self(self, function: types.FunctionType) -> set[str]:
+    def read_behind(self, attribute: str, elsewhere: Set[str] = frozenset()) -> set[str]:
+        """Return what may be read of an attribute's value, and is not assigned."""
+        read = self.after.get(attribute, set())
+        is_whole = attribute in self.whole_attributes
+        return (read | self.attributes | elsewhere if is_whole else read) - self.stored
+
+    def read_of_self(
+        self, function: types.FunctionType, elsewhere: Set[str] = frozenset()
+    ) -> set[str]:
         """Return what a method reads of the object that it belongs to, and does not assign."""
         name = next(iter(function.__code__.co_varnames), "")
         read = self.locals.get(name, set()) | self.closures.get(name, set())
-        return read - self.stored
+        return (read | elsewhere if name in self.whole else read) - self.stored
+
+    def merge(self, other: "CodeNames") -> None:
+        """Take in other code's names, but for what it assigns."""
+        for mine, its in (
+            *((self.globals, other.globals), (self.closures, other.closures)),
+            *((self.locals, other.locals), (self.after, other.after)),
+        ):
+            for name, read in its.items():
+                mine.setdefault(name, set()).update(read)
+        self.whole |= other.whole
+        self.attributes |= other.attributes
+        self.whole_attributes |= other.whole_attributes
 
     def add(self, code: types.CodeType) -> None:
         """Take in the names of a function's code."""
@@ -56,10 +86,14 @@ class CodeNames:
             name, table = instruction.argval, self._table(instruction.opname)
             if instruction.opname in _ATTRIBUTE:
                 self.attributes.add(name)
+                if following is not None and following.opname in _ATTRIBUTE:
+                    self.after.setdefault(name, set()).add(following.argval)
+                else:
+                    self.whole_attributes.add(name)
+            elif instruction.opname == "IMPORT_NAME":
+                self.imports.add(name)
             elif instruction.opname in _STORES:
                 self.stored.add(name)
-            elif instruction.opname == "STORE_SUBSCR":
-                self.writes_items = True
             elif table is not None:
                 # Some instructions load two variables; an attribute is read of the last of them.
                 name = name[-1] if isinstance(name, tuple) else name
@@ -71,6 +105,8 @@ class CodeNames:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self.add(constant)
+            elif isinstance(constant, str):
+                self.constants.add(constant)
 
     def _table(self, opname: str) -> dict[str, set[str]] | None:
         if opname in _GLOBAL:

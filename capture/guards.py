@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.guards_around import AroundGuard
-from graphfsdp._capture.guards_functions import FunctionGuard
-from graphfsdp._capture.guards_hooks import HookGuard
+from graphfsdp._capture.guards_around import AroundGuard, OutsideModules
+from graphfsdp._capture.guards_functions import FunctionGuard, Surroundings
+from graphfsdp._capture.guards_hooks import HookGuard, users_hooks
 from graphfsdp._capture.guards_modules import AttributeGuard, StructureGuard
 from graphfsdp._capture.guards_optimizer import OptimizerGuard
 from graphfsdp._capture.guards_settings import SettingsGuard
@@ -43,7 +44,7 @@ class Guards:
     A replay goes on with the memory, the modules, the numbers and the switches that it was
     recorded with, without an error. So each difference has to be found before it runs.
 
-    Not seen are containers that the loss function writes to, and what lies in the user's objects.
+    Not seen is what no name in code leads to; see Note [Surroundings].
     """
 
     def __init__(
@@ -73,7 +74,11 @@ class Guards:
         self._functions = functions
         self._device = device
         self._log = AttributeLog()
-        self._before: dict[int, tuple[Any, Any]] = {}  # containers of the model, with copies
+        self._around = Surroundings(
+            [*functions, *users_hooks(model, named_params, optimizers)], model
+        )
+        self._values: dict[str, object] = {}  # around functions, before the recording
+        self._before: dict[int, tuple[Any, Any]] = {}  # containers of modules, with copies
         self._guards: tuple[Guard, ...] = ()
         self._quick = QuickGuards()
 
@@ -81,7 +86,14 @@ class Guards:
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
         self._before = contents(self._model)
-        with self._log.noting():
+        self._values = self._around.values()
+        own = set(map(id, self._model.modules()))
+
+        def meet(module: nn.Module) -> None:
+            if id(module) not in own and "_modules" in vars(module):  # one that is made
+                self._before |= contents(module)
+
+        with self._log.noting(meet):
             yield
 
     def arm(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -92,7 +104,14 @@ class Guards:
         """
         self._log.stop()
         attributes = AttributeGuard(self._model, self._log, was_read)
-        functions = FunctionGuard(self._functions, self._model, self._log, was_read)
+        values = ValueGuard(self._model, self._log, self._before)
+        outside = OutsideModules(self._model, self._log)
+        find = partial(self._around.find, self._log, outside)
+        functions = FunctionGuard(find, self._values, self._log, was_read)
+        tensors = functions.named_tensors()
+        around = AroundGuard(outside, self._log, was_read, tensors, self._before)
+        functions.leave_out(values.known() | around.known)
+        self._values, self._before = {}, {}
         names = {id(param): name for name, param in self._named_params.items()}
         self._guards = (
             StructureGuard(self._model),
@@ -102,9 +121,9 @@ class Guards:
                 addresses_only=True,
             ),
             attributes,
-            ValueGuard(self._model, self._log, self._before),
+            values,
             HookGuard(self._model, self._named_params, self._optimizers),
-            AroundGuard(self._model, self._log, was_read, functions.named_tensors()),
+            around,
             functions,
             SettingsGuard(self._device.type),
             *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
@@ -121,6 +140,7 @@ class Guards:
             self._quick.look_anew(self._guards)
             return []
         found = [change for guard in self._guards for change in guard.changes()]
+        found = list(dict.fromkeys(found))
         if not found:
             self._quick.forget()  # guards may have armed themselves anew
         return found

@@ -1,45 +1,54 @@
 """Guard of modules and tensors that the iteration reads beside the model: teachers, criteria."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from graphfsdp._capture.attribute_log import AttributeLog
+from graphfsdp._capture.guards_hooks import HookGuard
 from graphfsdp._capture.guards_modules import AttributeGuard, StructureGuard, join
 from graphfsdp._capture.guards_tensors import TensorGuard
 from graphfsdp._capture.guards_values import ValueGuard
-from graphfsdp._capture.quick_guard import Watched
+from graphfsdp._capture.quick_guard import Watched, together
 from graphfsdp.changes import Change, ChangeKind
 
 
 class AroundGuard:
-    """Notices what changes in modules outside of the model: mode, numbers, weights, structure.
+    """Notices what changes in modules outside of the model: mode, numbers, weights, hooks.
 
     A frozen teacher, a criterion with class weights: the recording has read them like the model's
     own modules, and knows of their later changes as little.
+
+    Attributes:
+        known: Ids of their containers.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        around: "OutsideModules",
         log: AttributeLog,
         was_read: Callable[[Tensor], bool],
         tensors: Iterable[tuple[str, Tensor]],
+        before: Mapping[int, tuple[Any, Any]],
     ) -> None:
         """Remember them now.
 
         Args:
-            model: The model, whose modules others guard.
+            around: The modules.
             log: What the recorded iteration has read, of any module.
             was_read: Tells whether the recording has touched a tensor's storage.
             tensors: Others that the recording has read, with names for messages.
+            before: Containers of modules before the recording, from ``contents``.
         """
-        around = _Around(model, log)
-        attributes = AttributeGuard(around, log, was_read)
+        attributes = AttributeGuard(around, log, was_read, every_mode=False)
         weights = [item for item in _weights(around) if was_read(item[1])]
         named = [*weights, *attributes.named_tensors(), *tensors]
-        guards = [StructureGuard(around), attributes, ValueGuard(around, log, {})]
+        values = ValueGuard(around, log, before)
+        hooks = HookGuard(around, {}, (), with_global=False)
+        guards = [StructureGuard(around), attributes, values, hooks]
+        self.known = values.known()
         self._guards: tuple[_AnyGuard, ...] = (
             *(guards if around.found else ()),
             *([TensorGuard(named)] if named else ()),
@@ -50,8 +59,8 @@ class AroundGuard:
         return all([guard.holds() for guard in self._guards])
 
     def watched(self) -> Watched:
-        """Return how to look again."""
-        return Watched(rest=self.holds if self._guards else None)
+        """Return what all of them look at."""
+        return together([guard.watched() for guard in self._guards])
 
     def changes(self) -> list[Change]:
         """Compare everything and name what has changed."""
@@ -64,13 +73,14 @@ class AroundGuard:
         ]
 
 
-_AnyGuard = StructureGuard | TensorGuard | AttributeGuard | ValueGuard
+_AnyGuard = StructureGuard | TensorGuard | AttributeGuard | ValueGuard | HookGuard
 
 
-class _Around(nn.Module):
+class OutsideModules(nn.Module):
     """The modules around a model, for guards that ask a model for its modules."""
 
     def __init__(self, model: nn.Module, log: AttributeLog) -> None:
+        """Find those that the log has seen reads of."""
         super().__init__()
         inside = set(map(id, model.modules()))
         read = {id(module): module for module in log.modules() if id(module) not in inside}
@@ -94,7 +104,7 @@ class _Around(nn.Module):
         yield from self.found.values()
 
 
-def _weights(around: _Around) -> Iterator[tuple[str, Tensor]]:
+def _weights(around: OutsideModules) -> Iterator[tuple[str, Tensor]]:
     for path, module in around.found.values():
         for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in table.items():
@@ -102,4 +112,4 @@ def _weights(around: _Around) -> Iterator[tuple[str, Tensor]]:
                     yield f"{kind} {join(path, name)!r}", tensor
 
 
-__all__ = ["AroundGuard"]
+__all__ = ["AroundGuard", "OutsideModules"]

@@ -72,6 +72,8 @@ class HookGuard:
         model: nn.Module,
         named_params: Mapping[str, nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        with_global: bool = True,
     ) -> None:
         """Remember every hook.
 
@@ -79,9 +81,11 @@ class HookGuard:
             model: The model.
             named_params: Trainable parameters by full name.
             optimizers: Those that step inside the graph.
+            with_global: Also those of all modules.
         """
         self._tables = [
             *_module_tables(model),
+            *(_global_tables() if with_global else ()),
             *_param_tables(named_params),
             *(table for optimizer in optimizers for table in _optimizer_tables(optimizer)),
         ]
@@ -136,6 +140,9 @@ def _module_tables(model: nn.Module) -> Iterator[Table]:
         owner = f"module {path!r}" if path else "the model"
         for attribute, kind in _MODULE_TABLES:
             yield Table(module, attribute, kind, owner)
+
+
+def _global_tables() -> Iterator[Table]:
     for attribute, kind in _MODULE_TABLES:
         yield Table(torch_module, f"_global{attribute}", kind, "all modules")
 
@@ -163,6 +170,18 @@ def _plain(hook: Any) -> Any:
     return hook
 
 
+def users_hooks(
+    model: nn.Module,
+    named_params: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> list[Callable[..., Any]]:
+    """Return all hooks that an iteration calls, without our own."""
+    tables = [*_module_tables(model), *_global_tables(), *_param_tables(named_params)]
+    tables += [table for optimizer in optimizers for table in _optimizer_tables(optimizer)]
+    found = [hook for table in tables for hook in table.hooks.values() if not _is_ours(hook)]
+    return list({id(hook): hook for hook in found}.values())
+
+
 def _change(table: Table, hook: Callable[..., Any], *, removed: bool) -> Change:
     plain = _plain(hook)
     name = getattr(plain, "__qualname__", type(plain).__qualname__)
@@ -174,4 +193,4 @@ def _change(table: Table, hook: Callable[..., Any], *, removed: bool) -> Change:
     return Change(ChangeKind.HOOK, title, *words, remedy)
 
 
-__all__ = ["HookGuard"]
+__all__ = ["HookGuard", "users_hooks"]

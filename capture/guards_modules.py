@@ -100,6 +100,8 @@ class AttributeGuard:
         model: nn.Module,
         log: AttributeLog,
         was_read: Callable[[Tensor], bool],
+        *,
+        every_mode: bool = True,
     ) -> None:
         """Remember the values now.
 
@@ -107,6 +109,7 @@ class AttributeGuard:
             model: The model.
             log: What the recorded iteration has read and assigned.
             was_read: Tells whether the recording has touched a tensor's storage.
+            every_mode: Guard train or eval mode also of what has no part whose mode was read.
         """
         self._modules = list(model.named_modules())
         self._root = model
@@ -124,7 +127,9 @@ class AttributeGuard:
                     continue
                 if isinstance(value, Tensor) and was_read(value):
                     self._tensors.append((vars(module), name, value, path))
-                elif is_scalar(value) and _may_be_read(module, name, log):
+                elif is_scalar(value) and (
+                    (every_mode and name == "training") or _may_be_read(module, name, log)
+                ):
                     dicts, values, paths = self._scalars.setdefault(name, ([], [], []))
                     dicts.append(vars(module))
                     values.append(value)
@@ -270,10 +275,10 @@ def is_scalar(value: object) -> bool:
 
 def _may_be_read(module: nn.Module, name: str, log: AttributeLog) -> bool:
     if name == "training":
-        return True
+        return any(log.read(part, name) for part in module.modules())
     if name in OWN:
         return False
-    if log.sees_all:
+    if log.sees_all or log.read(module, name):
         return log.read(module, name)
     if type(module).__module__.startswith("torch.nn.") and name in _UNUSED_BY_TORCH:
         return False

@@ -1,5 +1,6 @@
 """Guard of what modules hold beside tensors and numbers: containers, configurations, functions."""
 
+import enum
 import operator
 import types
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,7 @@ class ValueGuard:
                     continue
                 if is_scalar(value):
                     continue  # AttributeGuard has it
-                if value is None or isinstance(value, _FUNCTIONS) or _is_container(value):
+                if is_named(value):
                     self._named.append((join(path, name), vars(module), name, value))
                 self._add_contents(join(path, name), value, before)
         self._columns = list(zip(*self._named, strict=True)) or self._columns
@@ -76,6 +77,10 @@ class ValueGuard:
             value = getattr(cls, name, _MISSING)
             if isinstance(value, SCALARS):
                 self._class_values.append((cls, name, value))
+
+    def known(self) -> set[int]:
+        """Return the ids of the containers that are compared."""
+        return set(map(id, self._lives))
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
@@ -198,8 +203,11 @@ def _is_data(value: object) -> bool:
     return value is None or isinstance(value, (*SCALARS, *_FUNCTIONS))
 
 
-def _is_container(value: object) -> bool:
-    return isinstance(value, (*_CONTAINERS, tuple)) or data_of(value) is not None
+def is_named(value: object) -> bool:
+    """Tell whether the guard notices another object in place of this one, or AttributeGuard."""
+    if value is None or is_scalar(value) or isinstance(value, (*_FUNCTIONS, *_CONTAINERS, tuple)):
+        return True
+    return data_of(value) is not None
 
 
 def _difference(title: str, old: Any, new: Any) -> Change:
@@ -216,6 +224,7 @@ def _difference(title: str, old: Any, new: Any) -> Change:
 
 
 def _change(title: str, old: str, new: str) -> Change:
+    new = new.replace("one ", "another ", 1) if new == old else new
     return Change(ChangeKind.ATTRIBUTE, title, old, new, _REMEDY)
 
 
@@ -224,9 +233,9 @@ def _show(value: object) -> str:
         return "missing"
     if isinstance(value, _FUNCTIONS):
         return str(getattr(value, "__name__", "a function"))
-    if value is None or isinstance(value, SCALARS):
+    if value is None or isinstance(value, (*SCALARS, enum.Enum)):
         return repr(value)
     return f"one {type(value).__name__}"
 
 
-__all__ = ["ValueGuard", "contents", "data_of"]
+__all__ = ["ValueGuard", "contents", "data_of", "is_named"]

@@ -40,6 +40,22 @@ class Watched:
     rest: Callable[[], bool] | None = None
 
 
+def together(parts: Sequence[Watched]) -> Watched:
+    """Return what the answer of several guards depends on."""
+    rests = [part.rest for part in parts if part.rest is not None]
+    return Watched(
+        tensors=[tensor for part in parts for tensor in part.tensors],
+        places=[tensor for part in parts for tensor in part.places],
+        wrappers=[tensor for part in parts for tensor in part.wrappers],
+        inner=[row for part in parts for row in part.inner],
+        objects=[each for part in parts for each in part.objects],
+        tables=[table for part in parts for table in part.tables],
+        lists=[items for part in parts for items in part.lists],
+        attributes=[module for part in parts for module in part.attributes],
+        rest=(lambda: all(rest() for rest in rests)) if rests else None,
+    )
+
+
 class Watching(Protocol):
     """What a quick look needs of a guard."""
 
@@ -229,4 +245,4 @@ class QuickGuards:
         self._snapshot = None
 
 
-__all__ = ["QuickGuards", "Watched", "Watching"]
+__all__ = ["QuickGuards", "Watched", "Watching", "together"]

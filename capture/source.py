@@ -35,6 +35,11 @@ def is_users_file(file: str) -> bool:
     return str(Path(file).parent) != str(_FLOOR)
 
 
+def is_installed_file(file: str) -> bool:
+    """Tell whether a code object's file belongs to an installed package."""
+    return file.startswith(_INSTALLED)
+
+
 def user_source_line() -> SourceLine | None:
     """Return the innermost line of the running program that is neither torch's nor ours."""
     return _innermost(None)
@@ -127,6 +132,7 @@ __all__ = [
     "ModuleTracker",
     "called_by_user",
     "definition_of",
+    "is_installed_file",
     "is_users_file",
     "user_line_of",
     "user_source_line",

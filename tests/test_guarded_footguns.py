@@ -91,6 +91,24 @@ def test_changed_globals_raise(device: torch.device, monkeypatch: pytest.MonkeyP
     assert float(step(inputs(device))) == losses[-1]
 
 
+def test_a_changed_list_raises(device: torch.device) -> None:
+    history = [1.0]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x) * history[-1]
+        return loss
+
+    step, *_ = start(device, loss_fn)
+    losses = [float(step(inputs(device))) for _ in range(5)]
+    history.append(2.0)
+    with pytest.raises(
+        graphfsdp.GuardError, match=r"1 of closure variable 'history' of .* missing"
+    ):
+        step(inputs(device))
+    history.pop()
+    assert float(step(inputs(device))) == losses[-1]
+
+
 def test_a_branch_on_python_state_raises(device: torch.device) -> None:
     switch = {"on": False}
 

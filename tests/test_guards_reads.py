@@ -182,6 +182,15 @@ def test_reads_below_python_count_as_reads_of_everything() -> None:
         step(torch.ones(3, 4))
 
 
+def test_a_private_number_that_was_read_is_guarded_after_torch_compile_as_well() -> None:
+    compiled = torch.compile(lambda x: x * 2.0, backend="eager")
+    compiled(torch.ones(2))
+    step, model = start(lambda model: model._private)
+    model._private = 5.0
+    with pytest.raises(graphfsdp.GuardError, match=r"attribute '_private' was 3\.0"):
+        step(torch.ones(3, 4))
+
+
 def test_a_recording_leaves_the_class_of_modules_as_it_was() -> None:
     before = dict(vars(nn.Module))
 

@@ -61,21 +61,31 @@ def test_training_is_the_same_with_verification(scope: str, device: torch.device
             assert_same_state(one, other)
 
 
+NAME = "number"
+
+
+class Hidden:
+    """Holds a number that is asked for by a name that the code does not show."""
+
+    def __init__(self) -> None:
+        self.number = 1.0
+
+
 def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.device) -> None:
-    """A global that loss_fn reads: no guard can know of it, but verification does."""
-    factor = [1.0]
+    """A number that no name in the code leads to: no guard can know of it, verification does."""
+    factor = Hidden()
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = FusedAdam(model.parameters())
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x)
-        return loss * factor[0]
+        return loss * float(getattr(factor, NAME))
 
     with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, verify=8) as step:
         for _ in range(6):
             step(torch.randn(6, 5).to(device))
-        factor[0] = 1.5
+        factor.number = 1.5
         x = torch.randn(6, 5).to(device)
         before = snapshot(model, optimizer)
         with pytest.raises(graphfsdp.VerificationError, match="result 0 differs in 1 of 1") as info:
@@ -85,14 +95,14 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.d
         if device.type == "cpu":
             assert info.value.op == "aten.mul.Tensor"
             assert info.value.source is not None
-            assert "factor[0]" in info.value.source.text
-        factor[0] = 1.0
+            assert "getattr(factor, NAME)" in info.value.source.text
+        factor.number = 1.0
         step(x)  # the step is as it was
 
 
 def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device) -> None:
     """Where the copies that a failed replay would be undone from are operators as well."""
-    factor = [1.0]
+    factor = Hidden()
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))).to(device)
     model.register_buffer("average", torch.ones(3, device=device))
     optimizer = FusedAdam(model.parameters())
@@ -102,7 +112,7 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
         loss: Tensor = model(x).sum()
         loss.backward()
         optimizer.step()
-        model.get_buffer("average").add_(2.0).mul_(factor[0])
+        model.get_buffer("average").add_(2.0).mul_(float(getattr(factor, NAME)))
         return loss
 
     options: dict[str, Any] = {"iteration": iteration, "warmup_steps": 1, "verify": 8}
@@ -110,13 +120,13 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
         for _ in range(3):
             step(torch.randn(6, 5, device=device))
         assert step.report().undoes_all is (device.type == "cpu")
-        factor[0] = 0.5
+        factor.number = 0.5
         with pytest.raises(graphfsdp.VerificationError, match="'average'") as info:
             step(torch.randn(6, 5, device=device))
         if device.type == "cpu":
             assert info.value.op == "aten.mul_.Tensor"
             assert info.value.source is not None
-            assert "factor[0]" in info.value.source.text
+            assert "getattr(factor, NAME)" in info.value.source.text
 
 
 @pytest.mark.parametrize("name", ["first.weight", "last.bias"])
