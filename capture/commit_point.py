@@ -68,14 +68,16 @@ def _scan(
     generators: dict[int, torch.Generator] = {}
     num_bytes = 0
     for index, node in enumerate(nodes):
+        found: dict[int, Value] = {}
         for value in _values(written_arguments(node.op, node.args, node.kwargs)):
             info = value.storage
-            if not info.external or id(value) in kept or _identity(info) in free:
-                continue
-            num_bytes += _num_bytes(value)
-            if num_bytes > max_bytes or len(kept) >= max_kept:
-                return CommitPoint(index, list(kept.values()), list(generators.values()))
-            kept[id(value)] = value
+            if info.external and id(value) not in kept and _identity(info) not in free:
+                found[id(value)] = value
+        num_bytes += sum(map(_num_bytes, found.values()))
+        if found and (num_bytes > max_bytes or len(kept) + len(found) > max_kept):
+            # None of what it writes is kept: a part of it could not undo it.
+            return CommitPoint(index, list(kept.values()), list(generators.values()))
+        kept.update(found)
         if torch.Tag.nondeterministic_seeded in node.op.tags or node.op.namespace not in _QUIET:
             for generator in _generators(node):
                 generators[id(generator)] = generator

@@ -8,7 +8,7 @@ from torch import Tensor
 from graphfsdp._capture.cpu_recorder import Node
 from graphfsdp._capture.node_cost import copies_are_cheap
 
-_OWN_BYTES = 1 << 20  # memory that the copies may take for themselves
+_OWN_BYTES = 2 << 20  # memory that the copies may take for themselves
 _SMALLEST_GAP = 1 << 16  # of dead memory: smaller ones would make too many copies
 
 

@@ -18,6 +18,7 @@ _COPIED_BYTE_NS = 0.1
 _CACHED_BYTE_NS = 0.05  # where all copies lie in the second cache
 _CACHE_BYTES = 1 << 20
 _COPY_NS = 500.0  # one of many that are made in one call
+_NODES_PER_COPY = 8  # so few copies take less than a fiftieth of what the operators do
 _MAX_SHARE = 1 / 20
 
 
@@ -32,7 +33,8 @@ def copies_are_cheap(num_bytes: int, num_copies: int, nodes: Sequence[Node]) -> 
         nodes: What a replay calls.
     """
     byte_ns = _CACHED_BYTE_NS if num_bytes <= _CACHE_BYTES else _COPIED_BYTE_NS
-    least_ns = (num_bytes * byte_ns + num_copies * _COPY_NS) / _MAX_SHARE
+    num_more = max(num_copies - len(nodes) // _NODES_PER_COPY, 0)
+    least_ns = (num_bytes * byte_ns + num_more * _COPY_NS) / _MAX_SHARE
     bare_ns = sum(_CALL_NS if _is_native(node) else _OWN_CALL_NS for node in nodes)
     bare_ns += _BYTE_NS * sum(_moved_bytes(node) for node in nodes)
     # Last, because torch's table of arithmetic takes a moment to import.
