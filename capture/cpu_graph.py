@@ -166,6 +166,7 @@ class CpuGraphBackend:
         always = undo is UndoReplays.ALWAYS
         free = () if always else scratch
         builder = ProgramBuilder(recorder, values, free, self.arena, poisons=self._poisons)
+        recorder.forget_tensors()  # before the program is compiled, which takes as much again
         # What this rank alone has undone, the others have not.
         if_cheap = undo is UndoReplays.AUTO and not collective
         undone, commit_node = plan_undo(builder, scratch, always=always, if_cheap=if_cheap)

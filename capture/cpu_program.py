@@ -16,6 +16,7 @@ from graphfsdp._capture.cpu_recorder import Node, Recorder, Value
 from graphfsdp._capture.direct_calls import direct_call
 from graphfsdp._capture.out_calls import call_into
 from graphfsdp._capture.program_memory import ProgramMemory
+from graphfsdp._capture.program_scratch import add_scratch
 from graphfsdp._capture.program_source import ProgramSource, Replay
 from graphfsdp._capture.storages import StorageInfo
 from graphfsdp._capture.values import materialise, values_in
@@ -73,8 +74,9 @@ class ProgramBuilder:
             if value is not None and tensor is not None:
                 self.escapes.append(value)
                 self.escaped.append(tensor)
-        self.nodes = _without_dead(recorder.nodes, [*self._outputs, *self.escapes])
-        self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena)
+        self.nodes = _without_dead(recorder.nodes, [*outputs, *self.escapes])
+        bare = add_scratch(self.nodes)
+        self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena, bare)
         self.num_calls = 0
         self._counted: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 

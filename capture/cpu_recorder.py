@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.op_tensors import flat_tensors, read_tensors
 from graphfsdp._capture.rules import Refusal, new_generator
 from graphfsdp._capture.storages import StorageInfo, storage_of
+from graphfsdp._capture.undo_arena import give_back_freed_pages
 from graphfsdp._capture.watcher import Run, Watcher
 from graphfsdp.hazards import HazardKind
 
@@ -18,6 +19,9 @@ _EMPTY_OPS = (
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
     *("aten::new_empty", "aten::new_empty_strided"),
 )
+# What the recording keeps of each storage lies between the activations on the heap, so that freed
+# ones do not join, and larger ones find no place. It takes less than a millisecond.
+_NODES_PER_TRIM = 64
 _TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional")
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
@@ -128,6 +132,12 @@ class Recorder(Watcher):
             self._first_value.setdefault(id(info), value)
         return value
 
+    def forget_tensors(self) -> None:
+        """Let go of what tells tensors from one another: the program is complete."""
+        self._values.clear()
+        self._first_value.clear()
+        self._geometries.clear()
+
     def first_value(self, info: StorageInfo) -> Value | None:
         """Return the first Value ever made on a storage: what its creator returned."""
         return self._first_value.get(id(info))
@@ -210,6 +220,8 @@ class Recorder(Watcher):
         if not node.effects and aliases and not news and inputs:
             return  # a view of fixed storage, or one that exists: nothing to do at replay
         self.nodes.append(node)
+        if not len(self.nodes) % _NODES_PER_TRIM:
+            give_back_freed_pages()
 
     def _run_literal(self, tensor: Tensor, op: str, run: Run) -> Any:
         """Repeat a constant that Python filled in: each replay starts from a fresh copy of it."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.op_tensors import flat_tensors, written_tensors
+from graphfsdp._capture.op_tensors import flat_tensors, scratch_places, written_tensors
 from graphfsdp._capture.watch_modes import OperatorMode
 
 # What they leave has no contents yet.
@@ -96,11 +96,19 @@ def _digest_of(
     name = op._schema.name.partition("::")[2]
     inputs = {_storage(t) for t in flat_tensors(args) + flat_tensors(kwargs.values())}
     made = [tensor for tensor in flat_tensors([result]) if _storage(tensor) not in inputs]
-    tensors = [] if name in _EMPTY else [*written_tensors(op, args, kwargs), *made]
+    tensors = [] if name in _EMPTY else [*_results(op, args, kwargs), *made]
     # In another order where the results are among the arguments (out=), so sorted.
     parts = sorted((tuple(tensor.shape), _contents(tensor)) for tensor in tensors)
     digest = hashlib.blake2b(b"".join(contents for _, contents in parts)).digest()
     return OpDigest(base_name(name), tuple(shape for shape, _ in parts), digest)
+
+
+def _results(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    places = scratch_places(op)
+    scratch = None if places is None else args[places[0]]
+    return [tensor for tensor in written_tensors(op, args, kwargs) if tensor is not scratch]
 
 
 def _contents(tensor: Tensor) -> bytes:

@@ -82,6 +82,15 @@ def _written_places(op: torch._ops.OpOverload) -> tuple[list[tuple[int, str]], b
     return places, op._schema.name in SILENT_WRITERS
 
 
+@functools.cache
+def scratch_places(op: torch._ops.OpOverload) -> tuple[int, int] | None:
+    """Return where an operator of ours takes memory without contents, and how much; or None."""
+    if op.namespace != "graphfsdp":
+        return None
+    names = [argument.name for argument in op._schema.arguments]
+    return (names.index("scratch"), names.index("scratch_bytes")) if "scratch" in names else None
+
+
 def written_tensors(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
@@ -110,6 +119,7 @@ __all__ = [
     "flat_tensors",
     "is_wrapper_subclass",
     "read_tensors",
+    "scratch_places",
     "written_arguments",
     "written_tensors",
 ]

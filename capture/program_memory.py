@@ -38,6 +38,7 @@ class ProgramMemory:
         escapes: Sequence[Value],
         scratch: Sequence[Tensor],
         arena: Arena,
+        bare: Sequence[Value] = (),
     ) -> None:
         """Plan.
 
@@ -47,6 +48,7 @@ class ProgramMemory:
             escapes: Results that are copied into storages outside at the end.
             scratch: Tensors from before the recording that may be written earlier than it did.
             arena: Memory for the planned storages.
+            bare: What no node makes, and nodes use for themselves; see Note [Scratch].
         """
         self._kept = {id(value.storage) for value in outputs}
         self._ends = {id(value.storage) for value in escapes}
@@ -54,7 +56,7 @@ class ProgramMemory:
         self._tensors: dict[int, Tensor] = {}  # by id of the Value
         self._makers = _makers(nodes)
         self._folded = self._fold(nodes)
-        planned = self._planned(nodes)
+        planned = self._planned(nodes) | {id(value.storage) for value in bare}
         sizes, uses = self._sizes(nodes, planned), self._uses(nodes, planned)
         elisions = elide_copies(nodes, uses, sizes, scratch)
         self._elided = {id(elision.copy) for elision in elisions.values()}

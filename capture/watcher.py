@@ -100,6 +100,10 @@ class Watcher:
             if self.failure is not None and error is not self.failure:
                 raise self.failure from error
             raise
+        finally:
+            # It holds the function mode, which holds this: a cycle that only the collector frees,
+            # and with it a recording's nodes.
+            self._follow_thread = None
         if self.failure is not None:
             raise self.failure
 

@@ -33,6 +33,8 @@ class StepArgs(NamedTuple):
         found_inf: [] float; unless it is zero, the step is skipped.
         skipped: [] float32, grows by one where the step is skipped; None: another call counts.
         tables: Device tables of the kernel; empty: tensor code.
+        scratch: [scratch_bytes] uint8 memory for scaled gradients; None: the step makes its own.
+        scratch_bytes: What it would be of use to have.
         dense: No tensor has gaps.
         adam_w_mode: See ``Flags``, as the rest.
         bias_correction: See there.
@@ -52,6 +54,8 @@ class StepArgs(NamedTuple):
     found_inf: Tensor | None
     skipped: Tensor | None
     tables: list[Tensor]
+    scratch: Tensor | None
+    scratch_bytes: int
     dense: bool
     adam_w_mode: bool
     bias_correction: bool
@@ -73,9 +77,9 @@ SCHEMA = (
     "Tensor(h!)[] exp_avg_scales, Tensor(i!)[] exp_avg_sq_scales, "
     "Tensor(j!)[] max_exp_avg_sq_scales, "
     "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
-    "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, bool dense, "
-    "bool adam_w_mode, bool bias_correction, bool maximize, bool te_math, str rule, "
-    "bool nesterov) -> ()"
+    "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
+    "Tensor(k!)? scratch, int scratch_bytes, bool dense, bool adam_w_mode, "
+    "bool bias_correction, bool maximize, bool te_math, str rule, bool nesterov) -> ()"
 )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from graphfsdp.optim import step_kernel
 from graphfsdp.optim.flat_runs import flat_view, is_dense, merge_neighbours, same_layout
 from graphfsdp.optim.scaled_moments import scale_of
+from graphfsdp.optim.step_cpu import scratch_bytes
 from graphfsdp.optim.step_state import State
 from graphfsdp.optim.step_tensors import Columns, Dtypes, StepTensors, make_columns
 
@@ -61,6 +62,7 @@ class Batch:
         hyper: [G, 5] float64, the hyper-parameter table.
         tables: Those of the kernel, if it is used.
         dense: No tensor has gaps.
+        scratch_bytes: What a step that scales gradients needs besides, on a CPU.
         staged: Gradients that are strided unlike their parameter go through a copy that is not.
     """
 
@@ -72,6 +74,7 @@ class Batch:
     hyper: Tensor
     tables: list[Tensor]
     dense: bool
+    scratch_bytes: int
     staged: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
@@ -108,6 +111,10 @@ def _uses_kernel(member: Member) -> bool:
 
 def _on_cuda(param: Tensor) -> bool:
     return param.is_cuda
+
+
+def _on_cpu(member: Member) -> bool:
+    return member.param.device.type == "cpu"
 
 
 def _tensors(member: Member) -> StepTensors:
@@ -158,6 +165,7 @@ def make_batch(
         hyper=hyper,
         tables=_make_tables(found, steps, lanes, hyper) if _uses_kernel(members[0]) else [],
         dense=dense,
+        scratch_bytes=scratch_bytes(columns, lanes.sizes) if dense and _on_cpu(members[0]) else 0,
         staged=list(staged.items()),
     )
 
@@ -177,7 +185,11 @@ def _staging_copies(members: list[Member]) -> dict[int, Tensor]:
 
 
 def _merge_lane(lane: list[Member], dense: bool) -> list[tuple[int, StepTensors]]:
-    """Return the runs of a lane, each with the place of its first gradient; none are empty."""
+    """Return the runs of a lane, each with the place of its first gradient; none are empty.
+
+    They are in the order of the parameters: wherever the allocator has put these, the call is the
+    same, and gradients that follow one another in memory do so in the call.
+    """
     found = [_tensors(member) for member in lane]
     # The blocks of scales start where a parameter does.
     if not dense or found[0].is_scaled:
@@ -192,7 +204,7 @@ def _merge_lane(lane: list[Member], dense: bool) -> list[tuple[int, StepTensors]
             # Run of one parameter: the tensors themselves, so that views need not be made.
             found[run.members[0]] if len(run.members) == 1 else StepTensors(*run.tensors),  # type: ignore[arg-type]
         )
-        for run in merge_neighbours(found)
+        for run in sorted(merge_neighbours(found), key=lambda run: run.members[0])
     ]
 
 

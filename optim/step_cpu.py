@@ -16,9 +16,12 @@ from graphfsdp.optim.step_args import StepArgs, advance, run_tensor_code
 from graphfsdp.optim.step_settings import Flags
 from graphfsdp.optim.step_tensors import Columns
 
-# Elements that are widened or scaled at a time: few enough for the copies (4 MiB each) to stay in
-# the last-level cache, many enough for the overhead of a call not to count.
-_CHUNK_NUMEL = 1 << 20
+# Elements that are widened or scaled at a time: no more than an eighth of all, as the copies are
+# memory that a step needs besides; many enough for the overhead of a call not to count, and few
+# enough for the copies (4 MiB each) to stay in the last-level cache.
+_CHUNK_SHARE = 8
+_SMALLEST_CHUNK = 1 << 17
+_LARGEST_CHUNK = 1 << 20
 _FIRST_SCALE = Columns._fields.index("exp_avg_scales")
 
 
@@ -32,7 +35,7 @@ def run_cpu(args: StepArgs) -> None:
         run_tensor_code(args)
         return
     if args.te_math or args.rule != "adam":
-        run_tensor_code(args, lambda columns: _chunks(columns, _CHUNK_NUMEL))
+        run_tensor_code(args, _chunks)
         return
     advance(args)
     if args.found_inf is not None and args.found_inf.item() != 0:
@@ -42,7 +45,7 @@ def run_cpu(args: StepArgs) -> None:
     wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
     scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
     as_is = scale == 1.0 and args.columns.grads[0].dtype == wide_dtype
-    scratch = _Scratch(wide_dtype)
+    scratch = _Scratch(wide_dtype, args.scratch)
     # Stored as the kernel takes them, all tensors of a lane go into one call.
     whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
     rows = args.hyper.tolist()
@@ -54,7 +57,7 @@ def run_cpu(args: StepArgs) -> None:
         step = args.steps[first].view(-1)[0] if args.bias_correction else torch.tensor(torch.inf)
         lane = args.columns.part(start, start + size)
         start += size
-        for part in [lane] if whole else _chunks(lane, _CHUNK_NUMEL):
+        for part in [lane] if whole else _chunks(lane):
             if not as_is:  # unnamed, so that it is freed before the next one is made
                 part = part._replace(grads=_scaled(part.grads, scale, scratch))
             _update(part, step, rows[row], args.flags, wide_dtype)
@@ -124,11 +127,14 @@ def _widen(
 
 
 class _Scratch:
-    """Memory for one part's gradients after the other, made when the first one needs it."""
+    """Memory for one part's gradients after the other, made when the first one needs it.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Unless there is some: in a replay it lies where activations were.
+    """
+
+    def __init__(self, dtype: torch.dtype, memory: Tensor | None) -> None:
         self.dtype = dtype
-        self._memory = torch.empty(0, dtype=dtype)
+        self._memory = torch.empty(0, dtype=dtype) if memory is None else memory.view(dtype)
 
     def take(self, numel: int) -> Tensor:
         """Return [numel], whose contents may be those of the last call."""
@@ -139,16 +145,30 @@ class _Scratch:
 
 def _scaled(grads: list[Tensor], scale: float, scratch: _Scratch) -> list[Tensor]:
     """Return scaled gradients of the scratch's dtype, as slices of one tensor in memory order."""
-    if len(grads) == 1:
-        target = scratch.take(grads[0].numel())
-        return [_scaled_into(flat_view(grads[0]), scale, target)]
+    sizes = [grad.numel() for grad in grads]
+    if _are_neighbours(grads, sizes):
+        joined = flat_view(grads[0], sum(sizes))
+        scaled = _scaled_into(joined, scale, scratch.take(joined.numel()))
+        return list(scaled.split_with_sizes(sizes)) if len(grads) > 1 else [scaled]
     # Memory order: a permuted tensor would be copied in the order of its indices.
     joined = _flatten_dense_tensors(
         [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
     )
     target = joined if joined.dtype == scratch.dtype else scratch.take(joined.numel())
-    scaled = _scaled_into(joined, scale, target)
-    return list(scaled.split_with_sizes([grad.numel() for grad in grads]))
+    return list(_scaled_into(joined, scale, target).split_with_sizes(sizes))
+
+
+def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
+    """Tell whether dense tensors follow one another in one storage, as persistent gradients do."""
+    if len(grads) == 1:
+        return True
+    end = grads[0].data_ptr()
+    for grad, size in zip(grads, sizes, strict=True):
+        if grad.data_ptr() != end:
+            return False
+        end += size * grad.element_size()
+    # Addresses rise between these two, so that all lie in their storage.
+    return bool(grads[0].untyped_storage()._cdata == grads[-1].untyped_storage()._cdata)
 
 
 def _scaled_into(source: Tensor, scale: float, target: Tensor) -> Tensor:
@@ -158,12 +178,13 @@ def _scaled_into(source: Tensor, scale: float, target: Tensor) -> Tensor:
     return target if scale == 1.0 else target.mul_(scale)
 
 
-def _chunks(columns: Columns, limit: int) -> Iterator[Columns]:
-    """Cut columns of dense tensors into parts of at most ``limit`` elements, or of one row."""
+def _chunks(columns: Columns) -> Iterator[Columns]:
+    """Cut columns of dense tensors into parts of few elements, or of one row."""
+    sizes = [tensor.numel() for tensor in columns.params]
+    limit = _chunk_numel(sum(sizes))
     if columns.exp_avg_scales or columns.exp_avg_sq_scales:
         yield from _row_chunks(columns, limit)
         return
-    sizes = [tensor.numel() for tensor in columns.params]
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if start < index and total + size > limit:
@@ -180,6 +201,23 @@ def _chunks(columns: Columns, limit: int) -> Iterator[Columns]:
         yield columns.part(start, len(sizes))
 
 
+def _chunk_numel(total: int) -> int:
+    # A multiple, so that a tensor that is cut is cut between two vectors of the kernel.
+    share = total // _CHUNK_SHARE // _SMALLEST_CHUNK * _SMALLEST_CHUNK
+    return min(max(share, _SMALLEST_CHUNK), _LARGEST_CHUNK)
+
+
+def scratch_bytes(columns: Columns, lane_sizes: Sequence[int]) -> int:
+    """Return the memory that a step of dense tensors needs besides if it scales gradients."""
+    most, start = 0, 0
+    for size in lane_sizes:
+        total = sum(param.numel() for param in columns.params[start : start + size])
+        most = max(most, min(total, _chunk_numel(total)))
+        start += size
+    wide = [torch.promote_types(param.dtype, torch.float32) for param in columns.params[:1]]
+    return most * wide[0].itemsize if wide else 0
+
+
 def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
     """Cut tensors between rows, since scales belong to rows."""
     for index, param in enumerate(columns.params):
@@ -193,4 +231,4 @@ def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
             yield Columns(*([view[row : row + step] for view in column] for column in views))
 
 
-__all__ = ["run_cpu"]
+__all__ = ["run_cpu", "scratch_bytes"]

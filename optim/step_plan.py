@@ -88,6 +88,8 @@ class Plan:
                 _on(device, found_inf),
                 skipped if counts else None,
                 batch.tables,
+                None,  # whoever runs the recorded operation again may have memory for it
+                0 if grad_scale is None else batch.scratch_bytes,
                 batch.dense,
                 *flags,
             )

@@ -47,7 +47,8 @@ def _run_on_cpu(case: Case, flags: Flags) -> None:
     run_cpu(
         StepArgs(
             make_columns([bundle]),
-            [before.view(1)], case.hyper, [0], [1], [0], None, None, None, [], True, *flags,
+            [before.view(1)], case.hyper, [0], [1], [0], None, None, None, [],
+            None, 0, True, *flags,
         )
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from adam_helpers import DTYPES, assert_equal, copies_of, make_params, set_grads
+from adam_helpers import DTYPES, SeenOps, assert_equal, copies_of, make_params, set_grads
 from graphfsdp.optim import FusedAdam, step_cpu
 
 
@@ -202,6 +202,30 @@ def test_large_tensors_are_cut_without_a_difference(monkeypatch: pytest.MonkeyPa
     set_grads(params, twins)
     scale = torch.tensor(0.5)
     FusedAdam(params).step(grad_scale=scale)
-    monkeypatch.setattr(step_cpu, "_CHUNK_NUMEL", 64)
+    monkeypatch.setattr(step_cpu, "_SMALLEST_CHUNK", 64)
     FusedAdam(twins).step(grad_scale=scale)
     assert_equal(params, twins)
+
+
+def test_gradients_that_are_neighbours_in_memory_are_scaled_alike() -> None:
+    params = make_params([(50, 8), (4,), (7, 9), (2, 2)])
+    twins = copies_of(params)
+    set_grads(params, twins)
+    flat = torch.cat([param.grad.view(-1) for param in params if param.grad is not None])
+    for param, grad in zip(twins, flat.split([p.numel() for p in params]), strict=True):
+        param.grad = grad.view(param.shape)
+    scale = torch.tensor(0.37)
+    for _ in range(3):
+        FusedAdam(params).step(grad_scale=scale)
+        FusedAdam(twins).step(grad_scale=scale)
+    assert_equal(params, twins)
+
+
+def test_a_call_takes_parameters_in_their_order_wherever_they_lie() -> None:
+    memory = torch.randn(30)
+    params = [torch.nn.Parameter(memory[start : start + 10]) for start in (20, 0, 10)]
+    set_grads(params)
+    with SeenOps() as ops:
+        FusedAdam(params).step()
+    ((_, args),) = ops.of("graphfsdp")
+    assert [tensor.data_ptr() for tensor in args[0]] == [param.data_ptr() for param in params]

@@ -222,7 +222,7 @@ def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
 def test_cpu_path_equals_the_tensor_code(
     pair: tuple[torch.dtype, torch.dtype], chunk_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphfsdp.optim.step_cpu._CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr("graphfsdp.optim.step_cpu._SMALLEST_CHUNK", chunk_numel)
     dtypes = in_dtypes(MIXED, pair, amsgrad=True)
     found = make_case([shape for shape in SHAPES if shape[0]], dtypes, wild=False)
     expected, before = found.clone(), found.clone()
@@ -234,8 +234,8 @@ def test_cpu_path_equals_the_tensor_code(
     scale = torch.tensor(0.37)
     run_cpu(
         StepArgs(
-            columns, steps, found.hyper, [0, 1, 2], sizes, [0, 1, 2], scale, None, None, [], True,
-            *Flags(),
+            columns, steps, found.hyper, [0, 1, 2], sizes, [0, 1, 2], scale, None, None, [],
+            None, 0, True, *Flags(),
         )
     )  # fmt: skip
     expected.update(scale, Flags())
