@@ -20,6 +20,10 @@ _LOADED = (
     "load and change the state of an optimizer before the capture; "
     "graphfsdp.optim.FusedAdam loads in place, so its replays go on with what was loaded"
 )
+_APART = (
+    "train the same parameters in every call, or on_change='recapture'; load states whose step "
+    "counts differ before the capture"
+)
 _GROUPS = "set up all parameter groups before the capture"
 
 
@@ -64,6 +68,7 @@ class OptimizerGuard:
             and now.state is self._state
             and now.param_groups is self._groups
             and all(map(operator.is_, map(_GET_PARAMS, self._groups), params))
+            and _classes_of(now) is self._classes
         )
 
     def _groups_hold(self) -> bool:
@@ -72,7 +77,7 @@ class OptimizerGuard:
 
     def changes(self) -> list[Change]:
         """Compare each entry and name what has changed."""
-        found = [*self._step_changes(), *self._group_changes()]
+        found = [*self._step_changes(), *self._group_changes(), *self._class_changes()]
         before = dict(zip(map(id, self._owners), self._copies, strict=True))
         now = {id(param): values for param, values in self._optimizer.state.items()}
         for key in dict.fromkeys((*before, *now)):
@@ -88,6 +93,7 @@ class OptimizerGuard:
         self._class_step = type(self._optimizer).step
         self._state = self._optimizer.state
         self._groups = self._optimizer.param_groups
+        self._classes = _classes_of(self._optimizer)
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
         self._copies = [dict(values) for values in self._state.values()]
@@ -111,6 +117,17 @@ class OptimizerGuard:
             words = ("one function", "another one")
             yield Change(ChangeKind.ATTRIBUTE, name, *words, "replace it before the capture")
 
+    def _class_changes(self) -> Iterator[Change]:
+        """Yield parameters that the recording steps as one although their counts differ now."""
+        before, now = self._classes or {}, _classes_of(self._optimizer) or {}
+        firsts: dict[int, Tensor] = {}
+        for param, number in before.items():
+            first = firsts.setdefault(number, param)
+            if now.get(param) != now.get(first):
+                names = [self._names.get(id(p), "an unknown parameter") for p in (first, param)]
+                title = f"the step counts of {names[0]!r} and {names[1]!r}"
+                yield Change(ChangeKind.OPTIMIZER_STATE, title, "equal", "unequal", _APART)
+
     def _group_changes(self) -> Iterator[Change]:
         groups = [group["params"] for group in self._optimizer.param_groups]
         owner = type(self._optimizer).__name__
@@ -122,6 +139,10 @@ class OptimizerGuard:
                 words = (_listed(self._names, old, new), _listed(self._names, new, old))
                 title = f"group {index} of {owner}"
                 yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
+
+
+def _classes_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int] | None:
+    return getattr(optimizer, "step_classes", None)
 
 
 def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]) -> str:

@@ -101,4 +101,16 @@ class Restartable(Protocol):
         ...
 
 
-__all__ = ["CapturableOptimizer", "Restartable"]
+@runtime_checkable
+class Classed(Protocol):
+    """An optimizer that steps parameters with equal step counts as one.
+
+    Attributes:
+        step_classes: Numbers that are equal only for parameters whose step counts are equal, and
+            stay so in every recorded iteration; another dict when they change.
+    """
+
+    step_classes: dict[Tensor, int]
+
+
+__all__ = ["CapturableOptimizer", "Classed", "Restartable"]

@@ -60,12 +60,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self._settings = settings
         self._control = StepControl(settings, grad_scaler)
         self._reset()
-        self._classes: dict[Tensor, int] = {}
         super().__init__(params, defaults)
 
     def _reset(self) -> None:
         self._hyper = HyperTable(RULES[self._settings.flags.rule])
         self._plan: Plan | None = None
+        self.step_classes: dict[Tensor, int] = {}  # see ``Classed``
         # A graph reads the tables of the plans that were captured with it.
         self._captured_plans: set[Plan] = set()
 
@@ -295,7 +295,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def count_classes(self) -> None:
         """Find out which parameters have equal step counts, after these were written."""
-        self._classes = step_classes(self.state)
+        self.step_classes = step_classes(self.state, self.step_classes)
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -313,9 +313,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         with _disable_current_modes():
             self._hyper.refresh(self.param_groups)
             stepped = [member.param for member in members]
-            known = {param: n for param, n in self._classes.items() if self.state.get(param)}
+            known = {param: n for param, n in self.step_classes.items() if self.state.get(param)}
             self.create_missing(stepped)
-            self._classes = split_classes(known, stepped)
+            self.step_classes = split_classes(known, stepped)
             found = [
                 Member(
                     index,
@@ -323,7 +323,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                     grad,
                     local_state(self.state[param]),
                     row,
-                    self._classes[param],
+                    self.step_classes[param],
                 )
                 for index, row, param, grad in members
             ]

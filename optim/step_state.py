@@ -83,12 +83,22 @@ def _scales(params: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
 
 
-def step_classes(states: Mapping[Tensor, State]) -> dict[Tensor, int]:
-    """Number the parameters so that those with equal step counts have equal numbers.
+def step_classes(states: Mapping[Tensor, State], known: Mapping[Tensor, int]) -> dict[Tensor, int]:
+    """Number the parameters so that only such with equal step counts have equal numbers.
 
     Reads the counts on the host: not for the hot path.
+
+    Args:
+        states: State by parameter.
+        known: Numbers so far. What they tell apart stays apart, whatever the counts are now: a
+            graph may step one of two parameters, and a replay tells nobody.
     """
-    return {param: int(state["step"].item()) for param, state in states.items() if state}
+    keys = {
+        param: (known.get(param, -1), int(state["step"].item()))
+        for param, state in states.items()
+        if state
+    }
+    return _numbered(keys)
 
 
 def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> dict[Tensor, int]:
@@ -103,7 +113,12 @@ def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> d
         Numbers with which parameters have equal counts after the step if their numbers are equal.
     """
     active = set(stepped)
-    keys = {param: (classes.get(param, -1), param in active) for param in {*classes, *active}}
+    return _numbered(
+        {param: (classes.get(param, -1), param in active) for param in {*classes, *active}}
+    )
+
+
+def _numbered(keys: Mapping[Tensor, tuple[int, int]]) -> dict[Tensor, int]:
     numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
     return {param: numbers[key] for param, key in keys.items()}
 
