@@ -92,6 +92,9 @@ class CodeNames:
                     self.whole_attributes.add(name)
             elif instruction.opname == "IMPORT_NAME":
                 self.imports.add(name)
+            elif instruction.opname == "IMPORT_FROM":
+                self.attributes.add(name)
+                self.whole_attributes.add(name)
             elif instruction.opname in _STORES:
                 self.stored.add(name)
             elif table is not None:

@@ -1,8 +1,9 @@
 """Finds what code reads of values: of objects and their classes, of containers, of modules."""
 
+import contextvars
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,9 @@ class ObjectSearch(Places):
         if isinstance(value, np.ndarray):
             if value.dtype != object and value.size <= _MAX_COPIED:
                 self.live(f"the values of {title}", value)
+        elif isinstance(value, contextvars.ContextVar):
+            look = functools.partial(content_of, value, "value")
+            self.value(f"the value of {title}", look, look(), names, read, depth)
         elif isinstance(value, (*CONTAINERS, tuple)):
             self._container(title, value, names, read, depth)
         elif isinstance(value, types.FunctionType):
@@ -182,6 +186,8 @@ class ObjectSearch(Places):
         self, title: str, value: Any, names: CodeNames, read: set[str], depth: int
     ) -> None:
         if len(value) > _MAX_COPIED:
+            look = functools.partial(length_of, value, "length")
+            self.place(f"the length of {title}", look, look())
             return
         is_dict = isinstance(value, dict)
         pairs = list(dict.items(value)) if is_dict else list(enumerate(value))
@@ -259,6 +265,19 @@ def function_of(member: object) -> object | None:
 def member_of(kind: type, name: str) -> Any:
     """Return what a class itself has under a name."""
     return vars(kind).get(name, MISSING)
+
+
+def content_of(variable: contextvars.ContextVar[Any], _: str) -> Any:
+    """Return what a context variable holds here."""
+    try:
+        return variable.get()  # a default that is given here would hide the variable's own
+    except LookupError:
+        return None
+
+
+def length_of(items: Sized, _: str) -> int:
+    """Return how many items a container has."""
+    return len(items)
 
 
 def item_of(items: Sequence[Any], index: int) -> Any:

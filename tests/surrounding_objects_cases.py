@@ -1,7 +1,9 @@
 """Ways in which a loss comes by a value through objects, functions and the environment."""
 
+import contextvars
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -171,6 +173,35 @@ def environment_variable() -> Any:
     )
 
 
+def imported_inside() -> Any:
+    module = types.ModuleType("surrounding_settings")
+    module.__file__ = __file__
+    module.SCALE = 1.0  # type: ignore[attr-defined]
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        from surrounding_settings import SCALE  # type: ignore[import-not-found]
+
+        loss: Tensor = model(x) * SCALE
+        return loss
+
+    sys.modules[module.__name__] = module
+    changes = sets(module, "SCALE", 2.0, 1.0)
+    return loss_fn, *changes, "'SCALE' of module 'surrounding_settings'"
+
+
+def context_variable() -> Any:
+    scale = contextvars.ContextVar("scale", default=1.0)
+    loss_fn: Loss = lambda model, x: model(x) * scale.get()  # noqa: E731
+    name = r"the value of closure variable 'scale' .* was 1\.0 .* now 2\.0"
+    return loss_fn, lambda: scale.set(2.0), lambda: scale.set(1.0), name
+
+
+def length_of_a_long_list() -> Any:
+    items = [1.0] * 20_000
+    loss_fn: Loss = lambda model, x: model(x) * len(items)  # noqa: E731
+    return loss_fn, lambda: items.append(1.0), items.pop, "the length of closure variable 'items'"
+
+
 OBJECT_CASES: tuple[Case, ...] = (
     object_without_dict,
     behind_a_property,
@@ -185,4 +216,7 @@ OBJECT_CASES: tuple[Case, ...] = (
     code_of_a_function,
     attribute_of_a_function,
     environment_variable,
+    imported_inside,
+    context_variable,
+    length_of_a_long_list,
 )
