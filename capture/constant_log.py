@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.op_tensors import flat_tensors
 from graphfsdp._capture.rules import Refusal
+from graphfsdp._capture.storages import has_storage, storage_of
 from graphfsdp.hazards import HazardKind
 
 Steps = dict[int, tuple[str, int]]
@@ -24,11 +26,13 @@ class ConstantEntry:
         op: The operator's name.
         values: Its arguments that are no tensors, in order.
         site: Number of the place in the user's program.
+        outside: Where each tensor lies that the run has not made itself; 0 for those that it has.
     """
 
     op: str
     values: tuple[Any, ...]
     site: int
+    outside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class ConstantLog:
 
     def __init__(self) -> None:
         self.entries: list[ConstantEntry] = []
+        self._made: set[int] = set()  # storages
         self.num_steps: Steps = {}  # by optimizer: what it is, its steps
 
     def add(
@@ -66,7 +71,15 @@ class ConstantLog:
         values = _values([*args, *kwargs.values()])
         if is_literal:
             values.append(_contents(args[0]))
-        self.entries.append(ConstantEntry(str(op), tuple(values), site))
+            self._made.update(_places(args))  # anew in each run
+        places = _places([*args, *kwargs.values()])
+        outside = tuple(0 if place in self._made else place for place in places)
+        self.entries.append(ConstantEntry(str(op), tuple(values), site, outside))
+
+    def add_results(self, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
+        """Note what the call that was added last has made."""
+        given = _places([*args, *kwargs.values()])
+        self._made.update(set(_places([results])).difference(given))
 
     def add_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer steps, whatever its operators are."""
@@ -81,11 +94,10 @@ class ConstantLog:
             if mine.op != its.op:
                 yield ConstantDifference(its.op, its.site, other_path(mine.op, its.op))
                 return
-            if mine.values != its.values and (its.op, its.site) not in told:
+            refusal = baked_value(mine, its) or other_memory(mine, its)
+            if refusal is not None and (its.op, its.site) not in told:
                 told.add((its.op, its.site))
-                refusal = baked_value(mine, its)
-                if refusal is not None:
-                    yield ConstantDifference(its.op, its.site, refusal)
+                yield ConstantDifference(its.op, its.site, refusal)
         counts = len(self.entries), len(other.entries)
         if counts[0] != counts[1]:
             longer, index = max((self, other), key=lambda log: len(log.entries)), min(counts)
@@ -93,6 +105,12 @@ class ConstantLog:
             names = (extra.op, "nothing") if longer is self else ("nothing", extra.op)
             site = extra.site if longer is other else None
             yield ConstantDifference(extra.op, site, other_path(*names))
+
+
+def _places(items: Sequence[Any]) -> list[int]:
+    """Return the addresses of the storages of tensors."""
+    tensors = flat_tensors(items)
+    return [storage_of(each, "")._cdata for each in tensors if has_storage(each)]
 
 
 def _values(items: Sequence[Any]) -> list[Any]:
@@ -134,6 +152,26 @@ def baked_value(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
         "keep it in a tensor that is changed in place (fill_, add_), pass it as a tensor of the "
         "batch, or draw it with torch.rand; one that soon stays as it is needs more warmup_steps",
         HazardKind.BAKED_NUMBER,
+    )
+
+
+def other_memory(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
+    """Return why an operator reads a tensor that lies elsewhere than in the run before, or None.
+
+    Args:
+        before: The call in one run.
+        now: The same call in the next one.
+    """
+    pairs = zip(before.outside, now.outside, strict=False)
+    if not any(was and is_now and was != is_now for was, is_now in pairs):
+        return None
+    return Refusal(
+        f"{now.op} read a tensor in one run of the iteration and another one in the next, which "
+        "the run has not made itself: one that Python keeps of the iteration before, or has "
+        "replaced between them; every replay would read the same one again",
+        "keep it in one tensor that is updated in place (copy_), a buffer for instance, or pass "
+        "it as a tensor of the batch",
+        HazardKind.STATE,
     )
 
 
@@ -192,6 +230,7 @@ __all__ = [
     "Steps",
     "baked_value",
     "fewer_steps",
+    "other_memory",
     "other_path",
     "unseen_read",
 ]

@@ -18,6 +18,7 @@ from graphfsdp._capture.constant_log import (
     Steps,
     baked_value,
     fewer_steps,
+    other_memory,
     other_path,
 )
 from graphfsdp._capture.function_rules import is_fixed_one_hot, one_hot
@@ -63,6 +64,7 @@ class ConstantWatch:
         self._expected: ConstantLog | None = None
         self._is_settled = False
         self._most_steps: Steps = {}
+        self._elsewhere: CaptureError | None = None
 
     def follow(self, other: "ConstantWatch") -> None:
         """Go on from what another one has seen of the same iteration before."""
@@ -118,7 +120,18 @@ class ConstantWatch:
         self._count_steps(mode.log)
         if self.failure is not None:
             raise self.failure
+        self._elsewhere = mode.elsewhere
         self._name_idle(mode.log)
+
+    def check_memory(self) -> None:
+        """Refuse what read other memory; for when nobody knows better which tensor that is.
+
+        Raises:
+            CaptureError: Python keeps a tensor from one iteration for the next.
+        """
+        self.failure, self._elsewhere = self._elsewhere, None
+        if self.failure is not None:
+            raise self.failure
 
     def _name_idle(self, log: ConstantLog) -> None:
         """Say which optimizers replays will never step: one that steps each fifth call, say."""
@@ -188,7 +201,9 @@ class _ConstantMode(OperatorMode):
             elif self._stepping is not before:
                 self.log.add_step(self._stepping)
                 self._compare_last()
-        return op(*args, **kwargs)
+        results = op(*args, **kwargs)
+        self.log.add_results(args, kwargs, results)
+        return results
 
     def _optimizer_left_out(self) -> torch.optim.Optimizer | None:
         if not self._without_optimizer or torch.is_grad_enabled():
@@ -225,6 +240,7 @@ class _ComparingMode(_ConstantMode):
         self._follows_path = follows_path
         self._is_aligned = True
         self._failure: CaptureError | None = None
+        self._elsewhere: CaptureError | None = None
 
     def _compare_last(self) -> None:
         if self._is_aligned:
@@ -237,12 +253,17 @@ class _ComparingMode(_ConstantMode):
             refusal: Refusal | None = other_path(was, op)
         else:
             refusal = baked_value(before, now)
-        if refusal is None or self._failure is not None:
-            return
+            elsewhere = None if refusal is not None else other_memory(before, now)
+            if elsewhere is not None and self._elsewhere is None:
+                self._elsewhere = self._error(elsewhere, op)
+        if refusal is not None and self._failure is None:
+            self._failure = self._error(refusal, op if now else was)
+
+    def _error(self, refusal: Refusal, op: str) -> CaptureError:
         in_backward = torch._C._current_autograd_node() is not None
-        self._failure = CaptureError(
+        return CaptureError(
             refusal.message,
-            op=op if now else was,
+            op=op,
             module_path=self._tracker.path,
             source=user_line_in_backward() if in_backward else user_source_line(),
             kind=refusal.kind,
@@ -256,6 +277,11 @@ class _ComparingMode(_ConstantMode):
         # Operators that only the first run has called shift all that follow: then a value was
         # compared with one of another place.
         return self._failure if self._is_aligned or self._follows_path else None
+
+    @property
+    def elsewhere(self) -> CaptureError | None:
+        """What read other memory than the run before, if both went the same way."""
+        return self._elsewhere if self._is_aligned else None
 
 
 __all__ = ["ConstantWatch"]

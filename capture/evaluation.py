@@ -137,6 +137,7 @@ class Evaluator:
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
             attempt.host_state.check_unchanged(was_read)
+            recording.check_memory()
             trained()  # the modes that every later call will find
             guards.arm(was_read)
             if self._agreement.settle():

@@ -130,6 +130,7 @@ class PreflightWatcher(Watcher):
     ) -> None:
         """Keep the book of storages, and of those in host memory."""
         super().note_results(op, args, infos, results)
+        self.constants.add_results(args, {}, results)
         if self._host_born is not None:
             inputs = flat_tensors(args)
             self._host_born.note_op(inputs, results, is_literal=self.is_literal(op))

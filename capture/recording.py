@@ -106,6 +106,15 @@ class Recording:
         """Compare the capture in the body with the last warm-up, if that was noted."""
         return nullcontext() if self.constants is None else self.constants.comparing()
 
+    def check_memory(self) -> None:
+        """Refuse a tensor that Python keeps from one iteration for the next.
+
+        Raises:
+            CaptureError: the capture has read one.
+        """
+        if self.constants is not None:
+            self.constants.check_memory()
+
     def drop_graph(self) -> None:
         """Give the graph back; another attempt may follow, and is compared as well."""
         graph, self.graph = self.graph, None
@@ -130,6 +139,7 @@ class Recordings:
         """
         self._max_graphs = max_graphs
         self._entries: OrderedDict[int, Recording] = OrderedDict()  # oldest use first
+        self._num_unused = 0  # that had to go before they had a graph
 
     def __iter__(self) -> Iterator[Recording]:
         """Yield the recordings, least recently used first."""
@@ -171,6 +181,15 @@ class Recordings:
         if len(self._entries) <= self._max_graphs:
             return None
         _, oldest = self._entries.popitem(last=False)
+        self._num_unused += oldest.graph is None
+        if oldest.graph is None and self._num_unused == self._max_graphs + 1:
+            _LOG.warning(
+                "more than max_graphs=%d kinds of batches take turns, so that kinds go before "
+                "they are captured, and the calls run eagerly. Remedy: max_graphs=%d or more, or "
+                "fewer kinds (graphfsdp.Buckets)",
+                self._max_graphs,
+                2 * self._max_graphs,
+            )
         oldest.close()
         return oldest
 

@@ -165,6 +165,8 @@ class Rehearsal:
             found.add((each.op, each.site))
             if (each.op, each.site) in told:
                 continue
+            if each.refusal.kind is HazardKind.STATE and self._hazards:
+                continue  # what is told already may be why
             site = None if each.site is None else sites[each.site]
             if site is not None and site.source is not None and site.source in known:
                 continue  # where the number came from is told already

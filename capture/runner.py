@@ -297,12 +297,12 @@ class StepRunner:
 
     def _capture(self, recording: Recording, attempt: Attempt) -> list[Tensor]:
         self.phase = self.phase.to(Phase.CAPTURE)
-        started = time.perf_counter()
-        engine = self._engine
+        engine, started = self._engine, time.perf_counter()
         recording.guards = guards = engine.guards()
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
             attempt.host_state.check_unchanged(was_read)
+            recording.check_memory()
             guards.arm(was_read)
             if self._agreement.settle():
                 raise WarmUpAgainError("another rank was given other numbers")

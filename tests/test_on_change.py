@@ -80,6 +80,16 @@ def test_graphs_are_given_up_least_recently_used_first(
     assert caplog.text.count("given up: there are more than max_graphs=2") == 2
 
 
+def test_more_kinds_than_graphs_taking_turns_are_warned_of_once(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="graphfsdp"):
+        _, report = train(device, (4, 6, 8) * 5, on_change="recapture", max_graphs=2)
+    assert report.num_captures == 0
+    assert caplog.text.count("more than max_graphs=2 kinds of batches take turns") == 1
+    assert "Remedy: max_graphs=4 or more" in caplog.text
+
+
 def test_a_strange_batch_runs_eagerly_and_the_graph_stays(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
