@@ -19,9 +19,7 @@ from ranks import RankPool, rank_device
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
-def of_a_list(device: torch.device) -> Loss:
-    kept = [torch.zeros(2, 4, device=device)]
-
+def reads_the_last(kept: list[Tensor] | collections.deque[Tensor]) -> Loss:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         out = model(x)
         loss: Tensor = (out - kept[-1]).square().mean()  # reads what was kept
@@ -29,18 +27,15 @@ def of_a_list(device: torch.device) -> Loss:
         return loss
 
     return loss_fn
+
+
+def of_a_list(device: torch.device) -> Loss:
+    return reads_the_last([torch.zeros(2, 4, device=device)])
 
 
 def of_a_long_queue(device: torch.device) -> Loss:
-    kept = collections.deque([torch.zeros(2, 4, device=device) for _ in range(30)], maxlen=30)
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        out = model(x)
-        loss: Tensor = (out - kept[-1]).square().mean()  # reads what was kept
-        kept.append(out.detach())
-        return loss
-
-    return loss_fn
+    zeros = [torch.zeros(2, 4, device=device) for _ in range(30)]
+    return reads_the_last(collections.deque(zeros, maxlen=len(zeros)))
 
 
 def of_the_one_before_last(device: torch.device) -> Loss:
