@@ -117,8 +117,24 @@ class Graph(Protocol):
 class Undo(Protocol):
     """What it takes to put memory back after a failed iteration that ran for real."""
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Run the body, the iteration, so that it can be undone."""
+    def watching(self, *, waiting: Sequence[str] = ()) -> AbstractContextManager[None]:
+        """Run the body, the iteration, so that it can be undone.
+
+        Args:
+            waiting: Operators that may wait for ``keep``.
+        """
+        ...
+
+    def copy_for_waiting(self) -> bool:
+        """Prepare for ``keep``; tell whether that can be undone too."""
+        ...
+
+    def keep(self) -> None:
+        """Run what has waited."""
+        ...
+
+    def forget(self) -> None:
+        """Drop all copies: nothing can be undone any more."""
         ...
 
     def roll_back(self) -> None:
@@ -141,11 +157,12 @@ class GraphBackend(Protocol):
         """Run the body on the stream that captures, ordered with the current one."""
         ...
 
-    def begin_undo(self, state: Iterable[Tensor]) -> Undo:
+    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> Undo:
         """Prepare for an iteration that may fail.
 
         Args:
             state: What the iteration is known to write.
+            scratch: Tensors among them whose contents nobody has seen.
         """
         ...
 

@@ -123,9 +123,9 @@ class CpuGraphBackend:
         """Return nothing to enter: a CPU has no streams."""
         return nullcontext()
 
-    def begin_undo(self, state: Iterable[Tensor]) -> CopyOnWrite:
+    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> CopyOnWrite:
         """Copy nothing yet; what is written is seen, known state or not."""
-        return CopyOnWrite()
+        return CopyOnWrite(scratch)
 
     def record(
         self,

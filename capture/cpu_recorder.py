@@ -7,21 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.op_tensors import flat_tensors, read_tensors
+from graphfsdp._capture.op_tensors import flat_tensors, is_empty, read_tensors
 from graphfsdp._capture.rules import Refusal, new_generator
 from graphfsdp._capture.storages import StorageInfo, storage_of
-from graphfsdp._capture.undo_arena import give_back_freed_pages
 from graphfsdp._capture.watcher import Run, Watcher
 from graphfsdp.hazards import HazardKind
 
-# What these return has no contents until somebody writes them.
-_EMPTY_OPS = (
-    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
-    *("aten::new_empty", "aten::new_empty_strided"),
-)
-# What the recording keeps of each storage lies between the activations on the heap, so that freed
-# ones do not join, and larger ones find no place. It takes less than a millisecond.
-_NODES_PER_TRIM = 64
 _TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional")
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
@@ -203,7 +194,7 @@ class Recorder(Watcher):
             info = self.storages.find(item, name)
             if info is None:
                 info = self.storages.add(item, name, external=False, varies=False)
-                info.filled = node.op._schema.name not in _EMPTY_OPS
+                info.filled = not is_empty(node.op)
                 aliases = False
             key = self._key_of(item, name)
             value = self._values.get(key)
@@ -220,8 +211,6 @@ class Recorder(Watcher):
         if not node.effects and aliases and not news and inputs:
             return  # a view of fixed storage, or one that exists: nothing to do at replay
         self.nodes.append(node)
-        if not len(self.nodes) % _NODES_PER_TRIM:
-            give_back_freed_pages()
 
     def _run_literal(self, tensor: Tensor, op: str, run: Run) -> Any:
         """Repeat a constant that Python filled in: each replay starts from a fresh copy of it."""

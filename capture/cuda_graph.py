@@ -147,7 +147,7 @@ class CudaGraphBackend:
         """Fork to the capture stream and join back."""
         return forked(self._stream)
 
-    def begin_undo(self, state: Iterable[Tensor]) -> HostCopies:
+    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> HostCopies:
         """Copy all state to the host."""
         return HostCopies(state)
 

@@ -11,11 +11,13 @@ from graphfsdp._capture.backend import GraphBackend
 from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards import Guards
+from graphfsdp._capture.guards_optimizer import has_code_behind_step
+from graphfsdp._capture.held_back import CHECKED_STEPS, FUSED_STEPS
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.recording import Recording
 from graphfsdp.capturable import CapturableOptimizer
 from graphfsdp.changes import Change, ChangeKind
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope, UndoReplays
 from graphfsdp.errors import CaptureError
 from graphfsdp.sharded import main_grads_of, sharded_roots
 
@@ -68,6 +70,7 @@ class Engine:
         self._make_iteration = make_iteration
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
+        self._undoes_all = options.undo_replays is UndoReplays.ALWAYS
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
 
@@ -128,6 +131,19 @@ class Engine:
             results += [] if grad_norm is None else [grad_norm]
         return results
 
+    def unpack(self, recording: Recording, results: list[Tensor]) -> object:
+        """Return what the user's function returned, and keep the gradient norm."""
+        output, grad_norm = recording.results.unflatten(results)
+        if grad_norm is not None:
+            self.grad_norm = grad_norm
+        return output
+
+    @property
+    def skipped_steps(self) -> Tensor | None:
+        """[] float32, a copy of the number of steps that were left out; None if none can be."""
+        count = self.optimizer.skipped_steps()
+        return None if count is None else count.clone()
+
     def evaluate(self, recording: Recording, watch: AbstractContextManager[None]) -> list[Tensor]:
         """Run the forward pass alone; return its results as a flat list.
 
@@ -152,6 +168,19 @@ class Engine:
     def steps_inside(self) -> bool:
         """Whether the user's iteration steps the optimizers."""
         return self._iteration.steps_inside
+
+    def waiting_steps(self, *, is_first: bool) -> Sequence[str]:
+        """Return the optimizers' operators that may wait until all else of an iteration stands.
+
+        None where code of the user's runs behind them, or where he wants everything undone.
+
+        Args:
+            is_first: No iteration has shown yet that the optimizers can step on these tensors.
+        """
+        runs_on = self.steps_inside or any(map(has_code_behind_step, self.optimizer.optimizers))
+        if runs_on or self._undoes_all:
+            return ()
+        return CHECKED_STEPS if is_first else FUSED_STEPS
 
     def constant_watch(self, *, trains: bool = True) -> ConstantWatch:
         """Return what compares the numbers of a warm-up and of the capture after it."""

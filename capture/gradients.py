@@ -169,6 +169,7 @@ class PersistentGradients:
         self._groups = tuple(dict.fromkeys(groups for groups in shared if groups))
         self._decoupled = use_decoupled_grad
         self._landed: Landed | None = None
+        self._were_bound = False
         self._handles: list[RemovableHandle] = [
             entry.param.register_post_accumulate_grad_hook(_landing(entry))
             for entry in self._entries
@@ -184,12 +185,14 @@ class PersistentGradients:
         Capture: Python only; no kernel.
         """
         self._landed = None
+        self._were_bound = self._were_bound or bind_at_once
         for entry in self._entries:
             entry.unbind()
             entry.binds_at_once = bind_at_once
 
     def finish(self) -> None:
         """Bind the view of every parameter that got a gradient in this iteration."""
+        self._were_bound = True
         for entry in self._entries:
             if entry.sharding is not None:
                 entry.landed = entry.bound  # the reduction has written and bound it, or not
@@ -227,6 +230,10 @@ class PersistentGradients:
             landed = entry.landed
             entry.unbind()
             entry.landed = landed
+
+    def unseen(self) -> list[Tensor]:
+        """Return the buffers of ours if no iteration has shown anybody its gradients yet."""
+        return [] if self._were_bound else [buffer.flat for buffer in self.buffers]
 
     def storages(self) -> list[Tensor]:
         """Return plain tensors that look at all memory of the persistent gradients."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from graphfsdp._capture.guards_modules import same_objects
 from graphfsdp._capture.guards_tensors import TensorGuard
@@ -109,11 +110,8 @@ class OptimizerGuard:
     def _step_changes(self) -> Iterator[Change]:
         now, name = self._optimizer, f"{type(self._optimizer).__name__}.step"
         own = vars(now).get("step")
-        # A scheduler wraps step to count calls, and goes on to call what was there.
-        is_counted = hasattr(own, "_wrapped_by_lr_sched") and (
-            getattr(own, "__wrapped__", None) in (self._class_step, self._own_step)
-        )
-        if type(now).step is not self._class_step or not (own is self._own_step or is_counted):
+        is_known = own is self._own_step or _counts(own, self._class_step, self._own_step)
+        if type(now).step is not self._class_step or not is_known:
             words = ("one function", "another one")
             yield Change(ChangeKind.ATTRIBUTE, name, *words, "replace it before the capture")
 
@@ -139,6 +137,20 @@ class OptimizerGuard:
                 words = (_listed(self._names, old, new), _listed(self._names, new, old))
                 title = f"group {index} of {owner}"
                 yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
+
+
+def _counts(own: object, *steps: object) -> bool:
+    """Tell whether a step is what a scheduler has wrapped one of these in, to count its calls."""
+    return hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) in steps
+
+
+def has_code_behind_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether code of the user may run in an optimizer's step after the step itself."""
+    own, of_class = vars(optimizer).get("step"), type(optimizer).step
+    replaced = own is not None and not _counts(own, of_class)
+    known = of_class.__module__.startswith(("graphfsdp.", "torch."))
+    hooks = (_global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks)
+    return replaced or not known or any(hooks)
 
 
 def _classes_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int] | None:
@@ -172,4 +184,4 @@ def _state_changes(
         yield Change(ChangeKind.OPTIMIZER_STATE, title, *words, _LOADED)
 
 
-__all__ = ["OptimizerGuard"]
+__all__ = ["OptimizerGuard", "has_code_behind_step"]

@@ -21,6 +21,19 @@ RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
 # Python hands these a tensor whose data it has just filled in, outside any operator.
 LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
 
+# What these return has no contents until somebody writes them.
+_EMPTY_OPS = frozenset(
+    (
+        *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
+        *("aten::new_empty", "aten::new_empty_strided"),
+    )
+)
+
+
+def is_empty(op: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator makes memory, and neither reads nor writes any."""
+    return op._schema.name in _EMPTY_OPS
+
 
 def draws_numbers(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -117,6 +130,7 @@ __all__ = [
     "computes_nothing",
     "draws_numbers",
     "flat_tensors",
+    "is_empty",
     "is_wrapper_subclass",
     "read_tensors",
     "scratch_places",

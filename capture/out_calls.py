@@ -87,11 +87,6 @@ def short_name(op: torch._ops.OpOverload) -> str:
     return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
-def is_empty(op: torch._ops.OpOverload) -> bool:
-    """Tell whether an operator makes memory and puts nothing into it."""
-    return short_name(op) in _EMPTY
-
-
 def can_write_into(op: torch._ops.OpOverload) -> bool:
     """Tell whether ``call_into`` has a form for an operator."""
     name = short_name(op)
@@ -168,4 +163,4 @@ def _form(argument: Any) -> tuple[str, str]:
     return argument.name, str(argument.type)
 
 
-__all__ = ["Constant", "call_into", "can_write_into", "is_empty", "short_name"]
+__all__ = ["Constant", "call_into", "can_write_into", "short_name"]

@@ -12,7 +12,7 @@ class Phase(enum.Enum):
     CAPTURE = "capture"  # is recording now
     REPLAY = "replay"  # launches the graph
     EAGER = "eager"  # scope "none": runs eagerly for ever
-    BROKEN = "broken"  # a replay stopped while it updated weights; refuses
+    BROKEN = "broken"  # an iteration stopped while it updated weights; refuses
     CLOSED = "closed"  # refuses
 
     def to(self, target: "Phase") -> "Phase":
@@ -35,6 +35,7 @@ _LEGAL = (
     (Phase.REPLAY, Phase.CAPTURE),
     (Phase.CAPTURE, Phase.WARMUP),
     (Phase.REPLAY, Phase.BROKEN),
+    (Phase.WARMUP, Phase.BROKEN),
     (Phase.REPLAY, Phase.WARMUP),
     (Phase.WARMUP, Phase.EAGER),
 )

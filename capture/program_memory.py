@@ -9,7 +9,8 @@ from torch import Tensor
 from graphfsdp._capture.arena import Arena
 from graphfsdp._capture.copy_elision import elide_copies
 from graphfsdp._capture.cpu_recorder import Node, Value, geometry_of
-from graphfsdp._capture.out_calls import can_write_into, is_empty
+from graphfsdp._capture.op_tensors import is_empty
+from graphfsdp._capture.out_calls import can_write_into
 from graphfsdp._capture.values import materialise, span_bytes, values_in
 from graphfsdp.memory_plan import Lifetime, MemoryPlan, plan_memory
 

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from graphfsdp._capture.agreement import Agreement, WarmUpAgainError
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
 from graphfsdp._capture.attempt import Attempt
-from graphfsdp._capture.backend import Graph
+from graphfsdp._capture.backend import Effect, Graph
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.interrupts import DeferredInterrupts
@@ -25,6 +26,7 @@ from graphfsdp._capture.results import Results
 from graphfsdp._capture.standing_in import StandIn
 from graphfsdp._capture.step_report import Tally, latest_graph, make_report
 from graphfsdp._capture.verification import Verifier
+from graphfsdp._capture.warm_ups import WarmUps
 from graphfsdp.changes import Change, refuse
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.nvtx import nvtx_range
@@ -72,7 +74,7 @@ class StepRunner:
         self._others = StandIn(*shared)
         self._replayer = Replayer(*shared, self._others, self._verifier, options)
         self._tally = Tally()
-        self._num_warmups = 0
+        self._warm_ups = WarmUps(self._recordings, options.warmup_steps)
         self._first_states: FirstStates | None = None
 
     @property
@@ -83,8 +85,7 @@ class StepRunner:
     @property
     def skipped_steps(self) -> Tensor | None:
         """[] float32, see ``CapturedStep.skipped_steps``."""
-        count = self._engine.optimizer.skipped_steps()
-        return None if count is None else count.clone()
+        return self._engine.skipped_steps
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Train on one batch; see ``CapturedStep.__call__``."""
@@ -99,16 +100,16 @@ class StepRunner:
         if recording.graph is not None:
             try:
                 with DeferredInterrupts():
-                    return self._finish(recording, self._replay(recording))
+                    return self._engine.unpack(recording, self._replay(recording))
             except TogetherError:  # with another rank, which has no graph for this call
                 recording = recording.again()
-                return self._finish(recording, self._attempt(recording))
+                return self._engine.unpack(recording, self._attempt(recording))
         if self.phase is Phase.EAGER:
             self._engine.follow()
         if self.phase is Phase.EAGER or recording not in self._recordings:
-            return self._finish(recording, self._run_eagerly(recording))
+            return self._engine.unpack(recording, self._run_eagerly(recording))
         self._others.call_together()
-        return self._finish(recording, self._attempt(recording))
+        return self._engine.unpack(recording, self._attempt(recording))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """Copy the batch in; return what is to be replayed, if it has a graph, or run eagerly.
@@ -136,7 +137,7 @@ class StepRunner:
         """Let ranks that have begun an iteration out of it: this one cannot."""
         latest = self._recordings.latest
         if latest is not None and self.phase is not Phase.EAGER and self._agreement.is_collective:
-            runs = self.device.type == "cpu" or not self._captures_after(latest, 0)
+            runs = self.device.type == "cpu" or not self._warm_ups.capture_follows(latest)
             self._others.stand_in(latest, error, runs=runs)  # a capture on a GPU runs nothing
 
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,7 +154,7 @@ class StepRunner:
         except BaseException:  # whatever ends it, it must leave no trace
             self._recordings.close()
             self.phase = Phase.WARMUP
-            self._num_warmups = 0
+            self._warm_ups.num = 0
             raise
         finally:
             self._tally.num_calls.clear()
@@ -164,7 +165,7 @@ class StepRunner:
         results = self._run_eagerly(again)
         if not states.adopt():
             self._give_up_graphs("the first iteration made other optimizer state than the example")
-        return self._finish(again, results)
+        return self._engine.unpack(again, results)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate one batch; see ``CapturedStep.evaluate``."""
@@ -254,11 +255,18 @@ class StepRunner:
         recording.results = Results()
         self._agreement.begin()
         self._watch.start()
-        captures = recording in self._recordings and self._captures_after(recording, 0)
+        captures = recording in self._recordings and self._warm_ups.capture_follows(recording)
+        count = partial(self._count, recording, time.perf_counter())
+        # What fails here alone, other ranks would have kept.
+        alone = not self._agreement.is_collective
+        waiting = self._engine.waiting_steps(is_first=not self._warm_ups.num) if alone else ()
         try:
-            with attempt.watching():
+            with attempt.keeping(waiting=waiting, count=count):
                 return self._capture(recording, attempt) if captures else self._warm_up(recording)
         except BaseException as first:  # whatever ends it, it must leave no trace
+            if attempt.effect is not Effect.NONE:  # it failed at its end, or a signal has waited
+                self._break(attempt.breakage(first))
+                raise
             with DeferredInterrupts():
                 attempt.roll_back()
                 self._engine.grad_norm, recording.results = grad_norm, results
@@ -276,28 +284,23 @@ class StepRunner:
             _LOG.info("warming up once more: %s", error)
         return self._attempt(recording)
 
-    def _captures_after(self, recording: Recording, num_more: int) -> bool:
-        """Tell whether so many warm-ups from now the next call captures."""
-        warm = self._num_warmups + num_more >= self._options.warmup_steps
-        return warm and recording.num_eager + num_more >= min(self._options.warmup_steps, 1)
+    def _count(self, recording: Recording, started: float) -> None:
+        took_ms = (time.perf_counter() - started) * 1e3
+        self._tally.add(recording.graph, took_ms, self._warm_ups.count(recording))
 
     def _warm_up(self, recording: Recording) -> list[Tensor]:
         watch = None
-        is_next = self._captures_after(recording, 1) or len(self._recordings) > 1
+        is_next = self._warm_ups.capture_follows(recording, 1) or len(self._recordings) > 1
         if is_next or self._engine.steps_inside:
             watch = recording.noting(self._engine.constant_watch())
         with nvtx_range("warm-up"), self._backend.on_capture_stream():
             results = self._engine.iterate(recording, watch)
         self._others.settle_beside_captures()
-        recording.num_eager += 1
-        is_own = recording in self._recordings
-        self._num_warmups += is_own
-        self._tally.num_calls["warmup" if is_own else "eager"] += 1
         return results
 
     def _capture(self, recording: Recording, attempt: Attempt) -> list[Tensor]:
         self.phase = self.phase.to(Phase.CAPTURE)
-        engine, started = self._engine, time.perf_counter()
+        engine = self._engine
         recording.guards = guards = engine.guards()
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
@@ -327,24 +330,19 @@ class StepRunner:
             engine.step_outside()
             self._agreement.settle()
         self.phase = self.phase.to(Phase.REPLAY)
-        self._tally.add_capture(graph.facts, (time.perf_counter() - started) * 1e3)
-        _LOG.info("captured %s nodes", graph.facts.num_nodes)
         return results
 
     def _replay(self, recording: Recording) -> list[Tensor]:
         try:
             results = self._replayer.run(recording)
         finally:
-            if self._replayer.breakage:
-                self.phase, self.breakage = self.phase.to(Phase.BROKEN), self._replayer.breakage
+            self._break(self._replayer.breakage)
         self._tally.num_calls["replay"] += 1
         return results
 
-    def _finish(self, recording: Recording, results: list[Tensor]) -> Any:
-        output, grad_norm = recording.results.unflatten(results)
-        if grad_norm is not None:
-            self._engine.grad_norm = grad_norm
-        return output
+    def _break(self, why: str) -> None:
+        if why:
+            self.phase, self.breakage = self.phase.to(Phase.BROKEN), why
 
 
 __all__ = ["StepRunner"]

@@ -1,5 +1,6 @@
 """The report of a captured step, gathered from its parts."""
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -9,6 +10,8 @@ from graphfsdp._capture.memory_names import memory_names
 from graphfsdp._capture.recording import Recordings
 from graphfsdp._capture.report import CaptureReport
 from graphfsdp.errors import PhaseError
+
+_LOG = logging.getLogger("graphfsdp")
 
 
 @dataclass
@@ -27,11 +30,21 @@ class Tally:
     capture_ms: float | None = None
     facts: GraphFacts | None = None
 
-    def add_capture(self, facts: GraphFacts, capture_ms: float) -> None:
-        """Count a capture that has succeeded."""
-        self.facts, self.capture_ms = facts, capture_ms
+    def add(self, graph: Graph | None, took_ms: float, is_own: bool) -> None:
+        """Count a capture, or a warm-up, that has succeeded.
+
+        Args:
+            graph: Of the capture; None after a warm-up.
+            took_ms: Milliseconds.
+            is_own: Whether the step keeps recordings of such batches.
+        """
+        if graph is None:
+            self.num_calls["warmup" if is_own else "eager"] += 1
+            return
+        self.facts, self.capture_ms = graph.facts, took_ms
         self.num_captures += 1
         self.num_calls["capture"] += 1
+        _LOG.info("captured %s nodes", graph.facts.num_nodes)
 
 
 def latest_graph(recordings: Recordings, do: str, phase: str, num_calls: int) -> Graph:

@@ -62,6 +62,14 @@ def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
         ) from None
 
 
+def identity_of(tensor: Tensor) -> int:
+    """Return what tells the storage under a tensor from others that live; 0 if it has none."""
+    try:
+        return int(storage_of(tensor, "identity")._cdata)
+    except CaptureError:
+        return 0
+
+
 def has_storage(tensor: Tensor) -> bool:
     """Tell whether a plain tensor lies in one storage."""
     if tensor.layout is torch.strided:
@@ -127,6 +135,7 @@ __all__ = [
     "StorageTable",
     "dropped_tensors",
     "has_storage",
+    "identity_of",
     "refuse_dropped_tensors",
     "storage_of",
 ]

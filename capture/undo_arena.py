@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ class UndoArena:
     freed blocks, and the C library would keep the freed pages anyway: the peak would grow by all
     of the copies. So they lie in separate mappings, and before each new mapping the freed pages
     of the heap are given back to the system. Mappings are short at first, because the state of a
-    small model may fit into one, and long later, because giving back takes milliseconds.
+    small model may fit into one, and long later, because giving back takes milliseconds. Pages
+    are also given back every few operators: what a recording keeps of each storage, and gradients,
+    lie between the activations on the heap, so that freed ones do not join, and larger ones find
+    no place.
     """
 
     def __init__(self) -> None:
@@ -49,4 +53,22 @@ def give_back_freed_pages() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-__all__ = ["UndoArena", "give_back_freed_pages"]
+def refuse_without_memory(num_bytes: int) -> None:
+    """Ask for memory and give it back, so that who asks for less next is not refused.
+
+    Raises:
+        RuntimeError: there is not as much.
+    """
+    torch.empty(num_bytes, dtype=torch.uint8)  # never written, so no page of it comes to be
+
+
+def resident_bytes() -> int | None:
+    """Return how much memory this process has now; None where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except (OSError, IndexError):
+        return None
+    return int(pages) * mmap.PAGESIZE
+
+
+__all__ = ["UndoArena", "give_back_freed_pages", "refuse_without_memory", "resident_bytes"]

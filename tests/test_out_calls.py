@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.out_calls import call_into, can_write_into, is_empty, short_name
+from graphfsdp._capture.op_tensors import is_empty
+from graphfsdp._capture.out_calls import call_into, can_write_into, short_name
 
 PART = 1 if os.environ.get("GRAPHFSDP_ALL_OPERATORS") else 12
 NUM_SAMPLES = 3
