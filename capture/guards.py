@@ -101,8 +101,13 @@ class Guards:
 
         Args:
             was_read: Tells whether the recording has touched a tensor's storage.
+
+        Raises:
+            CaptureError: the iteration has counted in Python, and decides by the count.
         """
         self._log.stop()
+        for refusal in self._around.refusals():
+            raise refusal
         attributes = AttributeGuard(self._model, self._log, was_read)
         values = ValueGuard(self._model, self._log, self._before)
         outside = OutsideModules(self._model, self._log)

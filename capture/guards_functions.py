@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.attribute_log import AttributeLog
 from graphfsdp._capture.guards_modules import OWN, join, same_objects
 from graphfsdp._capture.guards_values import is_named
+from graphfsdp._capture.outer_counters import OuterCounters
 from graphfsdp._capture.quick_guard import Watched
 from graphfsdp._capture.surrounding_values import (
     FUNCTIONS,
@@ -25,6 +26,7 @@ from graphfsdp._capture.surrounding_values import (
 )
 from graphfsdp._capture.surroundings import KnownNames, Search
 from graphfsdp.changes import Change, ChangeKind
+from graphfsdp.errors import CaptureError
 
 _REMEDY = (
     "pass what changes as a tensor of the batch, or hold it in a tensor and write into that "
@@ -50,6 +52,7 @@ class Surroundings:
         self._functions = functions
         self._modules = list(model.named_modules())  # others than these are StructureGuard's
         self._names: KnownNames = {}
+        self._counters = OuterCounters(())
 
     def find(self, log: AttributeLog | None, outside: nn.Module | None) -> Found:
         """Return all places by title.
@@ -58,6 +61,9 @@ class Surroundings:
             log: What the recorded iteration has read and assigned of modules; None: not known yet.
             outside: Stands for those that it has used and that are none of the model's.
         """
+        return self._search(log, outside).places
+
+    def _search(self, log: AttributeLog | None, outside: nn.Module | None) -> Search:
         elsewhere: set[str] = set()
         for _ in range(2):  # what is handed on is read by functions that are found later
             search = Search(elsewhere, self._names)
@@ -73,12 +79,18 @@ class Surroundings:
                 search.of_class_attributes(kind)
             search.of_classes(kinds)
             elsewhere = search.names.attributes
-        return search.places
+        return search
 
     def values(self) -> dict[str, object]:
         """Return all values by title; a tensor that the iteration drops must not live here."""
-        found = self.find(None, None).items()
+        search = self._search(None, None)
+        self._counters = OuterCounters(search.reached)
+        found = search.places.items()
         return {title: without_tensors(place.value) for title, place in found}
+
+    def refusals(self) -> Iterator[CaptureError]:
+        """Yield a refusal of what has changed since ``values`` and decides what runs."""
+        yield from self._counters.refusals()
 
     def _attributes(
         self, search: Search, path: str, module: nn.Module, log: AttributeLog | None

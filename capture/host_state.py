@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.assignments import assignment_of
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.host_counters import plain_values, refuse_deciding_counters
 from graphfsdp._capture.host_optimizer import HostOptimizer
 from graphfsdp.errors import CaptureError
 from graphfsdp.sharded import sharded_roots
@@ -38,7 +39,7 @@ class HostState:
             for key, (_, tensor) in self._attributes.items()
             if _is_plain(tensor)
         }
-        self._plain = [(module, _plain_values(module)) for module in model.modules()]
+        self._plain = [(module, plain_values(module)) for module in model.modules()]
         self._restore_gradients = gradients.save_bindings()
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -81,6 +82,7 @@ class HostState:
                     module_path=module_name,
                     source=assignment_of(module, name, self._model),
                 )
+        yield from refuse_deciding_counters(self._model, self._plain)
         for optimizer in self._optimizers:
             yield from optimizer.changes()
 
@@ -113,15 +115,6 @@ class HostState:
             return False
         new = self._attributes[key][1]
         return bool(new.untyped_storage()._cdata != old.untyped_storage()._cdata)
-
-
-def _plain_values(module: nn.Module) -> dict[str, object]:
-    """Return what cannot be changed in place: counters, modes, names."""
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if value is None or isinstance(value, bool | int | float | str)
-    }
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from graphfsdp._capture.constant_log import unseen_read
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.guards_functions import Surroundings
 from graphfsdp._capture.host_state import HostState
 from graphfsdp._capture.memory_sums import MemorySums
 from graphfsdp._capture.preflight_watcher import PreflightWatcher
@@ -43,6 +44,7 @@ class Rehearsal:
         gradients: PersistentGradients,
         hazards: HazardLog,
         *,
+        functions: Sequence[Callable[..., object]],
         device: torch.device,
         for_cuda: bool,
     ) -> None:
@@ -53,6 +55,7 @@ class Rehearsal:
             optimizers: The user's.
             gradients: Those of the iteration.
             hazards: Where everything is noted.
+            functions: The loss function, or the user's iteration.
             device: Where the model lies.
             for_cuda: Judge a run on a CPU by what a GPU would refuse.
         """
@@ -60,6 +63,7 @@ class Rehearsal:
         self._optimizers = list(optimizers)
         self._gradients = gradients
         self._hazards = hazards
+        self._around = Surroundings(functions, model)
         self._device = device
         self._for_cuda = for_cuda
 
@@ -88,6 +92,7 @@ class Rehearsal:
                         failed = self._attempt(runs, iterate, judged=False) is not None
                         rewind()
                 state = HostState(self._model, self._optimizers, self._gradients)
+                self._around.values()
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]
                 if error is not None:
@@ -125,7 +130,7 @@ class Rehearsal:
         return None
 
     def _note_state(self, state: HostState, judged: PreflightWatcher) -> None:
-        for change in state.changes(judged.has_touched):
+        for change in (*state.changes(judged.has_touched), *self._around.refusals()):
             self._hazards.add(change.hazard)
         gc.collect()  # what only a cycle holds is not held
         for dropped in dropped_tensors(judged.storages):

@@ -44,6 +44,7 @@ class Search(ObjectSearch):
 
     Attributes:
         names: All names in all code that was come to.
+        reached: The functions, with the object whose method each is.
     """
 
     def __init__(self, elsewhere: set[str], known: KnownNames) -> None:
@@ -55,6 +56,7 @@ class Search(ObjectSearch):
         """
         super().__init__(elsewhere)
         self.names = CodeNames()
+        self.reached: list[tuple[types.FunctionType, object]] = []
         self._known = known
 
     def of_function(self, function: Callable[..., Any]) -> None:
@@ -170,6 +172,7 @@ class Search(ObjectSearch):
     def _code(self, function: types.FunctionType, owner: Owner | None, depth: int) -> None:
         if not self.is_new("code", function, None if owner is None else owner[0]):
             return
+        self.reached.append((function, None if owner is None else owner[0]))
         names = self._names_of(function)
         where = f"of {function.__qualname__}"
         self._look_at_defaults(function, names, where, depth)

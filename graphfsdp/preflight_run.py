@@ -128,6 +128,7 @@ class Preflight:
             self._optimizers,
             gradients,
             self.hazards,
+            functions=iteration.functions,
             device=setup.device,
             for_cuda=self._target == "cuda",
         )

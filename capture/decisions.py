@@ -1,0 +1,156 @@
+"""Where code decides by a value that it has by name: tests of ``if``, ``while`` and the like."""
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from graphfsdp._capture.source import is_users_file
+from graphfsdp.hazards import SourceLine
+
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+_NAMED = (ast.Name, ast.Attribute, ast.Subscript)
+_NUMBERS = (int, float)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One place where code decides by a value.
+
+    Attributes:
+        words: How it reads the value: ``self.calls``, ``state['calls']``, ``calls``.
+        name: Of the attribute that it is; "" for others.
+        source: The line.
+        limit: What it is compared with: a number, the name of an attribute of the same object, or
+            None for anything else.
+    """
+
+    words: str
+    name: str
+    source: SourceLine
+    limit: float | str | None
+
+    def may_turn(self, before: object, after: object, owner: object) -> bool:
+        """Tell whether the decision may be another one later, if the value goes on as it does.
+
+        A number that only grows never comes back to what it has passed: ``if self.calls == 0``
+        has been decided for ever.
+
+        Args:
+            before: The value before an iteration.
+            after: The value behind it.
+            owner: The object whose attribute it is, if it is one.
+        """
+        limit = getattr(owner, self.limit, None) if isinstance(self.limit, str) else self.limit
+        if isinstance(before, bool) or not (
+            isinstance(before, _NUMBERS)
+            and isinstance(after, _NUMBERS)
+            and isinstance(limit, _NUMBERS)
+        ):
+            return True
+        return limit >= before if after > before else limit <= before
+
+
+def decisions_of(kind: type[nn.Module]) -> list[Decision]:
+    """Return all places where the user's code in a class of modules decides by an attribute."""
+    found: list[Decision] = []
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        for member in vars(base).values():
+            for function in _functions(member):
+                if is_users_file(function.__code__.co_filename):
+                    found += decisions_in(function)
+    return found
+
+
+def _functions(member: object) -> Iterator[types.FunctionType]:
+    if isinstance(member, property):
+        members: tuple[object, ...] = (member.fget, member.fset)
+    else:
+        members = (getattr(member, "__func__", member),)
+    for each in members:
+        function = inspect.unwrap(each) if callable(each) else each
+        if isinstance(function, types.FunctionType):
+            yield function
+
+
+def decisions_in(function: types.FunctionType) -> Iterator[Decision]:
+    """Yield all places where a function decides by a value that it has by name."""
+    code = function.__code__
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):  # made by exec, or a lambda within an expression
+        return
+    tests = list(_tests(tree))
+    inside = {id(node) for test in tests for node in ast.walk(test)}
+    # The result of others is kept, and decides later.
+    tests += [n for n in ast.walk(tree) if isinstance(n, ast.Compare) and id(n) not in inside]
+    for test in tests:
+        for node, limit in _of_test(test):
+            line = code.co_firstlineno + node.lineno - 1
+            name = node.attr if isinstance(node, ast.Attribute) else ""
+            source = SourceLine(code.co_filename, line, code.co_qualname)
+            yield Decision(ast.unparse(node), name, source, limit)
+
+
+def _tests(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.Match):
+            yield node.subject
+
+
+def _of_test(test: ast.AST) -> Iterator[tuple[ast.expr, float | str | None]]:
+    """Yield everything that a test looks at, with its limit."""
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _of_test(value)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _of_test(test.operand)
+    elif isinstance(test, _NAMED):
+        yield test, 0  # true unless it is zero
+        yield from _below(test)
+    elif isinstance(test, ast.Compare):
+        sides = [test.left, *test.comparators]
+        for left, op, right in zip(sides, test.ops, sides[1:], strict=False):
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, _NAMED) and isinstance(op, _ORDERS):
+                    yield one, _limit(one, other)
+                    yield from _below(one)
+                else:
+                    yield from _within(one)
+    else:
+        yield from _within(test)
+
+
+def _below(named: ast.AST) -> Iterator[tuple[ast.expr, None]]:
+    for child in ast.iter_child_nodes(named):
+        yield from _within(child)
+
+
+def _within(expression: ast.AST) -> Iterator[tuple[ast.expr, None]]:
+    for node in ast.walk(expression):
+        if isinstance(node, _NAMED):
+            yield node, None
+
+
+def _limit(one: ast.expr, other: ast.expr) -> float | str | None:
+    if isinstance(other, ast.Constant) and isinstance(other.value, _NUMBERS):
+        return other.value
+    if isinstance(other, ast.UnaryOp) and isinstance(other.op, ast.USub):
+        inner = _limit(one, other.operand)
+        return None if isinstance(inner, str | None) else -inner
+    if isinstance(one, ast.Attribute) and isinstance(other, ast.Attribute):
+        return other.attr if ast.dump(other.value) == ast.dump(one.value) else None
+    return None
+
+
+__all__ = ["Decision", "decisions_in", "decisions_of"]

@@ -1,0 +1,100 @@
+"""Numbers outside of modules that an iteration counts in Python, and decides by."""
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from graphfsdp._capture.decisions import decisions_in
+from graphfsdp._capture.host_counters import differs, is_number, refusal
+from graphfsdp._capture.source import is_users_file
+from graphfsdp.errors import CaptureError
+
+Reached = tuple[types.FunctionType, object]  # a function, and the object whose method it is
+_MAX_ITEMS = 64  # of a container that may hold counters
+
+
+class OuterCounters:
+    """Plain values that functions have by name, before an iteration and behind it.
+
+    See Note [Counters that decide]. Looked at are globals, closure variables and the object of a
+    method, and what these hold: items of dicts and lists, attributes of objects. Code is searched
+    for tests only where something has changed.
+    """
+
+    def __init__(self, functions: Iterable[Reached]) -> None:
+        """Remember the values now.
+
+        Args:
+            functions: Whose code the iteration may run.
+        """
+        users = [each for each in functions if is_users_file(each[0].__code__.co_filename)]
+        self._before = [(function, owner, _values(function, owner)) for function, owner in users]
+
+    def refusals(self) -> Iterator[CaptureError]:
+        """Yield a refusal of each value that has changed and decides what runs."""
+        for function, owner, before in self._before:
+            now = _values(function, owner)
+            changed = {
+                words: (old, now[words][0], holder)
+                for words, (old, holder) in before.items()
+                if words in now and differs(old, now[words][0])
+            }
+            for decision in decisions_in(function) if changed else ():
+                old, new, holder = changed.get(decision.words, (None, None, None))
+                if decision.words in changed and decision.may_turn(old, new, holder):
+                    yield refusal(decision.words, decision, old, new, None)
+                    break
+
+
+def _values(function: types.FunctionType, owner: object) -> dict[str, tuple[object, object]]:
+    """Return plain values by the words with which code reads them, with what holds them."""
+    code, found = function.__code__, dict[str, tuple[object, object]]()
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    roots = {name: value for name, cell in cells for value in _contents(cell)}
+    names = _names_in(code)
+    table = function.__globals__
+    roots |= {name: table[name] for name in names if name in table and name not in roots}
+    if owner is not None and code.co_argcount:
+        roots[code.co_varnames[0]] = owner
+    for root, value in roots.items():
+        if is_number(value):
+            found[root] = (value, None)
+        elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
+            for key, item in value.items():
+                if is_number(item) and isinstance(key, str | int):
+                    found[f"{root}[{key!r}]"] = (item, None)
+        elif isinstance(value, list) and len(value) <= _MAX_ITEMS:
+            for index, item in enumerate(value):
+                if is_number(item):
+                    found[f"{root}[{index}]"] = (item, None)
+        else:
+            attributes = _attributes(value)
+            for name in names & attributes.keys():
+                if is_number(attributes[name]):
+                    found[f"{root}.{name}"] = (attributes[name], value)
+    return found
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the global names and attributes of a function, of those within it too."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    if isinstance(value, nn.Module | Tensor | type | types.FunctionType):
+        return {}
+    if isinstance(value, types.ModuleType) and not is_users_file(value.__file__ or "<"):
+        return {}
+    return getattr(value, "__dict__", {})
+
+
+def _contents(cell: types.CellType) -> Iterator[object]:
+    try:
+        yield cell.cell_contents
+    except ValueError:  # nothing has been assigned to it yet
+        return
+
+
+__all__ = ["OuterCounters", "Reached"]
