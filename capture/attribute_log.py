@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +34,8 @@ class AttributeLog:
 
     def __init__(self) -> None:
         self._assigned: set[tuple[int, str]] = set()  # id of a module, name of its attribute
-        self._read: dict[int, set[str]] = {}
+        self._noted: dict[int, set[str]] = {}  # by id of a module, while it goes on
+        self._read: dict[int, frozenset[str]] = {}  # when it is over
         self._opened: set[int] = set()  # modules whose dict was taken
         self._on = False
         self._met: dict[int, weakref.ref[nn.Module]] = {}
@@ -56,9 +58,9 @@ class AttributeLog:
             or type(module).__getattribute__ is not nn.Module.__getattribute__
         )
 
-    def names_read(self, module: nn.Module) -> set[str]:
+    def names_read(self, module: nn.Module) -> AbstractSet[str]:
         """Return the names that the iteration has asked a module for, found or not."""
-        return self._read.get(id(module), set())
+        return self._read.get(id(module), frozenset())
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that were read and still live, the model's and others."""
@@ -70,11 +72,13 @@ class AttributeLog:
 
         def forget(reference: object) -> None:  # another one may be made at its address
             if self._met.get(key) is reference:
+                self._noted.pop(key, None)
                 self._read.pop(key, None)
                 self._opened.discard(key)
 
         self._met[key] = weakref.ref(module, forget)
-        names = self._read[key] = set()
+        names: set[str] = set()
+        self._noted[key] = names
         if self._on_first is not None:
             self._on = False
             self._on_first(module)
@@ -84,6 +88,11 @@ class AttributeLog:
     def stop(self) -> None:
         """Note no more; what is read from now on is no business of the iteration."""
         self._on = False
+        shared: dict[frozenset[str], frozenset[str]] = {}  # layers of a kind are read alike
+        for key, names in self._noted.items():
+            same = frozenset(names)
+            self._read[key] = shared.setdefault(same, same)
+        self._noted.clear()
 
     @contextmanager
     def noting(self, on_first: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
@@ -94,7 +103,7 @@ class AttributeLog:
         """
         self._on_first = on_first
         original_set = nn.Module.__setattr__
-        read, opened, assigned = self._read, self._opened, self._assigned
+        read, opened, assigned = self._noted, self._opened, self._assigned
 
         def noting_set(module: nn.Module, name: str, value: Any) -> None:
             if self._on:

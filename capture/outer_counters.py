@@ -60,11 +60,11 @@ def _values(function: types.FunctionType, owner: object) -> dict[str, tuple[obje
     for root, value in roots.items():
         if is_number(value):
             found[root] = (value, None)
-        elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
-            for key, item in value.items():
+        elif isinstance(value, dict) and dict.__len__(value) <= _MAX_ITEMS:
+            for key, item in dict.items(value):  # a class of the user's may have another one
                 if is_number(item) and isinstance(key, str | int):
                     found[f"{root}[{key!r}]"] = (item, None)
-        elif isinstance(value, list) and len(value) <= _MAX_ITEMS:
+        elif type(value) is list and len(value) <= _MAX_ITEMS:
             for index, item in enumerate(value):
                 if is_number(item):
                     found[f"{root}[{index}]"] = (item, None)
@@ -85,9 +85,15 @@ def _names_in(code: types.CodeType) -> set[str]:
 def _attributes(value: object) -> Mapping[str, object]:
     if isinstance(value, nn.Module | Tensor | type | types.FunctionType):
         return {}
-    if isinstance(value, types.ModuleType) and not is_users_file(value.__file__ or "<"):
+    if isinstance(value, types.ModuleType) and not is_users_file(
+        getattr(value, "__file__", None) or "<"
+    ):
         return {}
-    return getattr(value, "__dict__", {})
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def _contents(cell: types.CellType) -> Iterator[object]:
