@@ -15,6 +15,7 @@ from graphfsdp.hazards import SourceLine
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _NAMED = (ast.Name, ast.Attribute, ast.Subscript)
 _NUMBERS = (int, float)
+_Limit = float | str | None
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Decision:
     words: str
     name: str
     source: SourceLine
-    limit: float | str | None
+    limit: _Limit
 
     def may_turn(self, before: object, after: object, owner: object) -> bool:
         """Tell whether the decision may be another one later, if the value goes on as it does.
@@ -90,12 +91,31 @@ def decisions_in(function: types.FunctionType) -> Iterator[Decision]:
     inside = {id(node) for test in tests for node in ast.walk(test)}
     # The result of others is kept, and decides later.
     tests += [n for n in ast.walk(tree) if isinstance(n, ast.Compare) and id(n) not in inside]
+    kept = _kept(tree)
     for test in tests:
-        for node, limit in _of_test(test):
-            line = code.co_firstlineno + node.lineno - 1
-            name = node.attr if isinstance(node, ast.Attribute) else ""
+        for named, limit in _of_test(test):
+            line = code.co_firstlineno + named.lineno - 1
             source = SourceLine(code.co_filename, line, code.co_qualname)
-            yield Decision(ast.unparse(node), name, source, limit)
+            before = kept.get(named.id, []) if isinstance(named, ast.Name) else []
+            for node, its_limit in ((named, limit), *_behind(before, limit)):
+                name = node.attr if isinstance(node, ast.Attribute) else ""
+                yield Decision(ast.unparse(node), name, source, its_limit)
+
+
+def _kept(tree: ast.AST) -> dict[str, list[ast.expr]]:
+    """Return what variables were assigned: a test of one looks at that."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, []).append(node.value)
+    return found
+
+
+def _behind(values: list[ast.expr], limit: _Limit) -> Iterator[tuple[ast.expr, _Limit]]:
+    for value in values:
+        yield from ((value, limit),) if isinstance(value, _NAMED) else _within(value)
 
 
 def _tests(tree: ast.AST) -> Iterator[ast.expr]:
@@ -108,7 +128,7 @@ def _tests(tree: ast.AST) -> Iterator[ast.expr]:
             yield node.subject
 
 
-def _of_test(test: ast.AST) -> Iterator[tuple[ast.expr, float | str | None]]:
+def _of_test(test: ast.AST) -> Iterator[tuple[ast.expr, _Limit]]:
     """Yield everything that a test looks at, with its limit."""
     if isinstance(test, ast.BoolOp):
         for value in test.values:
@@ -142,7 +162,7 @@ def _within(expression: ast.AST) -> Iterator[tuple[ast.expr, None]]:
             yield node, None
 
 
-def _limit(one: ast.expr, other: ast.expr) -> float | str | None:
+def _limit(one: ast.expr, other: ast.expr) -> _Limit:
     if isinstance(other, ast.Constant) and isinstance(other.value, _NUMBERS):
         return other.value
     if isinstance(other, ast.UnaryOp) and isinstance(other.op, ast.USub):

@@ -51,8 +51,16 @@ class EveryNinth(Net):
 
 class Kept(Net):
     def decide(self, y: Tensor) -> Tensor:
-        is_late = self.calls >= self.late  # late
-        return y * 2 if is_late else y
+        is_late = self.calls >= self.late
+        return y * 2 if is_late else y  # late
+
+
+class Assigned(Net):
+    def decide(self, y: Tensor) -> Tensor:
+        progress = self.calls / 1000
+        if progress < 1:  # late
+            return y
+        return y * 2
 
 
 class ClassLimit(Net):
@@ -88,7 +96,7 @@ class Matched(Net):
 class Filtered(Net):
     def decide(self, y: Tensor) -> Tensor:
         parts = [part for part in (y, y * 2) if self.calls < 30]  # late
-        return parts[-1] if parts else y
+        return torch.stack([y, *parts]).sum(0)
 
 
 def look(net: Net) -> bool:
@@ -103,7 +111,7 @@ class InProperty(Net):
 
 
 REFUSED = (
-    *(Later, EveryNinth, Kept, ClassLimit, RunsOut, Chained, Matched, Filtered),
+    *(Later, EveryNinth, Kept, Assigned, ClassLimit, RunsOut, Chained, Matched, Filtered),
     InProperty,
 )
 
@@ -120,7 +128,8 @@ class Initialises(Net):
 
 class Passed(Net):
     def decide(self, y: Tensor) -> Tensor:
-        if self.calls > 1 and self.calls >= self.early and self.calls > -1:
+        calls = self.calls
+        if calls > 1 and self.calls > 1 and self.calls >= self.early and self.calls > -1:
             return y * 2
         return y
 
