@@ -51,8 +51,8 @@ class EveryNinth(Net):
 
 class Kept(Net):
     def decide(self, y: Tensor) -> Tensor:
-        is_late = self.calls >= self.late
-        return y * 2 if is_late else y  # late
+        is_over = self.late <= self.calls
+        return y * 2 if is_over else y  # late
 
 
 class Assigned(Net):
