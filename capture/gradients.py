@@ -26,14 +26,8 @@ class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
     __slots__ = (
-        "__weakref__",
-        "binding",
-        "binds_at_once",
-        "landed",
-        "name",
-        "param",
-        "sharding",
-        "view",
+        *("__weakref__", "binding", "binds_at_once", "landed"),
+        *("name", "param", "sharding", "view"),
     )
 
     def __init__(
@@ -60,9 +54,13 @@ class _Entry:
     @property
     def bound(self) -> bool:
         """Whether the view is where the optimizer looks for it."""
-        if self.binding is Binding.DECOUPLED_GRAD:
-            return _decoupled_grad(self.param) is self.view
-        return self.param.grad is self.view
+        return self.shown is self.view
+
+    @property
+    def shown(self) -> Tensor | None:
+        """What the optimizer finds where it looks."""
+        is_decoupled = self.binding is Binding.DECOUPLED_GRAD
+        return _decoupled_grad(self.param) if is_decoupled else self.param.grad
 
     def land(self, param: Tensor) -> None:
         """Move what autograd has just accumulated into the persistent view.
@@ -102,6 +100,16 @@ class _Entry:
             self.param.decoupled_grad = self.view  # type: ignore[attr-defined]
         else:
             self.param.grad = self.view
+
+    def adopt(self) -> None:
+        """Move a gradient that the user's iteration has assigned by hand into the view.
+
+        Capture: one copy; replays leave it where eager iterations do.
+        """
+        if self.shown is not None and self.shown.layout is torch.strided:
+            self.view.copy_(self.shown.detach())
+            self.landed = True
+            self.bind()
 
     def unbind(self) -> None:
         """Take every gradient off the parameter; the view keeps its storage."""
@@ -198,6 +206,8 @@ class PersistentGradients:
                 entry.landed = entry.bound  # the reduction has written and bound it, or not
             elif entry.landed:
                 entry.bind()
+            elif entry.binds_at_once:
+                entry.adopt()
 
     def landed(self) -> Landed:
         """Return what the last iteration reached, for replays of it."""

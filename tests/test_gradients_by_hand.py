@@ -1,0 +1,85 @@
+"""Gradients that the user's iteration assigns by hand: replays leave them where eager runs do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam, FusedSGD
+from helpers import assert_same_state, set_lr, snapshot
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "fused_adam": lambda params: FusedAdam(params, lr=0.01, max_grad_norm=0.5),
+    "fused_sgd": lambda params: FusedSGD(params, lr=0.01, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), fused=True),
+}
+
+
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    params = list(model.parameters())
+    loss: Tensor = model(x).square().mean()
+    for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        param.grad = grad * 2
+    optimizer.step()
+    return loss
+
+
+def one_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    bias = next(param for param in model.parameters() if param.ndim == 1)
+    assert bias.grad is not None
+    bias.grad = bias.grad.sign()
+    optimizer.step()
+    return loss
+
+
+def train(
+    make: Make, iteration: Callable[..., Tensor], scope: str
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
+    optim = make(model.parameters())
+    found = []
+    with graphfsdp.capture(model, optim, iteration=iteration, scope=scope) as step:
+        for index in range(14):
+            set_lr(optim, 0.02 / (1 + index))
+            loss = step(torch.randn(3, 4))
+            found.append((loss, snapshot(model, optim)))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("iteration", [by_hand, one_by_hand])
+def test_replays_leave_them_where_eager_iterations_do(
+    optimizer: str, iteration: Callable[..., Tensor]
+) -> None:
+    eager = train(OPTIMIZERS[optimizer], iteration, "none")
+    captured = train(OPTIMIZERS[optimizer], iteration, "full_iteration")
+    for index, ((loss, state), (got, now)) in enumerate(zip(eager, captured, strict=True)):
+        assert torch.equal(loss, got), index
+        assert_same_state(state, now, f"call {index}")
+        assert sum(name.startswith("grad of") for name in now) == 4
+
+
+def test_they_are_what_the_plain_loop_has() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optim = FusedSGD(model.parameters(), lr=0.01)
+    expected = []
+    for _ in range(8):
+        by_hand(model, optim, torch.randn(3, 4))
+        expected.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optim = FusedSGD(model.parameters(), lr=0.01)
+    with graphfsdp.capture(model, optim, iteration=by_hand) as step:
+        for grads in expected:
+            step(torch.randn(3, 4))
+            for grad, param in zip(grads, model.parameters(), strict=True):
+                assert param.grad is not None
+                assert torch.equal(grad, param.grad)
