@@ -1,6 +1,7 @@
 """Finds what the user's functions read around them: globals, closures, objects, their methods."""
 
 import functools
+import inspect
 import os
 import re
 import sys
@@ -99,6 +100,8 @@ class Search(ObjectSearch):
         own = {name for base in kind.__mro__ if not is_foreign(base) for name in vars(base)}
         for name in sorted(own & self.names.attributes - OWN):
             value = getattr(kind, name, MISSING)
+            if isinstance(inspect.getattr_static(kind, name, None), classmethod):
+                continue  # it is bound anew each time; ``of_classes`` has it as a method
             if function_of(value) is None and not isinstance(value, type | property):
                 look = functools.partial(getattr, kind, name, MISSING)
                 read = self.names.read_behind(name, self._elsewhere)

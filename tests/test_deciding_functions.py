@@ -1,5 +1,7 @@
 """A number outside of modules that the loss function counts and decides by."""
 
+import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -194,3 +196,20 @@ def test_a_count_that_the_loop_keeps_is_guarded_and_not_refused() -> None:
                 step(torch.randn(3, 4))
         found.append(model.weight.detach().clone())
     assert torch.equal(*found)
+
+
+def by_built_in_modules(model: nn.Module, x: Tensor) -> Tensor:
+    """Names modules that have no file."""
+    sys.getrefcount(x)
+    time.perf_counter()
+    return base(model, x)
+
+
+def test_modules_that_are_built_into_python_have_no_counters() -> None:
+    assert not hasattr(sys, "__file__")
+    model = nn.Linear(4, 4)
+    optim = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optim, loss_fn=by_built_in_modules) as step:
+        for _ in range(6):
+            step(torch.randn(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY

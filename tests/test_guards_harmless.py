@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import graphfsdp
+from graphfsdp.optim import FusedAdam
 from guard_net import Guarded, refused, start
 from helpers import same_bits
 
@@ -111,3 +113,32 @@ def test_hooks_that_come_and_go_elsewhere_are_harmless() -> None:
     refused(guarded, "gradient hook .* of parameter 'scale'")
     handle.remove()
     guarded.step(guarded.batch())
+
+
+class WithClassMethod(nn.Module):
+    """Its forward calls what Python binds anew each time that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @classmethod
+    def scale(cls) -> float:
+        return 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layer(x).square().mean() * self.scale() * type(self).scale()
+        return loss
+
+
+def test_a_class_method_that_forward_calls_is_the_same_one_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = WithClassMethod()
+    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+        for _ in range(6):
+            step(torch.randn(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY
+        monkeypatch.setattr(WithClassMethod, "scale", classmethod(lambda cls: 3.0))
+        with pytest.raises(graphfsdp.GuardError, match=r"WithClassMethod\.scale was"):
+            step(torch.randn(3, 4))
