@@ -28,12 +28,14 @@ class Decision:
         source: The line.
         limit: What it is compared with: a number, the name of an attribute of the same object, or
             None for anything else.
+        is_counted_before: The same function assigns the value further up.
     """
 
     words: str
     name: str
     source: SourceLine
     limit: _Limit
+    is_counted_before: bool = False
 
     def may_turn(self, before: object, after: object, owner: object) -> bool:
         """Tell whether the decision may be another one later, if the value goes on as it does.
@@ -53,7 +55,8 @@ class Decision:
             and isinstance(limit, _NUMBERS)
         ):
             return True
-        return limit >= before if after > before else limit <= before
+        seen = after if self.is_counted_before else before
+        return limit >= seen if after > before else limit <= seen
 
 
 def decisions_of(kind: type[nn.Module]) -> list[Decision]:
@@ -92,6 +95,8 @@ def decisions_in(function: types.FunctionType) -> Iterator[Decision]:
     # The result of others is kept, and decides later.
     tests += [n for n in ast.walk(tree) if isinstance(n, ast.Compare) and id(n) not in inside]
     kept = _kept(tree)
+    counts = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
+    counted = {ast.unparse(node.target): node.lineno for node in counts}
     for test in tests:
         for named, limit in _of_test(test):
             line = code.co_firstlineno + named.lineno - 1
@@ -99,7 +104,9 @@ def decisions_in(function: types.FunctionType) -> Iterator[Decision]:
             before = kept.get(named.id, []) if isinstance(named, ast.Name) else []
             for node, its_limit in ((named, limit), *_behind(before, limit)):
                 name = node.attr if isinstance(node, ast.Attribute) else ""
-                yield Decision(ast.unparse(node), name, source, its_limit)
+                words = ast.unparse(node)
+                is_counted = counted.get(words, named.lineno) < named.lineno
+                yield Decision(words, name, source, its_limit, is_counted)
 
 
 def _kept(tree: ast.AST) -> dict[str, list[ast.expr]]:

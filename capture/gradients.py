@@ -104,12 +104,16 @@ class _Entry:
     def adopt(self) -> None:
         """Move a gradient that the user's iteration has assigned by hand into the view.
 
+        One that he has taken off stays off.
+
         Capture: one copy; replays leave it where eager iterations do.
         """
-        if self.shown is not None and self.shown.layout is torch.strided:
-            self.view.copy_(self.shown.detach())
-            self.landed = True
-            self.bind()
+        grad = self.shown
+        if grad is None or grad is self.view or grad.layout is not torch.strided:
+            return
+        self.view.copy_(grad.detach())
+        self.landed = True
+        self.bind()
 
     def unbind(self) -> None:
         """Take every gradient off the parameter; the view keeps its storage."""
@@ -204,14 +208,14 @@ class PersistentGradients:
         for entry in self._entries:
             if entry.sharding is not None:
                 entry.landed = entry.bound  # the reduction has written and bound it, or not
-            elif entry.landed:
-                entry.bind()
             elif entry.binds_at_once:
                 entry.adopt()
+            elif entry.landed:
+                entry.bind()
 
     def landed(self) -> Landed:
-        """Return what the last iteration reached, for replays of it."""
-        return [(e.param, e.view, e) for e in self._entries if e.landed]
+        """Return what the last iteration has left bound, for replays of it."""
+        return [(e.param, e.view, e) for e in self._entries if e.landed and e.bound]
 
     def rebind(self, landed: Landed) -> None:
         """Bind what a replay is about to write; ``zero_grad`` or another graph has taken it off.

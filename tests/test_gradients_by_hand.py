@@ -1,5 +1,6 @@
 """Gradients that the user's iteration assigns by hand: replays leave them where eager runs do."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,14 @@ def one_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -
     return loss
 
 
+def taken_off(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def train(
     make: Make, iteration: Callable[..., Tensor], scope: str
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -54,7 +63,7 @@ def train(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("iteration", [by_hand, one_by_hand])
+@pytest.mark.parametrize("iteration", [by_hand, one_by_hand, taken_off])
 def test_replays_leave_them_where_eager_iterations_do(
     optimizer: str, iteration: Callable[..., Tensor]
 ) -> None:
@@ -63,23 +72,30 @@ def test_replays_leave_them_where_eager_iterations_do(
     for index, ((loss, state), (got, now)) in enumerate(zip(eager, captured, strict=True)):
         assert torch.equal(loss, got), index
         assert_same_state(state, now, f"call {index}")
-        assert sum(name.startswith("grad of") for name in now) == 4
+        num_grads = sum(name.startswith("grad of") for name in now)
+        assert num_grads == (0 if iteration is taken_off else 4)
 
 
-def test_they_are_what_the_plain_loop_has() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optim = FusedSGD(model.parameters(), lr=0.01)
-    expected = []
-    for _ in range(8):
-        by_hand(model, optim, torch.randn(3, 4))
-        expected.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optim = FusedSGD(model.parameters(), lr=0.01)
-    with graphfsdp.capture(model, optim, iteration=by_hand) as step:
-        for grads in expected:
+@pytest.mark.parametrize("iteration", [by_hand, one_by_hand, taken_off])
+def test_they_are_what_the_plain_loop_has(iteration: Callable[..., Tensor]) -> None:
+    found: list[list[list[Tensor | None]]] = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optim = FusedSGD(model.parameters(), lr=0.01)
+        step = (
+            graphfsdp.capture(model, optim, iteration=iteration)
+            if is_captured
+            else functools.partial(iteration, model, optim)
+        )
+        grads = []
+        for _ in range(14):
+            if not is_captured:
+                optim.zero_grad()
             step(torch.randn(3, 4))
-            for grad, param in zip(grads, model.parameters(), strict=True):
-                assert param.grad is not None
-                assert torch.equal(grad, param.grad)
+            grads.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        found.append(grads)
+    for expected, got in zip(*found, strict=True):
+        for one, other in zip(expected, got, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (other is not None and torch.equal(one, other))
