@@ -5,7 +5,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -16,6 +16,10 @@ _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _NAMED = (ast.Name, ast.Attribute, ast.Subscript)
 _NUMBERS = (int, float)
 _Limit = float | str | None
+_TYPE = "is of a type"  # no attribute has such a name
+_ASK_TYPE = ("isinstance", "hasattr", "callable", "type")
+# No iteration runs these.
+_OUTSIDE = frozenset(("__init__", "__repr__", "__str__", "extra_repr", "__getstate__"))
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Decision:
         limit: What it is compared with: a number, the name of an attribute of the same object, or
             None for anything else.
         is_counted_before: The same function assigns the value further up.
+        kind: Of what object it is an attribute, if that is known.
     """
 
     words: str
@@ -36,6 +41,7 @@ class Decision:
     source: SourceLine
     limit: _Limit
     is_counted_before: bool = False
+    kind: type | None = None
 
     def may_turn(self, before: object, after: object, owner: object) -> bool:
         """Tell whether the decision may be another one later, if the value goes on as it does.
@@ -48,6 +54,8 @@ class Decision:
             after: The value behind it.
             owner: The object whose attribute it is, if it is one.
         """
+        if self.limit == _TYPE:
+            return type(before) is not type(after)
         limit = getattr(owner, self.limit, None) if isinstance(self.limit, str) else self.limit
         if isinstance(before, bool) or not (
             isinstance(before, _NUMBERS)
@@ -62,14 +70,32 @@ class Decision:
 def decisions_of(kind: type[nn.Module]) -> list[Decision]:
     """Return all places where the user's code in a class of modules decides by an attribute."""
     found: list[Decision] = []
+    for base, member, function in methods_of(kind):
+        own = "" if isinstance(member, staticmethod) else _first_argument(function)
+        found += [
+            replace(each, kind=base) if each.words == f"{own}.{each.name}" else each
+            for each in decisions_in(function)
+        ]
+    return found
+
+
+def methods_of(kind: type[nn.Module]) -> Iterator[tuple[type, object, types.FunctionType]]:
+    """Yield the user's functions in a class of modules that an iteration may run.
+
+    With each its class, and the member of the class that it belongs to.
+    """
     for base in kind.__mro__:
         if base is nn.Module:
             break
-        for member in vars(base).values():
-            for function in _functions(member):
+        for name, member in vars(base).items():
+            for function in () if name in _OUTSIDE else _functions(member):
                 if is_users_file(function.__code__.co_filename):
-                    found += decisions_in(function)
-    return found
+                    yield base, member, function
+
+
+def _first_argument(function: types.FunctionType) -> str:
+    code = function.__code__
+    return code.co_varnames[0] if code.co_argcount else ""
 
 
 def _functions(member: object) -> Iterator[types.FunctionType]:
@@ -149,8 +175,9 @@ def _of_test(test: ast.AST) -> Iterator[tuple[ast.expr, _Limit]]:
         sides = [test.left, *test.comparators]
         for left, op, right in zip(sides, test.ops, sides[1:], strict=False):
             for one, other in ((left, right), (right, left)):
-                if isinstance(one, _NAMED) and isinstance(op, _ORDERS):
-                    yield one, _limit(one, other)
+                is_none = isinstance(op, ast.Is | ast.IsNot) and ast.unparse(other) == "None"
+                if isinstance(one, _NAMED) and (is_none or isinstance(op, _ORDERS)):
+                    yield one, _TYPE if is_none else _limit(one, other)
                     yield from _below(one)
                 else:
                     yield from _within(one)
@@ -158,15 +185,23 @@ def _of_test(test: ast.AST) -> Iterator[tuple[ast.expr, _Limit]]:
         yield from _within(test)
 
 
-def _below(named: ast.AST) -> Iterator[tuple[ast.expr, None]]:
+def _below(named: ast.AST) -> Iterator[tuple[ast.expr, _Limit]]:
     for child in ast.iter_child_nodes(named):
         yield from _within(child)
 
 
-def _within(expression: ast.AST) -> Iterator[tuple[ast.expr, None]]:
+def _within(expression: ast.AST) -> Iterator[tuple[ast.expr, _Limit]]:
+    typed = {id(node) for call in _asking_types(expression) for node in ast.walk(call)}
     for node in ast.walk(expression):
         if isinstance(node, _NAMED):
-            yield node, None
+            yield node, _TYPE if id(node) in typed else None
+
+
+def _asking_types(expression: ast.AST) -> Iterator[ast.Call]:
+    calls = (node for node in ast.walk(expression) if isinstance(node, ast.Call))
+    for call in calls:
+        if isinstance(call.func, ast.Name) and call.func.id in _ASK_TYPE:
+            yield call
 
 
 def _limit(one: ast.expr, other: ast.expr) -> _Limit:
@@ -180,4 +215,4 @@ def _limit(one: ast.expr, other: ast.expr) -> _Limit:
     return None
 
 
-__all__ = ["Decision", "decisions_in", "decisions_of"]
+__all__ = ["Decision", "decisions_in", "decisions_of", "methods_of"]

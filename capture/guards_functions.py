@@ -52,7 +52,7 @@ class Surroundings:
         self._functions = functions
         self._modules = list(model.named_modules())  # others than these are StructureGuard's
         self._names: KnownNames = {}
-        self._counters = OuterCounters(())
+        self._counters = OuterCounters((), (), ())
 
     def find(self, log: AttributeLog | None, outside: nn.Module | None) -> Found:
         """Return all places by title.
@@ -84,7 +84,8 @@ class Surroundings:
     def values(self) -> dict[str, object]:
         """Return all values by title; a tensor that the iteration drops must not live here."""
         search = self._search(None, None)
-        self._counters = OuterCounters(search.reached)
+        outside = search.modules.values()
+        self._counters = OuterCounters(search.reached, self._modules, outside)
         found = search.places.items()
         return {title: without_tensors(place.value) for title, place in found}
 

@@ -1,6 +1,6 @@
 """Numbers that an iteration changes in Python, and decides by."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -22,19 +22,22 @@ def is_number(value: object) -> bool:
 
 
 def refuse_deciding_counters(
-    model: nn.Module, before: Sequence[tuple[nn.Module, _Values]]
+    modules: Sequence[tuple[str, nn.Module]],
+    before: Sequence[tuple[nn.Module, _Values]],
+    find_decisions: Callable[[], Sequence[Decision]],
 ) -> Iterator[CaptureError]:
     """Yield a refusal of each number that the iteration has changed, and that decides what runs.
 
     Note [Counters that decide]: ``self.calls += 1`` is a statistic that a replay leaves alone; with
     ``if self.calls > 1000: ...`` in the same model it is a schedule that no replay would follow,
-    and nothing that can be compared shows it before it is too late. So the code of the model's
+    and nothing that can be compared shows it before it is too late. So the code of the modules'
     classes is searched for such tests. A number that only grows never comes back to a limit that
     it has passed, so ``if self.calls == 0: ...`` may stay.
 
     Args:
-        model: The model.
-        before: What each of its modules had before the iteration.
+        modules: All of them, with their paths.
+        before: What those that may count had before the iteration.
+        find_decisions: Returns where attributes of modules decide; called where one has changed.
     """
     changed = [
         (module, name, old, vars(module)[name])
@@ -44,16 +47,22 @@ def refuse_deciding_counters(
     ]
     if not changed:
         return
-    kinds = dict.fromkeys(type(module) for module in model.modules())
-    decisions = [decision for kind in kinds for decision in decisions_of(kind)]
-    paths = {id(module): path for path, module in model.named_modules()}
+    decisions = find_decisions()
+    paths = {id(module): path for path, module in modules}
     for module, name, old, new in changed:
         for decision in decisions:
-            if decision.name == name and decision.may_turn(old, new, module):
+            is_its = decision.name == name and isinstance(module, decision.kind or nn.Module)
+            if is_its and decision.may_turn(old, new, module):
                 path = paths.get(id(module), "")
                 title = f"{path}.{name}" if path else name
                 yield refusal(title, decision, old, new, path)
                 break
+
+
+def decisions_in_classes(modules: Iterable[nn.Module]) -> list[Decision]:
+    """Return where the code of the modules' classes decides by an attribute."""
+    kinds = dict.fromkeys(map(type, modules))
+    return [decision for kind in kinds for decision in decisions_of(kind)]
 
 
 def differs(old: object, new: object) -> bool:
@@ -87,4 +96,11 @@ def refusal(
     )
 
 
-__all__ = ["differs", "is_number", "plain_values", "refusal", "refuse_deciding_counters"]
+__all__ = [
+    "decisions_in_classes",
+    "differs",
+    "is_number",
+    "plain_values",
+    "refusal",
+    "refuse_deciding_counters",
+]

@@ -7,7 +7,11 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.assignments import assignment_of
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.host_counters import plain_values, refuse_deciding_counters
+from graphfsdp._capture.host_counters import (
+    decisions_in_classes,
+    plain_values,
+    refuse_deciding_counters,
+)
 from graphfsdp._capture.host_optimizer import HostOptimizer
 from graphfsdp.errors import CaptureError
 from graphfsdp.sharded import sharded_roots
@@ -82,7 +86,11 @@ class HostState:
                     module_path=module_name,
                     source=assignment_of(module, name, self._model),
                 )
-        yield from refuse_deciding_counters(self._model, self._plain)
+        yield from refuse_deciding_counters(
+            list(self._model.named_modules()),
+            self._plain,
+            lambda: decisions_in_classes(self._model.modules()),
+        )
         for optimizer in self._optimizers:
             yield from optimizer.changes()
 

@@ -1,12 +1,19 @@
 """Numbers outside of modules that an iteration counts in Python, and decides by."""
 
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from graphfsdp._capture.decisions import decisions_in
-from graphfsdp._capture.host_counters import differs, is_number, refusal
+from graphfsdp._capture.decisions import Decision, decisions_in, methods_of
+from graphfsdp._capture.host_counters import (
+    decisions_in_classes,
+    differs,
+    is_number,
+    plain_values,
+    refusal,
+    refuse_deciding_counters,
+)
 from graphfsdp._capture.source import is_users_file
 from graphfsdp.errors import CaptureError
 
@@ -22,17 +29,42 @@ class OuterCounters:
     for tests only where something has changed.
     """
 
-    def __init__(self, functions: Iterable[Reached]) -> None:
+    def __init__(
+        self,
+        functions: Iterable[Reached],
+        modules: Sequence[tuple[str, nn.Module]],
+        outside: Iterable[nn.Module],
+    ) -> None:
         """Remember the values now.
 
         Args:
             functions: Whose code the iteration may run.
+            modules: The model's, with their paths; what these decide by each other is not looked
+                for here.
+            outside: Modules that the functions use beside them.
         """
         users = [each for each in functions if is_users_file(each[0].__code__.co_filename)]
         self._before = [(function, owner, _values(function, owner)) for function, owner in users]
+        inside = {id(module) for _, module in modules}
+        around = dict[int, tuple[str, nn.Module]]()
+        for root in outside:
+            for path, module in root.named_modules():
+                if id(module) not in inside:
+                    title = f"{type(root).__name__}.{path}".rstrip(".")
+                    around.setdefault(id(module), (title, module))
+        self._modules, self._around = list(modules), list(around.values())
+        self._plain = [(module, plain_values(module)) for _, module in self._modules]
+        self._plain_around = [(module, plain_values(module)) for _, module in self._around]
 
     def refusals(self) -> Iterator[CaptureError]:
         """Yield a refusal of each value that has changed and decides what runs."""
+        modules = [*self._modules, *self._around]
+        yield from refuse_deciding_counters(modules, self._plain, self._of_modules)
+        yield from refuse_deciding_counters(
+            modules,
+            self._plain_around,
+            lambda: [*decisions_in_classes(each for _, each in modules), *self._of_modules()],
+        )
         for function, owner, before in self._before:
             now = _values(function, owner)
             changed = {
@@ -46,18 +78,27 @@ class OuterCounters:
                     yield refusal(decision.words, decision, old, new, None)
                     break
 
+    def _of_modules(self) -> list[Decision]:
+        """Return where functions decide by what may be an attribute of a module."""
+        kinds = {type(module) for _, module in (*self._modules, *self._around)}
+        methods = {method.__code__ for kind in kinds for _, _, method in methods_of(kind)}
+        found: list[Decision] = []
+        for function, owner, _ in self._before:
+            if function.__code__ in methods:
+                continue
+            roots = _roots(function, owner)
+            for decision in decisions_in(function):
+                holder = roots.get(decision.words.removesuffix(f".{decision.name}"))
+                if decision.name and isinstance(holder, nn.Module | None):
+                    found.append(decision)
+        return found
+
 
 def _values(function: types.FunctionType, owner: object) -> dict[str, tuple[object, object]]:
     """Return plain values by the words with which code reads them, with what holds them."""
-    code, found = function.__code__, dict[str, tuple[object, object]]()
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    roots = {name: value for name, cell in cells for value in _contents(cell)}
-    names = _names_in(code)
-    table = function.__globals__
-    roots |= {name: table[name] for name in names if name in table and name not in roots}
-    if owner is not None and code.co_argcount:
-        roots[code.co_varnames[0]] = owner
-    for root, value in roots.items():
+    found = dict[str, tuple[object, object]]()
+    names = _names_in(function.__code__)
+    for root, value in _roots(function, owner).items():
         if is_number(value):
             found[root] = (value, None)
         elif isinstance(value, dict) and dict.__len__(value) <= _MAX_ITEMS:
@@ -74,6 +115,19 @@ def _values(function: types.FunctionType, owner: object) -> dict[str, tuple[obje
                 if is_number(attributes[name]):
                     found[f"{root}.{name}"] = (attributes[name], value)
     return found
+
+
+def _roots(function: types.FunctionType, owner: object) -> dict[str, object]:
+    """Return what a function has under a name alone: closure variables, globals, its object."""
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    roots = {name: value for name, cell in cells for value in _contents(cell)}
+    table = function.__globals__
+    names = _names_in(code)
+    roots |= {name: table[name] for name in names if name in table and name not in roots}
+    if owner is not None and code.co_argcount:
+        roots[code.co_varnames[0]] = owner
+    return roots
 
 
 def _names_in(code: types.CodeType) -> set[str]:

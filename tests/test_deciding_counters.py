@@ -1,5 +1,7 @@
 """A number that the iteration counts in Python and decides by: no replay would follow it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -241,3 +243,37 @@ def test_the_remedies_of_the_message_work() -> None:
         found.append(model.layer.weight.detach().clone())
     assert torch.equal(*found)
     assert all(map(torch.equal, train(Counts, "none"), train(Counts)))
+
+
+class Asks(Net):
+    """Asks for the type of what it counts, and has code that no iteration runs."""
+
+    def decide(self, y: Tensor) -> Tensor:
+        if self.calls is None or not isinstance(self.calls, int):
+            return y * 2
+        return y
+
+    def extra_repr(self) -> str:
+        return "old" if self.calls > 1000 else "young"
+
+
+class SameName(nn.Module):
+    """Decides by a number of its own, which is called like another module's count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.calls = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.inner(x)
+        return loss * 2 if self.calls > 3 else loss
+
+
+@pytest.mark.parametrize("kind", [Asks, SameName])
+def test_what_cannot_turn_with_the_count_is_captured(kind: Callable[[], nn.Module]) -> None:
+    model = kind()
+    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+        for _ in range(6):
+            step(torch.randn(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY

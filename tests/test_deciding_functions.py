@@ -213,3 +213,63 @@ def test_modules_that_are_built_into_python_have_no_counters() -> None:
         for _ in range(6):
             step(torch.randn(3, 4))
         assert step.phase is graphfsdp.Phase.REPLAY
+
+
+class Schedule(nn.Module):
+    """A criterion that is a module, and none of the model's."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.step = 0
+        self.limit = limit
+
+    def forward(self, loss: Tensor) -> Tensor:
+        self.step += 1
+        return loss * 2 if self.step > self.limit else loss
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.layer(x)
+        return result
+
+
+def by_attribute_of_the_model(model: nn.Module, x: Tensor) -> Tensor:
+    loss = base(model, x)
+    return loss * 2 if model.calls > 1000 else loss  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("limit", [1000, 1])
+def test_a_criterion_that_is_a_module_is_searched_as_the_model_is(limit: int) -> None:
+    criterion = Schedule(limit)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = criterion(base(model, x))
+        return loss
+
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
+        for _ in range(3):
+            step(torch.ones(3, 4))
+        if limit == 1000:
+            with pytest.raises(CaptureError, match=r"'Schedule\.step' .* decides by it"):
+                step(torch.ones(3, 4))
+        else:  # decided for ever
+            step(torch.ones(3, 4))
+            assert step.phase is graphfsdp.Phase.REPLAY
+
+
+def test_the_loss_function_may_decide_by_what_the_model_counts() -> None:
+    model = Counting()
+    optim = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optim, loss_fn=by_attribute_of_the_model) as step:
+        for _ in range(3):
+            step(torch.ones(3, 4))
+        with pytest.raises(CaptureError, match=r"'calls' .* decides by it"):
+            step(torch.ones(3, 4))
