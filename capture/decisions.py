@@ -15,7 +15,16 @@ from graphfsdp.hazards import SourceLine
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _NAMED = (ast.Name, ast.Attribute, ast.Subscript)
 _NUMBERS = (int, float)
-_Limit = float | str | None
+
+
+@dataclass(frozen=True)
+class Period:
+    """What a number is divided by, of which the rest decides."""
+
+    length: float
+
+
+_Limit = float | str | Period | None
 _TYPE = "is of a type"  # no attribute has such a name
 _ASK_TYPE = ("isinstance", "hasattr", "callable", "type")
 # No iteration runs these.
@@ -31,7 +40,7 @@ class Decision:
         name: Of the attribute that it is; "" for others.
         source: The line.
         limit: What it is compared with: a number, the name of an attribute of the same object, or
-            None for anything else.
+            None for anything else; if the rest of a division is compared, the divisor.
         is_counted_before: The same function assigns the value further up.
         kind: Of what object it is an attribute, if that is known.
     """
@@ -56,6 +65,9 @@ class Decision:
         """
         if self.limit == _TYPE:
             return type(before) is not type(after)
+        if isinstance(self.limit, Period):  # a whole number of periods in each iteration
+            numbers = isinstance(before, _NUMBERS) and isinstance(after, _NUMBERS)
+            return not numbers or (after - before) % self.limit.length != 0  # type: ignore[operator]
         limit = getattr(owner, self.limit, None) if isinstance(self.limit, str) else self.limit
         if isinstance(before, bool) or not (
             isinstance(before, _NUMBERS)
@@ -118,11 +130,12 @@ def decisions_in(function: types.FunctionType) -> Iterator[Decision]:
         return
     tests = list(_tests(tree))
     inside = {id(node) for test in tests for node in ast.walk(test)}
-    # The result of others is kept, and decides later.
+    # An assertion that holds decides nothing.
+    inside |= {id(n) for a in ast.walk(tree) if isinstance(a, ast.Assert) for n in ast.walk(a)}
+    # The result of other comparisons is kept, and decides later.
     tests += [n for n in ast.walk(tree) if isinstance(n, ast.Compare) and id(n) not in inside]
     kept = _kept(tree)
-    counts = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
-    counted = {ast.unparse(node.target): node.lineno for node in counts}
+    counted = _counted(tree)
     for test in tests:
         for named, limit in _of_test(test):
             line = code.co_firstlineno + named.lineno - 1
@@ -133,6 +146,16 @@ def decisions_in(function: types.FunctionType) -> Iterator[Decision]:
                 words = ast.unparse(node)
                 is_counted = counted.get(words, named.lineno) < named.lineno
                 yield Decision(words, name, source, its_limit, is_counted)
+
+
+def _counted(tree: ast.AST) -> dict[str, int]:
+    """Return the lines where values are counted, of those that are assigned once."""
+    lines: dict[str, list[int]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign | ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                lines.setdefault(ast.unparse(target), []).append(node.lineno)
+    return {words: numbers[0] for words, numbers in lines.items() if len(numbers) == 1}
 
 
 def _kept(tree: ast.AST) -> dict[str, list[ast.expr]]:
@@ -153,7 +176,7 @@ def _behind(values: list[ast.expr], limit: _Limit) -> Iterator[tuple[ast.expr, _
 
 def _tests(tree: ast.AST) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+        if isinstance(node, ast.If | ast.While | ast.IfExp):
             yield node.test
         elif isinstance(node, ast.comprehension):
             yield from node.ifs
@@ -191,17 +214,17 @@ def _below(named: ast.AST) -> Iterator[tuple[ast.expr, _Limit]]:
 
 
 def _within(expression: ast.AST) -> Iterator[tuple[ast.expr, _Limit]]:
-    typed = {id(node) for call in _asking_types(expression) for node in ast.walk(call)}
+    limits: dict[int, _Limit] = {}
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in _ASK_TYPE:
+            limits |= dict.fromkeys(map(id, ast.walk(node)), _TYPE)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            divisor = node.right.value if isinstance(node.right, ast.Constant) else None
+            if isinstance(divisor, int) and divisor:
+                limits[id(node.left)] = Period(divisor)
     for node in ast.walk(expression):
         if isinstance(node, _NAMED):
-            yield node, _TYPE if id(node) in typed else None
-
-
-def _asking_types(expression: ast.AST) -> Iterator[ast.Call]:
-    calls = (node for node in ast.walk(expression) if isinstance(node, ast.Call))
-    for call in calls:
-        if isinstance(call.func, ast.Name) and call.func.id in _ASK_TYPE:
-            yield call
+            yield node, limits.get(id(node))
 
 
 def _limit(one: ast.expr, other: ast.expr) -> _Limit:
@@ -209,7 +232,7 @@ def _limit(one: ast.expr, other: ast.expr) -> _Limit:
         return other.value
     if isinstance(other, ast.UnaryOp) and isinstance(other.op, ast.USub):
         inner = _limit(one, other.operand)
-        return None if isinstance(inner, str | None) else -inner
+        return -inner if isinstance(inner, _NUMBERS) else None
     if isinstance(one, ast.Attribute) and isinstance(other, ast.Attribute):
         return other.attr if ast.dump(other.value) == ast.dump(one.value) else None
     return None

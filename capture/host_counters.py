@@ -43,7 +43,8 @@ def refuse_deciding_counters(
         (module, name, old, vars(module)[name])
         for module, values in before
         for name, old in values.items()
-        if name in vars(module) and differs(old, vars(module)[name])
+        # An evaluation changes the mode as well; and a mode is guarded.
+        if name != "training" and name in vars(module) and differs(old, vars(module)[name])
     ]
     if not changed:
         return

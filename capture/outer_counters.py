@@ -53,8 +53,8 @@ class OuterCounters:
                     title = f"{type(root).__name__}.{path}".rstrip(".")
                     around.setdefault(id(module), (title, module))
         self._modules, self._around = list(modules), list(around.values())
-        self._plain = [(module, _counters(module)) for _, module in self._modules]
-        self._plain_around = [(module, _counters(module)) for _, module in self._around]
+        self._plain = [(module, plain_values(module)) for _, module in self._modules]
+        self._plain_around = [(module, plain_values(module)) for _, module in self._around]
 
     def refusals(self) -> Iterator[CaptureError]:
         """Yield a refusal of each value that has changed and decides what runs."""
@@ -92,11 +92,6 @@ class OuterCounters:
                 if decision.name and isinstance(holder, nn.Module | None):
                     found.append(decision)
         return found
-
-
-def _counters(module: nn.Module) -> dict[str, object]:
-    """Return plain values of a module, without its mode, which an evaluation changes as well."""
-    return {name: value for name, value in plain_values(module).items() if name != "training"}
 
 
 def _values(function: types.FunctionType, owner: object) -> dict[str, tuple[object, object]]:

@@ -82,7 +82,8 @@ def test_a_step_that_python_counts_is_found(device: torch.device) -> None:
     optimizer = FusedAdam(model.parameters())
     x = torch.ones(2, 4, device=device)
     found = graphfsdp.check(model, optimizer, x, iteration=every_third).hazards
-    assert [hazard.kind for hazard in found] == [HazardKind.CONTROL_FLOW]
+    assert {hazard.kind for hazard in found} == {HazardKind.CONTROL_FLOW}
+    assert all(hazard.source is not None for hazard in found)
 
 
 def test_what_does_not_go_together_is_refused() -> None:

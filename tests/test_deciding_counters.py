@@ -65,6 +65,15 @@ class Assigned(Net):
         return y * 2
 
 
+class CountsTwice(Net):
+    def decide(self, y: Tensor) -> Tensor:
+        self.calls += 0
+        if self.calls > 14:  # late
+            y = y * 2
+        self.calls += 3
+        return y
+
+
 class ClassLimit(Net):
     def decide(self, y: Tensor) -> Tensor:
         while self.calls > self.limit and y.ndim < 3:  # late
@@ -113,7 +122,18 @@ class InProperty(Net):
 
 
 REFUSED = (
-    *(Later, EveryNinth, Kept, Assigned, ClassLimit, RunsOut, Chained, Matched, Filtered),
+    *(
+        Later,
+        EveryNinth,
+        Kept,
+        Assigned,
+        CountsTwice,
+        ClassLimit,
+        RunsOut,
+        Chained,
+        Matched,
+        Filtered,
+    ),
     InProperty,
 )
 
@@ -131,9 +151,18 @@ class Initialises(Net):
 class Passed(Net):
     def decide(self, y: Tensor) -> Tensor:
         calls = self.calls
+        assert self.calls < 10**9, "no decision, as long as it holds"
         if calls > 1 and self.calls > 1 and self.calls >= self.early and self.calls > -1:
             return y * 2
         return y
+
+
+class InEveryPart(Net):
+    """A count of parts of the batch, as many in each iteration."""
+
+    def decide(self, y: Tensor) -> Tensor:
+        self.calls += 2
+        return y * 2 if self.calls % 3 == 0 else y
 
 
 class Spent(Net):
@@ -153,7 +182,7 @@ class Reads(Net):
         return y * 2 if self.late == 50 else y
 
 
-ALLOWED = (Net, Initialises, Passed, Spent, Reads)
+ALLOWED = (Net, Initialises, Passed, InEveryPart, Spent, Reads)
 
 
 def train(kind: type[Net], scope: str = "full_iteration", num: int = 14) -> list[Tensor]:

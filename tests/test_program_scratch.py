@@ -43,7 +43,7 @@ def test_a_replay_that_clips_allocates_nothing_for_its_gradients() -> None:
     x = torch.randn(8, WIDTH)
     num_bytes = sum(4 * param.numel() for param in model.parameters())
     eager = largest_allocation(lambda: step(x))
-    assert num_bytes / 4 <= eager <= num_bytes, "the measurement sees nothing"
+    assert num_bytes / 4 <= eager, "the measurement sees nothing"
     for _ in range(4):
         step(x)
     assert largest_allocation(lambda: step(x)) < num_bytes / 64

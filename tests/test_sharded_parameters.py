@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphfsdp
+from graphfsdp.row_shard import RowShard
 from ranks import RankPool, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -161,3 +162,29 @@ def recurrent(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_an_lstm_can_be_a_unit(ranks2: RankPool, strategy: str) -> None:
     ranks2.run(recurrent, strategy)
+
+
+def neighbours_in_torchs_tables(strategy: str) -> None:
+    """As if hashes had come close to those of plain shards, by the addresses of a process."""
+    own_hash = RowShard.__hash__
+    RowShard.__hash__ = lambda self: hash(Shard(0))  # type: ignore[method-assign]
+    try:
+        model = make_net(strategy)
+        expected = dict(make_net(None).named_parameters())
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor)
+            if not param.ndim:
+                continue
+            plain = distribute_tensor(expected[name].detach(), param.device_mesh, [Shard(0)])
+            for tensor in (plain, param, plain):  # each finds what was worked out for the other
+                whole: Any = tensor.detach()
+                assert torch.equal(whole.full_tensor(), expected[name]), name
+    finally:
+        RowShard.__hash__ = own_hash  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(
+    ranks2: RankPool, strategy: str
+) -> None:
+    ranks2.run(neighbours_in_torchs_tables, strategy)
