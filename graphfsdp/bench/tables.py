@@ -12,6 +12,7 @@ from graphfsdp.bench.words import (
     bytes_text,
     contender_names,
     memory_text,
+    own_memory_text,
     parity_text,
     peak_text,
     ratio_text,
@@ -108,11 +109,12 @@ def memory_overview(result: BenchResult) -> Table:
     names = [name for name in contender_names(result.cases) if _ran(result, name)]
     rows = []
     for case in result.cases:
-        found = {own.name: memory_text(own) for own in case.contenders if own.memory is not None}
+        found = {own.name: own_memory_text(own) for own in case.contenders if own.memory}
         if found:
             cells = [found.get(name, "-") for name in names]
             rows.append((workload_text(case.workload), *cells))
-    return Table("peak memory", ("workload", *names), tuple(rows))
+    title = "peak memory, and on a CPU (of it, what the training takes besides the libraries)"
+    return Table(title, ("workload", *names), tuple(rows))
 
 
 def speed_table(case: CaseResult) -> Table:

@@ -66,6 +66,14 @@ def memory_text(own: ContenderResult) -> str:
     return bytes_text(memory.process_bytes)
 
 
+def own_memory_text(own: ContenderResult) -> str:
+    """Return the peak memory, on a CPU with what the process had not before the model."""
+    memory = own.memory
+    if memory is None or memory.init_bytes is None or memory.steps_bytes is None:
+        return memory_text(own)
+    return f"{memory_text(own)} ({bytes_text(max(memory.init_bytes, memory.steps_bytes))})"
+
+
 def utilization_text(case: CaseResult, name: str) -> str:
     """Return MFU, or the share of the measured peak where no data sheet states one."""
     mfu = case.mfu(name)
@@ -107,6 +115,7 @@ __all__ = [
     "bytes_text",
     "contender_names",
     "memory_text",
+    "own_memory_text",
     "parity_text",
     "peak_text",
     "ratio_text",
