@@ -46,9 +46,9 @@ class RowShard(Shard):
         if isinstance(other, RowShard):
             return self.borders == other.borders and self.order == other.order
         # Note [Two equalities]: operators shall take this for Shard(0), and go on without moving
-        # rows. But torch looks up by whole specs what it has worked out for an operator, and the
-        # tables of its dispatcher compare neighbours whose hashes differ: a spec with this
-        # placement must not be one with Shard(0), or each gets what belongs to the other.
+        # rows. But torch looks up by whole specs what it has worked out for an operator, and a
+        # table may compare entries whose hashes are not equal: a spec with this placement must
+        # not be one with Shard(0), or each gets what belongs to the other.
         caller = sys._getframe(1)
         if caller.f_code.co_name in _EQUALITIES and caller.f_globals["__name__"] == _SPECS:
             return False
