@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from graphfsdp._capture.op_tensors import is_empty, written_tensors
+from graphfsdp._capture.op_tensors import flat_tensors, is_empty, written_tensors
 from graphfsdp._capture.storages import identity_of
 
 # They return nothing and write in place: only who looks at what they write can tell that they
@@ -64,6 +64,9 @@ class HeldBack:
         if op._schema.name not in self.names:
             return False
         written = set(map(identity_of, written_tensors(op, args, kwargs)))
+        given = set(map(identity_of, flat_tensors([*args, *kwargs.values()])))
+        if not self._written.isdisjoint(given - written):
+            return False  # it reads what another one that waits will write
         read: set[int] = set()
 
         def hold(tensor: Tensor) -> Tensor:

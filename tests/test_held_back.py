@@ -118,3 +118,21 @@ def test_gradients_of_the_iteration_itself_are_not_kept_alive_for_it() -> None:
         assert torch.equal(param.detach(), torch.full((64, 64), -0.5))
     undo.roll_back()
     assert torch.equal(param.detach(), torch.full((64, 64), 0.5))
+
+
+def test_a_step_that_reads_what_a_waiting_one_writes_finds_it_written() -> None:
+    """The second optimizer's gradient is the weight of the first."""
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+    one, other = FusedSGD([first], lr=1.0), FusedSGD([second], lr=1.0)
+    first.grad, second.grad = torch.ones(4), torch.zeros(4)
+    one.step()
+    other.step()
+    second.grad = first.detach()
+    other.step()
+    undo = CopyOnWrite()
+    with undo.watching(waiting=FUSED_STEPS):
+        one.step()
+        other.step()
+    undo.keep()
+    assert torch.equal(first.detach(), torch.full((4,), -1.0))
+    assert torch.equal(second.detach(), torch.ones(4))
