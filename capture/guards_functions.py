@@ -90,8 +90,9 @@ class Surroundings:
         return {title: without_tensors(place.value) for title, place in found}
 
     def refusals(self) -> Iterator[CaptureError]:
-        """Yield a refusal of what has changed since ``values`` and decides what runs."""
-        yield from self._counters.refusals()
+        """Yield a refusal of what has changed since ``values`` and decides what runs; once."""
+        counters, self._counters = self._counters, OuterCounters((), (), ())
+        yield from counters.refusals()  # and then nothing keeps the objects that were looked at
 
     def _attributes(
         self, search: Search, path: str, module: nn.Module, log: AttributeLog | None
