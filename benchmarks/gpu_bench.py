@@ -85,6 +85,3 @@ def rows_of(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, Any]]
 
 def _is_ours(name: str) -> bool:
     return name in ("forward_backward", "full_iteration", "compile_full_iteration")
-
-
-__all__ = ["bench_part", "rows_of"]

@@ -247,6 +247,3 @@ def offload(workload: Workload, device: torch.device) -> Iterator[Found]:
         if name.endswith("overlap") and device.type == "cuda":
             good = good and plain / median >= 1.0
         yield f"{workload.name} optimizer step, {name}", text, good, {"step_ms": median * 1e3}
-
-
-__all__ = ["features", "offload"]

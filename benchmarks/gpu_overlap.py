@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import graphfsdp
 from benchmarks.stand_in_group import stand_in_group
 from benchmarks.workloads import Workload
-from graphfsdp._fully_shard import unit_of
+from graphfsdp.sharding.fully_shard import unit_of
 from graphfsdp.training.gpt import GPT
 
 NUM_WARMUP = 4
@@ -227,6 +227,3 @@ def rows_of(
             good = good and (share >= LEAST_HIDDEN or name in (FSDP2, PLAIN))
         rows.append((f"{what}: {name}", ", ".join(parts) or "loss as expected", good, numbers))
     return rows
-
-
-__all__ = ["covered", "length", "overlap", "rows_of"]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from graphfsdp.layout_plan import fsdp2_shard_numel, plan_unit
+from graphfsdp.sharding.layout_plan import fsdp2_shard_numel, plan_unit
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "layout.md"
 BEGIN, END = "<!-- layout_table: begin -->", "<!-- layout_table: end -->"

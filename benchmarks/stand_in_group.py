@@ -166,6 +166,3 @@ def stand_in_group(num_ranks: int) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
-
-
-__all__ = ["StandInGroup", "stand_in_group"]

@@ -241,6 +241,3 @@ def architectures() -> dict[str, Architecture]:
             lambda: TokenModel(nn.Sequential(*[LinearAttention() for _ in range(4)])), tokens
         ),
     }
-
-
-__all__ = ["Architecture", "Batch", "architectures"]

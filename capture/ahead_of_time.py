@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp.capturable import Restartable
+from graphfsdp.base.capturable import Restartable
 
 _State = dict[str, Any]
 
@@ -109,6 +109,3 @@ def capture_ahead(engine: Engine, capture: Callable[[], None]) -> FirstStates:
     states.put_back()
     engine.grad_norm = None
     return states
-
-
-__all__ = ["FirstStates", "capture_ahead"]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.program_facts import ProgramFacts
+from graphfsdp._capture.report.program_facts import ProgramFacts
 from graphfsdp.config import UndoReplays
 
 if TYPE_CHECKING:
-    from graphfsdp._capture.collective_order import CollectiveOrder
+    from graphfsdp._capture.ranks.collective_order import CollectiveOrder
 
 Iterate = Callable[[], list[Tensor]]  # runs one iteration, returns its detached results
 Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the recording touch it?"
@@ -196,6 +196,3 @@ class GraphBackend(Protocol):
                 has run.
         """
         ...
-
-
-__all__ = ["Check", "Effect", "Graph", "GraphBackend", "GraphFacts", "Iterate", "Undo"]

@@ -62,6 +62,3 @@ class BatchForm:
                 return False
             values = batch.values()
         return all(form._walk(each, found) for form, each in zip(self._inner, values, strict=True))
-
-
-__all__ = ["BatchForm"]

@@ -3,8 +3,8 @@
 import torch
 
 from graphfsdp._capture.backend import GraphBackend
-from graphfsdp._capture.cpu_graph import CpuGraphBackend
-from graphfsdp._capture.cuda_graph import CudaGraphBackend
+from graphfsdp._capture.cpu.graph import CpuGraphBackend
+from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp.errors import ConfigError
 
 
@@ -28,6 +28,3 @@ def make_backend(name: str, device: torch.device) -> GraphBackend:
             f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
         )
     return CudaGraphBackend(device) if name == "cuda" else CpuGraphBackend(device)
-
-
-__all__ = ["make_backend"]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.random_state import generators_of
-from graphfsdp.capturable import CapturableOptimizer
-from graphfsdp.dtensors import local_part
+from graphfsdp._capture.undo.random_state import generators_of
+from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.dtensors import local_part
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,3 @@ def _unequal(left: Tensor, right: Tensor) -> Tensor:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-__all__ = ["Difference", "copy_state", "first_difference"]

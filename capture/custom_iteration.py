@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import LossFunction, own
-from graphfsdp._capture.source import definition_of
-from graphfsdp._capture.static_inputs import StaticInputs
-from graphfsdp.dtensors import num_meshes
+from graphfsdp._capture.trace.source import definition_of
+from graphfsdp.base.dtensors import num_meshes
+from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.errors import ConfigError, InvalidLossError
-from graphfsdp.nvtx import nvtx_range
 
 
 class CustomIteration:
@@ -116,6 +116,3 @@ class CustomIteration:
                     source=definition_of(self._function),
                 )
         return pytree.tree_map(own, output)
-
-
-__all__ = ["CustomIteration"]

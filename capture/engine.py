@@ -6,20 +6,20 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.backend import GraphBackend
-from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.guards import Guards
-from graphfsdp._capture.guards_optimizer import has_code_behind_step
-from graphfsdp._capture.held_back import CHECKED_STEPS, FUSED_STEPS
+from graphfsdp._capture.guards.guards import Guards
+from graphfsdp._capture.guards.optimizer import has_code_behind_step
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.recording import Recording
-from graphfsdp.capturable import CapturableOptimizer
-from graphfsdp.changes import Change, ChangeKind
+from graphfsdp._capture.rules.constants import ConstantWatch
+from graphfsdp._capture.undo.attempt import Attempt
+from graphfsdp._capture.undo.held_back import CHECKED_STEPS, FUSED_STEPS
+from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.sharded import main_grads_of, sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope, UndoReplays
 from graphfsdp.errors import CaptureError
-from graphfsdp.sharded import main_grads_of, sharded_roots
 
 # After such a change there are other gradients to keep.
 _REBUILT = (
@@ -255,6 +255,3 @@ class Engine:
         """Let the sharded units forget an eager iteration that was interrupted."""
         for root in sharded_roots(self.model):
             root.abandon_iteration()
-
-
-__all__ = ["Engine"]

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphfsdp._capture.agreement import Agreement, WarmUpAgainError
-from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.interrupts import DeferredInterrupts
-from graphfsdp._capture.random_state import save_random_states
+from graphfsdp._capture.inputs import StaticInputs
+from graphfsdp._capture.ranks.agreement import Agreement, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings
-from graphfsdp._capture.static_inputs import StaticInputs
-from graphfsdp.changes import Change, ChangeKind
-from graphfsdp.nvtx import nvtx_range
+from graphfsdp._capture.undo.attempt import Attempt
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp._capture.undo.random_state import save_random_states
+from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.nvtx import nvtx_range
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -169,6 +169,3 @@ def _evaluating(model: nn.Module) -> Iterator[Callable[[], None]]:
         yield restore
     finally:
         restore()
-
-
-__all__ = ["Evaluator"]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from graphfsdp.dtensors import RankGroups, local_part, sharding_groups, wrap_like
+from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wrap_like
+from graphfsdp.base.flat_buffer import FlatBuffer
+from graphfsdp.base.sharded import MainGrad
 from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.flat_buffer import FlatBuffer
-from graphfsdp.sharded import MainGrad
 
 
 class Binding(enum.Enum):
@@ -344,6 +344,3 @@ def _binding(
     # producing its own dtype, and the landing copy widens it.
     param.grad_dtype = None
     return Binding.WIDENED_GRAD
-
-
-__all__ = ["Binding", "Landed", "PersistentGradients"]

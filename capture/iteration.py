@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.source import definition_of
-from graphfsdp._capture.static_inputs import StaticInputs
-from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp._capture.inputs import StaticInputs
+from graphfsdp._capture.trace.source import definition_of
+from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.hazards import SourceLine
+from graphfsdp.base.norms import global_norm
+from graphfsdp.base.nvtx import nvtx_range
+from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.errors import InvalidLossError
-from graphfsdp.hazards import SourceLine
-from graphfsdp.norms import global_norm
-from graphfsdp.nvtx import nvtx_range
-from graphfsdp.sharded import sharded_roots
 
 LossFunction = Callable[..., Any]
 
@@ -245,14 +245,3 @@ def merge(outputs: list[Any]) -> Any:
     ]
     assert loss is not None
     return pytree.tree_unflatten([loss.mean(dim=0), *others], specs[0])
-
-
-__all__ = [
-    "AnyIteration",
-    "Iteration",
-    "LossFunction",
-    "default_loss",
-    "merge",
-    "microbatch",
-    "own",
-]

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphfsdp._capture.copy_on_write import is_undo_mode
-from graphfsdp._capture.watch_modes import is_watching_mode
+from graphfsdp._capture.trace.watch_modes import is_watching_mode
+from graphfsdp._capture.undo.copy_on_write import is_undo_mode
 from graphfsdp.errors import NotCopyableError, PhaseError
 
 
@@ -97,6 +97,3 @@ def refuse_copy() -> NotCopyableError:
         "model in this process. Remedy: save or copy the model and the optimizer "
         "(state_dict()), and capture the copy"
     )
-
-
-__all__ = ["CallGate", "refuse_copy", "refuse_surroundings"]

@@ -39,6 +39,3 @@ _LEGAL = (
     (Phase.REPLAY, Phase.WARMUP),
     (Phase.WARMUP, Phase.EAGER),
 )
-
-
-__all__ = ["Phase"]

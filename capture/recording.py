@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.backend import Graph
-from graphfsdp._capture.constant_mode import ConstantWatch
 from graphfsdp._capture.gradients import Landed
-from graphfsdp._capture.guards import Guards
-from graphfsdp._capture.results import Results
-from graphfsdp._capture.static_inputs import StaticInputs
-from graphfsdp.collector import without_collector
+from graphfsdp._capture.guards.guards import Guards
+from graphfsdp._capture.inputs import StaticInputs
+from graphfsdp._capture.outputs import Results
+from graphfsdp._capture.rules.constants import ConstantWatch
+from graphfsdp.base.collector import without_collector
 from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 
@@ -244,6 +244,3 @@ def _difference(
             f"{num_microbatches}. Remedy: set it back, or on_change='recapture'"
         )
     return known.inputs.difference(args, kwargs)
-
-
-__all__ = ["Kept", "Recording", "Recordings", "kept_by", "new_of"]

@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.agreement import Agreement, WarmUpAgainError
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
-from graphfsdp._capture.attempt import Attempt
 from graphfsdp._capture.backend import Effect, Graph
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
-from graphfsdp._capture.interrupts import DeferredInterrupts
+from graphfsdp._capture.outputs import Results
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.rank_watch import RankWatch, TogetherError
+from graphfsdp._capture.ranks.agreement import Agreement, WarmUpAgainError
+from graphfsdp._capture.ranks.rank_watch import RankWatch, TogetherError
+from graphfsdp._capture.ranks.standing_in import StandIn
 from graphfsdp._capture.recording import Recording, Recordings, kept_by, new_of
-from graphfsdp._capture.replayer import Replayer
-from graphfsdp._capture.report import CaptureReport
-from graphfsdp._capture.results import Results
-from graphfsdp._capture.standing_in import StandIn
-from graphfsdp._capture.step_report import Tally, latest_graph, make_report
-from graphfsdp._capture.verification import Verifier
-from graphfsdp._capture.warm_ups import WarmUps
-from graphfsdp.changes import Change, refuse
+from graphfsdp._capture.replay import Replayer
+from graphfsdp._capture.report.report import CaptureReport
+from graphfsdp._capture.report.step_report import Tally, latest_graph, make_report
+from graphfsdp._capture.undo.attempt import Attempt
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp._capture.verify import Verifier
+from graphfsdp._capture.warmup import WarmUps
+from graphfsdp.base.changes import Change, refuse
+from graphfsdp.base.nvtx import nvtx_range
+from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.nvtx import nvtx_range
-from graphfsdp.sharded import sharded_roots
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -343,6 +343,3 @@ class StepRunner:
     def _break(self, why: str) -> None:
         if why:
             self.phase, self.breakage = self.phase.to(Phase.BROKEN), why
-
-
-__all__ = ["StepRunner"]

@@ -225,6 +225,3 @@ def _render(path: Sequence[Any]) -> str:
     if which.idx == 0:
         return f"args[{first.idx}]{tail}"
     return f"{first.key}{tail}"
-
-
-__all__ = ["BatchSignature", "PlainLeaf", "TensorLeaf", "flatten"]

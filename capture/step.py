@@ -10,7 +10,7 @@ from torch import Tensor
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.lifetime import CallGate, refuse_copy, refuse_surroundings
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.report import CaptureReport
+from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.runner import StepRunner
 from graphfsdp.config import CaptureOptions, at_least
 from graphfsdp.errors import PhaseError, broken
@@ -219,6 +219,3 @@ class CapturedStep:
         if self._runner.phase is Phase.BROKEN:
             raise broken(self._runner.breakage)
         refuse_surroundings(self._runner.device, self._runner.groups)
-
-
-__all__ = ["CapturedStep"]

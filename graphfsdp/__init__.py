@@ -3,13 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 from graphfsdp._capture.phase import Phase as Phase
-from graphfsdp._capture.report import CaptureReport as CaptureReport
+from graphfsdp._capture.report.report import CaptureReport as CaptureReport
 from graphfsdp._capture.step import CapturedStep as CapturedStep
-from graphfsdp._recompute import recompute as recompute
-from graphfsdp._recompute import recompute_contexts as recompute_contexts
-from graphfsdp.buckets import Buckets as Buckets
-from graphfsdp.buckets import masked_mean as masked_mean
-from graphfsdp.clip import clip_grad_norm_ as clip_grad_norm_
+from graphfsdp.api import capture as capture
+from graphfsdp.base.buckets import Buckets as Buckets
+from graphfsdp.base.buckets import masked_mean as masked_mean
+from graphfsdp.base.clip import clip_grad_norm_ as clip_grad_norm_
+from graphfsdp.base.hazards import Hazard as Hazard
+from graphfsdp.base.hazards import HazardKind as HazardKind
+from graphfsdp.base.metric_ring import MetricRing as MetricRing
+from graphfsdp.base.recomputation import recompute as recompute
+from graphfsdp.base.recomputation import recompute_contexts as recompute_contexts
 from graphfsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
 from graphfsdp.config import OverlapPolicy as OverlapPolicy
 from graphfsdp.config import Scope as Scope
@@ -28,20 +32,16 @@ from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.errors import RankFailedError as RankFailedError
 from graphfsdp.errors import VerificationError as VerificationError
-from graphfsdp.front import capture as capture
-from graphfsdp.hazards import Hazard as Hazard
-from graphfsdp.hazards import HazardKind as HazardKind
-from graphfsdp.metric_ring import MetricRing as MetricRing
-from graphfsdp.preflight import check as check
-from graphfsdp.preflight_report import CheckReport as CheckReport
+from graphfsdp.preflight.check import check as check
+from graphfsdp.preflight.report import CheckReport as CheckReport
 
 if TYPE_CHECKING:
-    from graphfsdp._fully_shard import fully_shard as fully_shard
-    from graphfsdp._materialize import materialize as materialize
     from graphfsdp.checkpoint import AsyncSaver as AsyncSaver
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
-    from graphfsdp.fsdp_module import FSDPModule as FSDPModule
+    from graphfsdp.sharding.fully_shard import fully_shard as fully_shard
+    from graphfsdp.sharding.materialize.materialize import materialize as materialize
+    from graphfsdp.sharding.module import FSDPModule as FSDPModule
 
 __version__ = "0.1.0"
 
@@ -91,11 +91,11 @@ def __getattr__(name: str) -> Any:
     # DTensor takes about a second to import, which a run on one rank need not wait for, and so
     # does torch.distributed.checkpoint.
     if name in ("FSDPModule", "fully_shard"):
-        from graphfsdp import _fully_shard as module
+        from graphfsdp.sharding import fully_shard as module
 
         return getattr(module, name)
     if name == "materialize":
-        from graphfsdp._materialize import materialize
+        from graphfsdp.sharding.materialize.materialize import materialize
 
         return materialize
     if name in ("AsyncSaver", "load", "save"):

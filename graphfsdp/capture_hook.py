@@ -64,6 +64,3 @@ def answerable(function: Callable[P, R]) -> Callable[P, R]:
         return answered
 
     return call
-
-
-__all__ = ["Answer", "CapturedCall", "answerable", "answering"]

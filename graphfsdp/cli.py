@@ -49,7 +49,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> int:
-    from graphfsdp.preflight_cli import run_check
+    from graphfsdp.preflight.command import run_check
 
     return run_check(arguments)
 
@@ -149,6 +149,3 @@ def _complain_of_rank(text: str) -> None:
 
 def _complain(errors: Console, text: str) -> None:
     errors.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-__all__ = ["COMMANDS", "Command", "main"]

@@ -206,15 +206,3 @@ def at_least(name: str, value: int, minimum: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-
-
-__all__ = [
-    "CaptureOptions",
-    "MixedPrecisionPolicy",
-    "OnChange",
-    "OverlapPolicy",
-    "Scope",
-    "ShardingStrategy",
-    "UndoReplays",
-    "at_least",
-]

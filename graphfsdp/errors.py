@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from graphfsdp.hazards import Hazard, HazardKind
-from graphfsdp.hazards import SourceLine as SourceLine
+from graphfsdp.base.hazards import Hazard, HazardKind
+from graphfsdp.base.hazards import SourceLine as SourceLine
 
 
 class GraphFSDPError(Exception):
@@ -26,7 +26,7 @@ class GuardError(GraphFSDPError, RuntimeError):
     """Something that the graph has baked in was changed between two replays.
 
     Attributes:
-        changes: Every change (``graphfsdp.changes.Change``), in the order of the message.
+        changes: Every change (``graphfsdp.base.changes.Change``), in the order of the message.
     """
 
     def __init__(self, message: str, changes: Sequence[object] = ()) -> None:

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from graphfsdp.capturable import CapturableOptimizer
+from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim.device_optimizer import DeviceOptimizer
-from graphfsdp.sharded import sharded_roots
+from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.wrapped import unwrap_optimizer
 
 _MAX_LISTED = 5
@@ -306,20 +306,3 @@ def trainable_of_all(
                 known.add(id(param))
                 found[f"{name} of optimizer {index}" if name in found else name] = param
     return found
-
-
-__all__ = [
-    "adopt_sharded_parameters",
-    "as_list",
-    "inner_optimizer",
-    "one_module",
-    "only_device",
-    "precision_of",
-    "refuse_beside_iteration",
-    "refuse_clipping_of_scaled_gradients",
-    "refuse_other_types",
-    "refuse_several",
-    "refuse_unreduced_parameters",
-    "trainable_of_all",
-    "trainable_parameters",
-]

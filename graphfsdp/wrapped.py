@@ -73,6 +73,3 @@ def _is_wrapper(optimizer: object) -> bool:
 
 def _name(value: object) -> str:
     return f"{type(value).__module__.partition('.')[0]}'s {type(value).__name__}"
-
-
-__all__ = ["refuse_compiled_modules", "refuse_parallel_wrapper", "unwrap_optimizer"]

@@ -6,16 +6,16 @@ if __name__ != "graphfsdp.optim":
         "write `from graphfsdp.optim import FusedAdam`"
     )
 
-from graphfsdp.optim.adafactor import Adafactor as Adafactor
-from graphfsdp.optim.adam_by_name import make_adam as make_adam
-from graphfsdp.optim.fused_adam import FusedAdam as FusedAdam
-from graphfsdp.optim.grad_scaler import DeviceGradScaler as DeviceGradScaler
-from graphfsdp.optim.lion import FusedLion as FusedLion
-from graphfsdp.optim.muon import Muon as Muon
-from graphfsdp.optim.offload import CPUOffload as CPUOffload
+from graphfsdp.optim.adapters.adam_by_name import make_adam as make_adam
+from graphfsdp.optim.fused.adam import FusedAdam as FusedAdam
+from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler as DeviceGradScaler
+from graphfsdp.optim.fused.lion import FusedLion as FusedLion
+from graphfsdp.optim.fused.sgd import FusedSGD as FusedSGD
+from graphfsdp.optim.offload.offload import CPUOffload as CPUOffload
 from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
 from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler
-from graphfsdp.optim.sgd import FusedSGD as FusedSGD
+from graphfsdp.optim.whole.adafactor import Adafactor as Adafactor
+from graphfsdp.optim.whole.muon import Muon as Muon
 
 __all__ = [
     "Adafactor",

@@ -175,13 +175,13 @@ class ParamSchedule:
 
 
 class ParamScheduler(LRScheduler):
-    """Sets lr and weight decay of every group as a ``ParamSchedule`` says; call ``step`` after
-    each iteration.
+    """Sets lr and weight decay of every group as a ``ParamSchedule`` says.
 
-    A group's lr, when the scheduler is made, is its highest. As in Megatron, a group may have its
-    own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd`` and ``wd_mult``; a weight decay of 0 means
-    a ``wd_mult`` of 0, so that groups that do not decay never begin to.
-    """  # noqa: D205 (one sentence, two lines)
+    Call ``step`` after each iteration. A group's lr, when the scheduler is made, is its highest.
+    As in Megatron, a group may have its own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd`` and
+    ``wd_mult``; a weight decay of 0 means a ``wd_mult`` of 0, so that groups that do not decay
+    never begin to.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: ParamSchedule) -> None:
         """Set the numbers of the first iteration.
@@ -253,12 +253,3 @@ class ParamScheduler(LRScheduler):
 
 def _refusal(name: str, expected: str, got: object) -> ConfigError:
     return ConfigError(f"{name} must be {expected}, got {got!r}")
-
-
-__all__ = [
-    "LR_DECAY_STYLES",
-    "LR_WSD_DECAY_STYLES",
-    "WEIGHT_DECAY_INCR_STYLES",
-    "ParamSchedule",
-    "ParamScheduler",
-]

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphfsdp.optim import step_kernel
-from graphfsdp.optim.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.remainders import join_remainder, split_remainder_
-from graphfsdp.optim.scaled_moments import (
+from graphfsdp.optim.fused import step_kernel
+from graphfsdp.optim.fused.adam_math import adam_coefficients, adam_update_
+from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.fused.scaled_moments import (
     SCALE_BLOCK_NUMEL,
     has_scales,
     quantize_,
     scale_shape,
 )
-from graphfsdp.optim.step_settings import Flags
-from graphfsdp.optim.step_tensors import Dtypes, StepTensors
+from graphfsdp.optim.fused.step_settings import Flags
+from graphfsdp.optim.fused.step_tensors import Dtypes, StepTensors
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MOMENTS = [torch.float32, torch.bfloat16]
@@ -52,7 +52,7 @@ def dtype_names(dtypes: Dtypes) -> str:
 
 def fresh_kernels() -> types.ModuleType:
     """Import the kernels once more: whether to interpret is decided by their decorators."""
-    names = ("graphfsdp.optim.step_triton_storage", "graphfsdp.optim.step_triton")
+    names = ("graphfsdp.optim.fused.step_triton_storage", "graphfsdp.optim.fused.step_triton")
     kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     try:
         return importlib.import_module(names[-1])

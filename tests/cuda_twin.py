@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable
 
 import torch
+from test_allowed_programs import ALLOWED
 from torch import Tensor
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from probe import Inner, Probe, Program
 from refused_programs import RULES
-from test_allowed_programs import ALLOWED
 
 
 def read_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:

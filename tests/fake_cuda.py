@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import graphfsdp
 from fake_cuda_classes import event_base, graph_base, stream_base
 from fake_cuda_state import DEVICE, GRAPH_HANDLE, FakeCuda, PlayedMode, cuda_error
-from graphfsdp._capture.cuda_graph import CudaGraphBackend
-from graphfsdp.cpu_instead import CpuInstead
+from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp.optim import FusedAdam
+from graphfsdp.preflight.cpu_instead import CpuInstead
 from zoo_models import WIDTH, Squared
 
 
@@ -104,7 +104,7 @@ def use_cuda_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(name: str, device: torch.device) -> CudaGraphBackend:
         return CudaGraphBackend(DEVICE)
 
-    monkeypatch.setattr("graphfsdp.front.make_backend", make)
+    monkeypatch.setattr("graphfsdp.api.make_backend", make)
 
 
 @pytest.fixture

@@ -197,6 +197,3 @@ def load_source(package: str, relative: str) -> Any:
     module.__dict__["__builtins__"]["__import__"] = load
     exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     return module
-
-
-__all__ = ["CONTRACTS", "adam_kernel", "load_source", "make_stand_in", "name_of"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import CapturedStep
-from graphfsdp.changes import Change
+from graphfsdp.base.changes import Change
 from helpers import assert_same_state, make_optimizer, quick_garbage_collection, snapshot
 
 NUM_EAGER = 4  # 3 warm-up calls and the recording

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
-from graphfsdp.optim.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 
 SHAPES = [(20, 10), (10,), (3, 4, 5), (0, 4), (), (12, 40)]
 NARROW = torch.bfloat16

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import graphfsdp
-from graphfsdp.collectives import all_gather_, reduce_scatter_
+from graphfsdp.base.collectives import all_gather_, reduce_scatter_
 from graphfsdp.optim import FusedAdam
 from helpers import set_lr
 from sharding_helpers import (

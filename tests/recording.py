@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.cpu_graph import CpuGraph, CpuGraphBackend
+from graphfsdp._capture.cpu.graph import CpuGraph, CpuGraphBackend
 from helpers import quick_garbage_collection
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
-from graphfsdp._fully_shard import unit_of
 from graphfsdp.optim import FusedAdam
-from graphfsdp.shard_buffer import ShardBuffer
-from graphfsdp.unit import Unit
+from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.unit import Unit
 from helpers import NUM_STEPS, set_lr
 from ranks import rank_device
 

@@ -168,6 +168,3 @@ def _images(
         return torch.from_numpy(patterns[classes] + noise), torch.from_numpy(classes)
 
     return make
-
-
-__all__ = ["Batch", "BatchSource", "batch_source", "masked_batch"]

@@ -115,6 +115,3 @@ class BertModel(nn.Module):
         pooled = torch.tanh(self.pooler(x[:, 0]))
         order_loss: Tensor = F.cross_entropy(self.follows(pooled).float(), follows)
         return masked_loss + order_loss
-
-
-__all__ = ["MASKED_SHARE", "NUM_SPECIAL", "BertConfig", "BertModel"]

@@ -174,6 +174,3 @@ def _how(returncode: int, tail: str) -> str:
         return f"its process was ended by signal {name}"
     last = tail.splitlines()[-1] if tail else "no message"
     return f"its process ended with exit code {returncode}: {last}"
-
-
-__all__ = ["CaseFailedError", "run_case", "run_memory"]

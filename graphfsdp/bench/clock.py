@@ -93,12 +93,3 @@ def make_schedule(step_ms: Sequence[float], seconds: float) -> Schedule:
     num_steps = max(num_steps, _MIN_STEPS)
     num_rounds = int(seconds * 1e3 / (num_steps * all_ms))
     return Schedule(min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps)
-
-
-__all__ = [
-    "MIN_ROUNDS",
-    "Schedule",
-    "Window",
-    "make_schedule",
-    "time_window",
-]

@@ -196,6 +196,3 @@ def _progress(console: Console) -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-__all__ = ["run_bench"]

@@ -233,6 +233,3 @@ def _peak_bytes(contender: ContenderResult) -> int | None:
     if memory is None:
         return None
     return memory.allocated_bytes if memory.allocated_bytes is not None else memory.process_bytes
-
-
-__all__ = ["DEFAULT_TOLERANCE", "compare", "judge", "ratio_interval"]

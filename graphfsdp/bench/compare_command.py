@@ -162,6 +162,3 @@ def _memory(side: Side | None) -> str:
 
 def _ms(side: Side | None) -> str:
     return "-" if side is None else f"{side.step_ms:.4g}"
-
-
-__all__ = ["EXIT_REGRESSION", "run_compare"]

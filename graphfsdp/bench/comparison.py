@@ -104,6 +104,3 @@ class Comparison:
     def regressions(self) -> tuple[Change, ...]:
         """What a gate closes on."""
         return tuple(change for change in self.changes if change.is_regression)
-
-
-__all__ = ["KIND", "Change", "Comparison", "Side", "Verdict"]

@@ -135,19 +135,3 @@ def to_bf16(model: nn.Module) -> None:
         if not isinstance(module, _BatchNorm):
             for param in module.parameters(recurse=False):
                 param.data = param.data.bfloat16()
-
-
-__all__ = [
-    "BETAS",
-    "EPS",
-    "MAX_GRAD_NORM",
-    "PEAK_LR",
-    "WEIGHT_DECAY",
-    "Contender",
-    "ContenderSpec",
-    "GraphFacts",
-    "Setting",
-    "initial_model",
-    "learning_rate",
-    "to_bf16",
-]

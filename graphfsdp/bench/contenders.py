@@ -91,6 +91,3 @@ def find_contenders(names: tuple[str, ...] | None) -> tuple[ContenderSpec, ...]:
             )
     wanted = {REFERENCE, *(known if names is None else names)}
     return tuple(spec for spec in CONTENDERS if spec.name in wanted)
-
-
-__all__ = ["CONTENDERS", "find_contenders"]

@@ -88,6 +88,3 @@ class ConvNet(nn.Module):
         logits = self.head(x.mean(dim=(2, 3)))
         loss: Tensor = F.cross_entropy(logits.float(), classes)
         return loss
-
-
-__all__ = ["NUM_COLOURS", "ConvConfig", "ConvNet"]

@@ -118,6 +118,3 @@ def _cpu_name() -> str:
         if match:
             return match[1]
     return platform.processor() or platform.machine()
-
-
-__all__ = ["describe", "find_environment"]

@@ -93,6 +93,3 @@ class PeakFacts:
     stated_tflops: float | None
     measured_tflops: float
     measured_how: str
-
-
-__all__ = ["Environment", "PeakFacts", "WorkloadFacts"]

@@ -68,6 +68,3 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFacts:
         measured_how=f"the best of {_NUM_PRODUCTS} products of random {size} x {size} matrices in "
         f"{str(dtype).removeprefix('torch.')}{threads}",
     )
-
-
-__all__ = ["COUNTED", "PALM_FORMULA", "find_peak", "forward_flops", "model_flops", "num_parameters"]

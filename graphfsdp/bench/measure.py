@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphfsdp.base.collector import without_collector
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
 from graphfsdp.bench.clock import Schedule, make_schedule
 from graphfsdp.bench.contender import ContenderSpec, Setting
@@ -27,7 +28,6 @@ from graphfsdp.bench.records import (
 from graphfsdp.bench.roofline import kernel_roofline, operator_roofline
 from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS, RunningContender, build_contender
 from graphfsdp.bench.together import Failure, attempt, first_says, line_up
-from graphfsdp.collector import without_collector
 from graphfsdp.errors import ConfigError
 
 _NUM_PROBES = 2
@@ -302,6 +302,3 @@ class _CaseBench:
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
         self._not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))
-
-
-__all__ = ["MeasureOptions", "Say", "measure_case"]

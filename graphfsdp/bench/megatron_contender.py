@@ -26,6 +26,3 @@ def megatron_fsdp(setting: Setting) -> Contender:
     loop = TorchLoop(sharded, sharded, autocast=None)
     loop.optimizer = fully_shard_optimizer(loop.optimizer)
     return loop
-
-
-__all__ = ["megatron_fsdp"]

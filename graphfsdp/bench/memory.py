@@ -88,6 +88,3 @@ def _status_bytes(field: str) -> int:
 def _forget_peak() -> None:
     gc.collect()
     _CLEAR_REFS.write_text("5")  # "5" sets VmHWM to VmRSS
-
-
-__all__ = ["HOW", "can_forget_peak", "measure_memory"]

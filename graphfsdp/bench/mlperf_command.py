@@ -266,6 +266,3 @@ def _markdown(found: TimeToTarget) -> str:
         f"# {found.benchmark} to a loss of {found.target_loss:g}\n\n{_score_line(found)}\n\n"
         f"{table}\n{reasons}\n\n`{found.command}`\n"
     )
-
-
-__all__ = ["EXIT_NO_SCORE", "run_mlperf"]

@@ -141,6 +141,3 @@ class MoEModel(nn.Module):
         logits = self.output(self.final_norm(x)).float().flatten(0, 1)
         loss: Tensor = F.cross_entropy(logits, targets.flatten())
         return loss + self.config.balance_weight * torch.stack(balances).mean()
-
-
-__all__ = ["ExpertLayer", "MoEConfig", "MoEModel"]

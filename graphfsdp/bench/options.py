@@ -225,6 +225,3 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--out", metavar="DIR", help="result directory, new or empty (default: a new one in runs/)"
     )
-
-
-__all__ = ["BenchOptions", "make_parser", "parse_bench_arguments"]

@@ -90,6 +90,3 @@ def _shard(model: nn.Module, setting: Setting, policy: MixedPrecisionPolicy) -> 
     for block in blocks.children():
         graphfsdp.fully_shard(block, strategy=setting.strategy, mp_policy=policy)
     graphfsdp.fully_shard(model, strategy=setting.strategy, mp_policy=policy)
-
-
-__all__ = ["WARMUP_STEPS", "OwnContender"]

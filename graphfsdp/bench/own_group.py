@@ -27,6 +27,3 @@ def group_for(specs: Sequence[ContenderSpec], setting: Setting) -> Iterator[None
         yield
     finally:
         dist.destroy_process_group()
-
-
-__all__ = ["group_for"]

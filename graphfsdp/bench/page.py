@@ -100,6 +100,3 @@ def _picture(path: Path) -> str:
 
 def _text(text: str) -> str:
     return html.escape(text)
-
-
-__all__ = ["page"]

@@ -29,6 +29,3 @@ def compare_losses(
         early_difference=early if math.isfinite(early) else None,
         last_loss=last if math.isfinite(last) else None,
     )
-
-
-__all__ = ["NUM_EARLY_STEPS", "compare_losses"]

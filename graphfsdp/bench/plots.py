@@ -211,6 +211,3 @@ def _figure(*, figsize: tuple[float, float]) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=figsize, dpi=120, layout="constrained")
-
-
-__all__ = ["bars", "crossover", "distributions", "draw_all", "memory"]

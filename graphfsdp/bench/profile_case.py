@@ -4,12 +4,12 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.contender import Setting
 from graphfsdp.bench.profiling import Step, nsys_range, profile_contender
 from graphfsdp.bench.run_contender import RunningContender
 from graphfsdp.bench.together import Failure, attempt, line_up
-from graphfsdp.nvtx import nvtx_range
 
 # The first one gets the profiler itself started.
 NUM_PROFILE_STEPS = 4
@@ -83,6 +83,3 @@ def _profile(item: RunningContender, steps: Sequence[Step], setting: Setting, fo
     if isinstance(found, Failure) and setting.ranks.is_first:
         text = f"{item.spec.name} has no profile: {found.reason}\n\n{found.detail}"
         (path / f"{item.spec.name}.txt").write_text(text, encoding="utf-8")
-
-
-__all__ = ["NUM_PROFILE_STEPS", "case_folder", "profile_case"]

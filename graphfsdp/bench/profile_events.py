@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphfsdp.base.nvtx import RANGE_PREFIX
 from graphfsdp.bench.profile_records import NUM_LARGEST, Gap, KernelTotal, RangeTotal
-from graphfsdp.nvtx import RANGE_PREFIX
 
 STEP = "graphfsdp bench: step"
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -198,22 +198,3 @@ def range_totals(ranges: Sequence[Event], num_steps: int) -> tuple[RangeTotal, .
     return tuple(
         RangeTotal(name, times[name] / num_steps / 1e3, calls[name] / num_steps) for name in ordered
     )
-
-
-__all__ = [
-    "DEVICE_CATEGORIES",
-    "STEP",
-    "Event",
-    "busy_us",
-    "events_of",
-    "gaps",
-    "is_operator",
-    "is_range",
-    "kernels_of",
-    "largest",
-    "outermost",
-    "range_name",
-    "range_totals",
-    "steps_of",
-    "window_of",
-]

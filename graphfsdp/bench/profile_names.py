@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphfsdp.base.nvtx import RANGE_PREFIX
 from graphfsdp.bench.profile_events import DEVICE_CATEGORIES, Event, is_operator, outermost
-from graphfsdp.nvtx import RANGE_PREFIX
 
 _REPLAY = RANGE_PREFIX + "replay"
 _LAUNCH = "cudaGraphLaunch"
@@ -127,6 +127,3 @@ def _slices(
 def _meta(kind: str, track: int, value: str | int) -> dict[str, Any]:
     key = "sort_index" if kind.endswith("sort_index") else "name"
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": track, "ts": 0, "args": {key: value}}
-
-
-__all__ = ["GraphNode", "name_replays", "replay_nodes", "replays_of"]

@@ -124,13 +124,3 @@ def describe_profile(record: ProfileRecord) -> str:
 
 def _short(name: str) -> str:
     return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + "..."
-
-
-__all__ = [
-    "NUM_LARGEST",
-    "Gap",
-    "KernelTotal",
-    "ProfileRecord",
-    "RangeTotal",
-    "describe_profile",
-]

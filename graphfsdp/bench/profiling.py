@@ -140,6 +140,3 @@ def nsys_range(device: torch.device) -> Iterator[bool]:
     finally:
         torch.cuda.synchronize(device)
         torch.cuda.profiler.stop()
-
-
-__all__ = ["NSYS_NOTE", "nsys_range", "profile_contender", "summarise"]

@@ -140,6 +140,3 @@ def _expect(kind: Any, data: Any, where: str) -> Any:
     if type(data) is not kind:
         raise ConfigError(f"{where}: expected {kind.__name__}, got {type(data).__name__}")
     return data
-
-
-__all__ = ["from_data", "read_result", "rounded", "to_data", "to_json", "write_result"]

@@ -42,6 +42,3 @@ def write_directory(result: BenchResult, folder: Path, *, pictures: bool = True)
     (folder / REPORT).write_text(report_markdown(result, drawn), encoding="utf-8")
     text = page(result, [folder / name for name in drawn])
     (folder / PAGE).write_text(text, encoding="utf-8")
-
-
-__all__ = ["PAGE", "PROFILES", "REPORT", "RESULT", "make_directory", "write_directory"]

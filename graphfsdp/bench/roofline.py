@@ -40,6 +40,3 @@ def kernel_roofline(steps: Sequence[Callable[[], object]], step_ms: float) -> Ro
         return None
     how = KERNELS.format(len(steps))
     return RooflineRecord(how, kernel_ms, len(events) / len(steps), step_ms / kernel_ms)
-
-
-__all__ = ["kernel_roofline", "operator_roofline"]

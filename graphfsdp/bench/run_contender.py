@@ -111,6 +111,3 @@ def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
     start = time.perf_counter()
     contender = spec.make(setting)
     return RunningContender(spec, contender, (time.perf_counter() - start) * 1e3, before)
-
-
-__all__ = ["NUM_WARMUP_STEPS", "RunningContender", "build_contender"]

@@ -76,6 +76,3 @@ def paired_ratios(base: Sequence[float], own: Sequence[float]) -> list[float]:
         own: The same of the other one, whose windows ran right beside the base's.
     """
     return [theirs / mine for theirs, mine in zip(base, own, strict=True)]
-
-
-__all__ = ["Distribution", "Spread", "paired_ratios", "quantile"]

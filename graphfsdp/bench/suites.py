@@ -109,6 +109,3 @@ def _planned(
     memory: bool = False,
 ) -> PlannedCase:
     return PlannedCase(Case(find_workload(name), dtype, batch_size), contenders, memory)
-
-
-__all__ = ["SUITES", "PlannedCase", "plan_cases", "suite"]

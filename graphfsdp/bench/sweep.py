@@ -135,6 +135,3 @@ def with_unasked(found: CaseResult) -> CaseResult:
         if spec.name not in known
     )
     return dataclasses.replace(found, not_run=(*found.not_run, *others))
-
-
-__all__ = ["Sweep", "with_unasked"]

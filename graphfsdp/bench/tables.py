@@ -276,19 +276,3 @@ def _described(result: BenchResult) -> list[str]:
 
 def _ran(result: BenchResult, name: str) -> bool:
     return any(case.find(name) for case in result.cases)
-
-
-__all__ = [
-    "NOT_MLPERF",
-    "Table",
-    "case_notes",
-    "cpu_overview",
-    "memory_overview",
-    "not_run_table",
-    "overview",
-    "reasons",
-    "report_markdown",
-    "short_table",
-    "speed_table",
-    "start_table",
-]

@@ -179,16 +179,3 @@ def score(
         command=command,
         environment=environment,
     )
-
-
-__all__ = [
-    "KIND",
-    "MIN_NUM_RUNS",
-    "MLPERF_NUM_RUNS",
-    "RunRecord",
-    "TimeToTarget",
-    "olympic_mean",
-    "read_log",
-    "run_record",
-    "score",
-]

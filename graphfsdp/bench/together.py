@@ -87,6 +87,3 @@ def line_up(ranks: Ranks, device: torch.device) -> None:
         torch.cuda.synchronize(device)
     if ranks.size > 1:
         dist.barrier()
-
-
-__all__ = ["Failure", "attempt", "exchange", "first_says", "line_up", "without_folders"]

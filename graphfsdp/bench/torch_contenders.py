@@ -144,14 +144,3 @@ def _replicated(setting: Setting) -> nn.Module:
         return model
     devices = [setting.device] if setting.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=devices)
-
-
-__all__ = [
-    "ReduceOverheadLoop",
-    "TorchLoop",
-    "compiled",
-    "fsdp2",
-    "fsdp2_compiled",
-    "plain",
-    "reduce_overhead",
-]

@@ -109,18 +109,3 @@ def contender_names(cases: Sequence[CaseResult]) -> list[str]:
     for case in cases:
         found |= {item.name: None for item in case.not_run}
     return list(found)
-
-
-__all__ = [
-    "bytes_text",
-    "contender_names",
-    "memory_text",
-    "own_memory_text",
-    "parity_text",
-    "peak_text",
-    "ratio_text",
-    "short_parity_text",
-    "utilization_text",
-    "verdict",
-    "workload_text",
-]

@@ -174,16 +174,3 @@ def find_workload(name: str) -> Workload:
     if name not in known:
         raise ConfigError(f"there is no workload {name!r}; expected one of {', '.join(known)}")
     return known[name]
-
-
-__all__ = [
-    "DTYPES",
-    "Case",
-    "DtypeName",
-    "ModelConfig",
-    "Workload",
-    "find_workload",
-    "language_shape",
-    "make_model",
-    "workloads",
-]

@@ -161,6 +161,3 @@ class AsyncSaver:
             self._result = write_snapshot(snapshot, target, self._background)
         except BaseException as error:  # raised again by wait(), on the thread that asked
             self._failure = error
-
-
-__all__ = ["AsyncSaver"]

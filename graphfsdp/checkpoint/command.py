@@ -74,6 +74,3 @@ def _make_parser() -> argparse.ArgumentParser:
     diff.add_argument("left", help=paths)
     diff.add_argument("right", help=paths)
     return parser
-
-
-__all__ = ["run_checkpoint_command"]

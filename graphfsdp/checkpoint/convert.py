@@ -297,6 +297,3 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"{name!r} is no floating-point dtype of torch")
     return dtype
-
-
-__all__ = ["Opened", "convert", "describe", "differences", "open_any", "read_full"]

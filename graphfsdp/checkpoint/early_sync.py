@@ -61,6 +61,3 @@ class EarlySync:
         trace: TracebackType | None,
     ) -> None:
         self._threads.shutdown()
-
-
-__all__ = ["EarlySync"]

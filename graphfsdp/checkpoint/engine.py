@@ -142,6 +142,3 @@ def _os_error(error: OSError, what: str, rank: int | None = None) -> CheckpointE
         f"the checkpoint cannot be {what}: {who}{where}{error.strerror or error}. Those that were "
         "complete before are untouched"
     )
-
-
-__all__ = ["Members", "run_load", "run_save"]

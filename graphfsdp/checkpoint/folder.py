@@ -202,16 +202,3 @@ def _explained(root: Path) -> Iterator[None]:
             f"the checkpoint cannot be written: {where}: {error.strerror or error}. Checkpoints "
             f"that are complete in {root} are untouched"
         ) from error
-
-
-__all__ = [
-    "LATEST",
-    "UNFINISHED",
-    "Entry",
-    "begin",
-    "commit",
-    "entries",
-    "give_up",
-    "resolve",
-    "unfinished",
-]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.checkpoint.engine import Members
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
@@ -29,10 +30,9 @@ from graphfsdp.checkpoint.optimizer_load import plan_optimizer
 from graphfsdp.checkpoint.parts import Part
 from graphfsdp.checkpoint.safetensors_file import map_file, read_header, view_bytes
 from graphfsdp.checkpoint.values import encode
-from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointError, CheckpointMismatchError
-from graphfsdp.meta_load import memory_for_values
-from graphfsdp.optim.skip_counter import skip_counter
+from graphfsdp.optim.adapters.skip_counter import skip_counter
+from graphfsdp.sharding.materialize.meta_load import memory_for_values
 
 FullState = dict[str, Any]
 
@@ -288,13 +288,3 @@ def load_file(
     read = functools.partial(read_full_file, path)
     state = members.together(lambda: read() if members.rank == 0 else None)
     return load_full_state_dict(model, state, optimizer, strict=strict, process_group=process_group)
-
-
-__all__ = [
-    "FullState",
-    "describe_full",
-    "full_state_dict",
-    "load_file",
-    "load_full_state_dict",
-    "read_full_file",
-]

@@ -164,14 +164,3 @@ def _append(name: str, suffix: str) -> str:
         if name.endswith(end):
             return f"{name.removesuffix(end)}{suffix}{end}"
     return f"{name}{suffix}"
-
-
-__all__ = [
-    "FusedWeight",
-    "Member",
-    "fused_qkv",
-    "gated_delta_net",
-    "gated_delta_net_conv",
-    "members_of",
-    "swiglu",
-]

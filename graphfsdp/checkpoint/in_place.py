@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp.dtensors import local_part
+from graphfsdp.base.dtensors import local_part
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -45,6 +45,3 @@ def _is_like(new: Tensor, old: Tensor) -> bool:
         and new.device == old.device
         and local_part(new).shape == local_part(old).shape
     )
-
-
-__all__ = ["load_in_place"]

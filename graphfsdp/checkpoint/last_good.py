@@ -35,6 +35,3 @@ def name_last_good(damaged: Path) -> str:
         )
     what = "None of those before it is without damage" if earlier else "There is none before it"
     return f"{what} in {damaged.parent}"
-
-
-__all__ = ["name_last_good"]

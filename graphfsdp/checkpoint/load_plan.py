@@ -15,7 +15,7 @@ from torch import Tensor
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, cut, shape_of
 from graphfsdp.checkpoint.parts import NamedPart, Part
-from graphfsdp.optim.remainders import join_remainder
+from graphfsdp.optim.fused.remainders import join_remainder
 
 MAIN = "master_param"
 
@@ -134,6 +134,3 @@ def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _join(into: Part, weight: Part, remainder: Part) -> None:
     into.local.copy_(join_remainder(weight.local, remainder.local))
-
-
-__all__ = ["MAIN", "LoadPlan", "plan_model"]

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import is_dtensor
+from graphfsdp.base.sharded import ShardedModule, sharded_roots
 from graphfsdp.checkpoint.engine import Members, run_load
 from graphfsdp.checkpoint.folder import resolve
 from graphfsdp.checkpoint.full import load_file
@@ -26,10 +28,8 @@ from graphfsdp.checkpoint.reader import CheckpointFiles, FolderReader
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writer import objects_file
-from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointDamagedError, CheckpointMismatchError
-from graphfsdp.meta_load import memory_for_values
-from graphfsdp.sharded import ShardedModule, sharded_roots
+from graphfsdp.sharding.materialize.meta_load import memory_for_values
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,3 @@ def _forget_gathered(model: nn.Module) -> None:
             reshard = getattr(module, "reshard", None)
             if reshard is not None and isinstance(module, ShardedModule):
                 reshard()
-
-
-__all__ = ["Loaded", "load"]

@@ -156,15 +156,3 @@ def _parse(body: dict[str, Any]) -> Manifest:
 def _parse_pieces(pieces: Iterable[list[Any]]) -> Iterable[SavedPiece]:
     for offsets, sizes, file, start, crc32 in pieces:
         yield SavedPiece(tuple(offsets), tuple(sizes), file, start, tuple(crc32))
-
-
-__all__ = [
-    "BLOCK_BYTES",
-    "FORMAT",
-    "MANIFEST",
-    "Manifest",
-    "SavedFile",
-    "SavedPiece",
-    "SavedTensor",
-    "read_manifest",
-]

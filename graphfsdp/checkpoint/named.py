@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.checkpoint.fused import FusedWeight, Member, members_of
 from graphfsdp.checkpoint.parts import NamedPart, Part, part_of
-from graphfsdp.dtensors import is_dtensor, local_part
 from graphfsdp.errors import CheckpointError
 
 MODEL = "model/"
@@ -164,8 +164,8 @@ def _offsets(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """
     if not any(hasattr(module, "prepare_shards") for module in model.modules()):
         return {}
-    from graphfsdp.fsdp_module import FSDPModule, unit_of
-    from graphfsdp.unit import UnitPhase
+    from graphfsdp.sharding.module import FSDPModule, unit_of
+    from graphfsdp.sharding.unit import UnitPhase
 
     found: dict[int, tuple[int, ...]] = {}
     for name, module in model.named_modules():
@@ -195,17 +195,3 @@ def states_by_index(
     for group, saved in zip(named, state_dict["param_groups"], strict=True):
         for (name, param), index in zip(group, saved["params"], strict=True):
             yield name, param, index
-
-
-__all__ = [
-    "MODEL",
-    "OPTIMIZER",
-    "NamedModel",
-    "cut",
-    "like_parameter",
-    "model_parts",
-    "name_model",
-    "name_parameters",
-    "shape_of",
-    "states_by_index",
-]

@@ -7,11 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.checkpoint.named import NamedModel
 from graphfsdp.checkpoint.parts import NamedPart, part_of
 from graphfsdp.checkpoint.safetensors_file import raw_bytes
 from graphfsdp.checkpoint.values import Json, encode
-from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointError, ConfigError
 
 
@@ -105,6 +105,3 @@ def encode_objects(objects: Mapping[str, Stateful], sink: TensorSink) -> dict[st
                 f"the state of objects[{name!r}] holds itself, or is nested too deeply"
             ) from None
     return found
-
-
-__all__ = ["BufferState", "Stateful", "TensorSink", "check_objects", "encode_objects"]

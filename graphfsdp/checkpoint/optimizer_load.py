@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.checkpoint.in_place import load_in_place
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
 from graphfsdp.checkpoint.named import (
@@ -18,11 +19,10 @@ from graphfsdp.checkpoint.named import (
 from graphfsdp.checkpoint.optimizer_save import kind_of
 from graphfsdp.checkpoint.parts import whole
 from graphfsdp.checkpoint.values import Json, decode
-from graphfsdp.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.skip_counter import make_skip_counter
-from graphfsdp.optim.state_loading import match_state_dict
+from graphfsdp.optim.adapters.skip_counter import make_skip_counter
+from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.fused.state_loading import match_state_dict
 
 # They have the same states with the same meaning.
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
@@ -312,6 +312,3 @@ def _read_whole(plan: LoadPlan, key: str) -> Tensor:
 
 def _no_tensor(key: str) -> Tensor:
     raise KeyError(key)
-
-
-__all__ = ["plan_optimizer"]

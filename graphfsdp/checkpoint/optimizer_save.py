@@ -16,8 +16,8 @@ from graphfsdp.checkpoint.named import (
 )
 from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.values import Json, StoreTensor, encode
-from graphfsdp.optim.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.skip_counter import skip_counter
+from graphfsdp.optim.adapters.skip_counter import skip_counter
+from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 
 
 @dataclass
@@ -127,6 +127,3 @@ def _add_states(
         for member in states:
             states[member][key] = encode(value, f"{OPTIMIZER}{member}/{key}", store)
     found.facts["state"].update(states)
-
-
-__all__ = ["SavedOptimizer", "describe_optimizer", "kind_of"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp.dtensors import is_dtensor, local_part
+from graphfsdp.base.dtensors import is_dtensor, local_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +72,3 @@ def _regular_offsets(tensor: Any) -> tuple[int, ...]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(found)
-
-
-__all__ = ["NamedPart", "Part", "part_of", "whole"]

@@ -124,6 +124,3 @@ def _write_item(key: str, part: Part) -> WriteItem:
             size=torch.Size(part.whole_shape),
         ),
     )
-
-
-__all__ = ["PartLoadPlanner", "PartSavePlanner"]

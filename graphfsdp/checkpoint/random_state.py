@@ -41,6 +41,3 @@ class RandomState:
         """
         drawn = int(torch.randint(2**62, (), dtype=torch.int64))
         torch.manual_seed((drawn + rank * _STRIDE) % 2**63)
-
-
-__all__ = ["RandomState"]

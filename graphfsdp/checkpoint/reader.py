@@ -228,6 +228,3 @@ def _byte_range(piece: SavedPiece, item: ReadItem, itemsize: int) -> tuple[int, 
         first = first * size + start
         last = last * size + start + length - 1
     return first * itemsize, (last + 1) * itemsize
-
-
-__all__ = ["CheckpointFiles", "FolderReader", "check_everything"]

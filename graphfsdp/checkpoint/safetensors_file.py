@@ -189,17 +189,3 @@ def view_bytes(content: Tensor, spec: TensorSpec) -> Tensor:
     if spec.start % spec.dtype.itemsize:
         flat = flat.clone()
     return flat.view(spec.dtype).view(spec.shape)
-
-
-__all__ = [
-    "TensorSpec",
-    "make_header",
-    "map_file",
-    "order_of",
-    "raw_bytes",
-    "read_header",
-    "view_bytes",
-    "write_model",
-    "write_state",
-    "write_tensors",
-]

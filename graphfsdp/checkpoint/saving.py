@@ -216,16 +216,3 @@ def write_snapshot(snapshot: Snapshot, target: Target, members: Members) -> Path
 def _digest(state: Json) -> str:
     text = json.dumps(state, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-__all__ = [
-    "BUFFERS",
-    "RANDOM",
-    "Snapshot",
-    "Target",
-    "begin_save",
-    "check_arguments",
-    "save",
-    "take_snapshot",
-    "write_snapshot",
-]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphfsdp.dtensors import is_dtensor
+from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointError
 
 Json = Any
@@ -175,6 +175,3 @@ def _decode_tensor(value: dict[str, Json]) -> Tensor:
 
 def _to_text(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
-
-
-__all__ = ["INLINE_BYTES", "Json", "decode", "dtype_name", "dtype_of", "encode"]

@@ -193,6 +193,3 @@ def _write_blocks(file: BinaryIO, content: memoryview, early: EarlySync) -> tupl
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-__all__ = ["Commit", "FolderWriter", "data_file", "objects_file"]

@@ -133,6 +133,3 @@ def _meta_attention() -> Iterator[None]:
     # On the meta device torch takes the kernel that keeps all scores, which no GPU would.
     with _MetaAttention():
         yield
-
-
-__all__ = ["Activations", "measure_activations"]

@@ -159,6 +159,3 @@ def _readable(num_bytes: int) -> str:
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
-
-
-__all__ = ["run_plan"]

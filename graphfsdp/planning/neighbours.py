@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphfsdp.unit_plan import BufferPlan, neighbour_starts
+from graphfsdp.sharding.unit_plan import BufferPlan, neighbour_starts
 
 _BORDER_NUMEL = 64  # state that does not continue its neighbour starts on such a border
 
@@ -81,6 +81,3 @@ def _by_kind(buffers: Sequence[BufferPlan]) -> Mapping[_Kind, list[BufferPlan]]:
     for buffer in buffers:
         kinds.setdefault((buffer.dtypes.main, buffer.trainable), []).append(buffer)
     return kinds
-
-
-__all__ = ["state_numel", "storage_bytes"]

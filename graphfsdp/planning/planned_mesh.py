@@ -40,6 +40,3 @@ class PlannedMesh:
         """Return which of them a rank holds."""
         outer, inner = divmod(rank, self.num_inner)
         return inner * self.num_outer + outer if self.cuts_outside else inner
-
-
-__all__ = ["PlannedMesh"]

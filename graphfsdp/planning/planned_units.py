@@ -7,7 +7,7 @@ from torch import nn
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.unit_plan import BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.unit_plan import BufferPlan, ParameterKind, plan_buffers
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,3 @@ def plan_units(
         plans.append(UnitPlan(name, tuple(buffers)))
     order = {name: index for index, name in enumerate(modules)}
     return tuple(sorted(plans, key=lambda plan: order[plan.name]))
-
-
-__all__ = ["UnitPlan", "plan_units"]

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphfsdp._fully_shard import make_unit
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
-from graphfsdp.fsdp_module import FSDPModule, join_units
-from graphfsdp.layout import Slot
-from graphfsdp.model_shards import ModelShards
 from graphfsdp.planning.planned_mesh import PlannedMesh
-from graphfsdp.shard_buffer import ShardBuffer
-from graphfsdp.shard_group import ShardGroup, UnitOptions
-from graphfsdp.unit_mesh import UnitMesh
+from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.fully_shard import make_unit
+from graphfsdp.sharding.group import ShardGroup, UnitOptions
+from graphfsdp.sharding.layout import Slot
+from graphfsdp.sharding.mesh import UnitMesh
+from graphfsdp.sharding.model_shards import ModelShards
+from graphfsdp.sharding.module import FSDPModule, join_units
 
 MAX_MICROBATCHES = 3  # those between the first and the last are all alike
 _MAX_ITERATIONS = 8
@@ -152,6 +152,3 @@ def _on_meta(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         known[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, known)
-
-
-__all__ = ["MAX_MICROBATCHES", "PlannedPool", "RunForward", "rehearse_pool"]

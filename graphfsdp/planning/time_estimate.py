@@ -79,6 +79,3 @@ def estimate_time(flops: float, collectives: Iterable[Collective], speeds: Speed
         communication_s += steps * speeds.latency_us * _MICRO
         communication_s += call.wire_bytes / (speeds.bandwidth_gbs * _GIGA)
     return TimeEstimate(compute_s * 1e3, communication_s * 1e3)
-
-
-__all__ = ["Speeds", "TimeEstimate", "estimate_time"]

@@ -205,6 +205,3 @@ def _pool_lines(model: ModelPlan) -> Iterator[MemoryLine]:
     if model.unreduced_outside_bytes:
         note = "reduced over the inner axis alone"
         yield MemoryLine("beside the pool: grads", model.unreduced_outside_bytes, False, note)
-
-
-__all__ = ["MemoryLine", "TrainingPlan", "plan_training"]

@@ -335,6 +335,3 @@ def _add_mllog(parser: argparse.ArgumentParser) -> None:
     group.plain_switch(
         "--mllog-cache-cleared", "whoever started this run has emptied the system's caches before"
     )
-
-
-__all__ = ["make_parser", "parse_train_arguments"]

@@ -28,6 +28,3 @@ class IterationBatch:
     def num_tokens(self) -> int:
         """Tokens of the iteration, all ranks together."""
         return self.num_sequences * self.seq_length
-
-
-__all__ = ["IterationBatch"]

@@ -296,6 +296,3 @@ def _precision_in_flags(config: TrainConfig) -> Iterator[None]:
             f"gradient, not the persistent buffer; add --use-precision-aware-optimizer, or give "
             f"both the same dtype"
         ) from None
-
-
-__all__ = ["TrainingRun", "build_run", "choose_device", "make_model", "make_optimizer"]

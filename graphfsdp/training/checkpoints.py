@@ -178,6 +178,3 @@ def refuse_unusable_folder(config: TrainConfig, ranks: Ranks) -> None:
             f"--save {config.save} cannot be made ({error.strerror or error}); give a directory "
             "that can"
         ) from None
-
-
-__all__ = ["Position", "RunCheckpoints", "RunState", "refuse_unusable_folder"]

@@ -130,6 +130,3 @@ def _in_flags(message: str) -> str:
     for field in (*fields(GPTConfig), *fields(ParamSchedule)):
         message = re.sub(rf"\b{field.name}\b", _flag(field.name), message)
     return message
-
-
-__all__ = ["TrainConfig"]

@@ -152,6 +152,3 @@ def _describe_device(device: torch.device) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 else "fp32"
-
-
-__all__ = ["TrainingConsole"]

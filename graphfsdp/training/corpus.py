@@ -136,6 +136,3 @@ def _split(name: str, tokens: TokenArray, *, is_bytes: bool) -> Corpus:
         unigram_entropy=float(0.0 - (seen * np.log(seen)).sum()),
         is_bytes=is_bytes,
     )
-
-
-__all__ = ["BYTES_VOCAB_SIZE", "VALIDATION_FRACTION", "Corpus", "load_corpus"]

@@ -105,6 +105,3 @@ class BatchSampler:
             # A copy from pinned memory does not make the host wait.
             windows = windows.pin_memory().to(self._device, non_blocking=True)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-__all__ = ["BatchSampler"]

@@ -83,6 +83,3 @@ def _show(tokens: list[int], corpus: Corpus) -> str:
         return " ".join(str(token) for token in tokens)
     # A model with a larger vocabulary than bytes need may also draw a token that is none.
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-
-__all__ = ["generate_sample", "validation_loss"]

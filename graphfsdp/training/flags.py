@@ -215,16 +215,3 @@ class TrainFlags:
 
 def _dtype(name: DtypeName) -> torch.dtype:
     return torch.bfloat16 if name == "bf16" else torch.float32
-
-
-__all__ = [
-    "DeviceChoice",
-    "DtypeName",
-    "LrDecayStyle",
-    "LrWsdDecayStyle",
-    "MllogDivision",
-    "MllogStatus",
-    "ScopeName",
-    "TrainFlags",
-    "WeightDecayIncrStyle",
-]

@@ -317,6 +317,3 @@ class GPT(nn.Module):
         finally:
             self.train(was_training)
         return prompt
-
-
-__all__ = ["GPT", "Block", "GPTConfig", "Normalization", "PositionEmbeddingType"]

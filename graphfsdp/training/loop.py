@@ -275,6 +275,3 @@ def _facts(run: TrainingRun) -> dict[str, object]:
             "python": platform.python_version(),
         },
     }
-
-
-__all__ = ["TrainResult", "train"]

@@ -196,13 +196,3 @@ def is_success(config: TrainConfig, loss: float) -> bool:
 def reached(config: TrainConfig, loss: float | None) -> bool:
     """Return whether a validation loss, if there is one, is at most the target, if there is one."""
     return config.target_loss is not None and loss is not None and loss <= config.target_loss
-
-
-__all__ = [
-    "UNVERIFIED",
-    "MlperfLog",
-    "is_success",
-    "make_run_log",
-    "reached",
-    "refuse_unusable_log",
-]

@@ -41,6 +41,3 @@ def compliance_complaint(log: Path, benchmark: str) -> str:
         return ""
     said = [line for line in done.stderr.splitlines() if not line.startswith("INFO")]
     return " ".join(" ".join(said).split())[:_MAX_CHARACTERS] or "no answer"
-
-
-__all__ = ["RULES", "RULESET", "compliance_complaint", "rules_for"]

@@ -93,6 +93,3 @@ def _platform(ranks: Ranks, device: torch.device) -> str:
     if device.type == "cuda":
         return f"{ranks.size}x {torch.cuda.get_device_name(device)}"
     return f"{ranks.size}x CPU ({platform.machine()})"
-
-
-__all__ = ["run_settings", "submission_settings"]

@@ -31,6 +31,3 @@ def plot_loss(path: Path, history: Sequence[Metrics], *, unigram_entropy: float)
     axes.legend()
     figure.savefig(path)
     return True
-
-
-__all__ = ["plot_loss"]

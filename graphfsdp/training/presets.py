@@ -159,6 +159,3 @@ def find_preset(name: str) -> TrainConfig:
             return preset.config
     known = ", ".join(preset.name for preset in PRESETS)
     raise ConfigError(f"--preset {name}: there is no such preset; choose one of {known}")
-
-
-__all__ = ["PRESETS", "Preset", "find_preset"]

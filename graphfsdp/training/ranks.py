@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp.collectives import all_gather_, all_reduce_, broadcast_
+from graphfsdp.base.collectives import all_gather_, all_reduce_, broadcast_
 from graphfsdp.errors import ConfigError
 
 T = TypeVar("T")
@@ -169,6 +169,3 @@ def process_group(
         yield "nccl" if on_gpu else "gloo"
     finally:
         dist.destroy_process_group()
-
-
-__all__ = ["Ranks", "find_ranks", "process_group"]

@@ -53,6 +53,3 @@ class RotaryEmbedding(nn.Module):
         wide = x.float()  # bf16 angles would be off by several degrees
         swapped = torch.cat([wide[..., half:], wide[..., :half]], dim=-1)
         return (wide * self.cos[:seq_length] + swapped * self.sin[:seq_length]).to(x.dtype)
-
-
-__all__ = ["RotaryEmbedding"]

@@ -154,6 +154,3 @@ def _open_tensorboard(path: Path) -> "SummaryWriter | None":
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(log_dir=str(path))
-
-
-__all__ = ["RunDirectory", "refuse_used_directory"]

@@ -40,6 +40,3 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         """Note that the run ended on its way, if it did."""
-
-
-__all__ = ["RunLog"]

@@ -18,6 +18,3 @@ def learning_rate(config: TrainConfig, iteration: int) -> float:
 def make_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer) -> ParamScheduler:
     """Return a scheduler that sets the optimizer's rate and weight decay."""
     return ParamScheduler(optimizer, config.schedule)
-
-
-__all__ = ["learning_rate", "make_scheduler"]

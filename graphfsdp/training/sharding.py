@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
+from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.dtensors import is_dtensor
 from graphfsdp.errors import ConfigError
-from graphfsdp.fsdp_module import unit_of
+from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT
 
 
@@ -122,6 +122,3 @@ def whole_state(model: nn.Module, *, dtype: torch.dtype, keep: bool) -> dict[str
         if keep:
             state[name] = tensor
     return state
-
-
-__all__ = ["ShardSizes", "shard_model", "shard_sizes", "whole_state"]

@@ -59,6 +59,3 @@ class LastWords:
 
 def _leave_to_thread(number: int, frame: object) -> None:
     """The thread ends the process; until then the main thread goes on."""
-
-
-__all__ = ["LastWords"]

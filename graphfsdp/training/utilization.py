@@ -76,6 +76,3 @@ def describe_mfu(model: GPT, device_name: str, dtype: torch.dtype) -> str:
         return "not shown: the peak of this GPU is not known"
     flops = flops_per_token(model)
     return f"of {peak:,.0f} TFLOP/s dense; {flops / 1e6:,.1f} MFLOP per token (6 N + 12 L C T)"
-
-
-__all__ = ["GPU_PEAKS", "GpuPeak", "describe_mfu", "flops_per_token", "peak_tflops"]

@@ -1,0 +1,258 @@
+"""Turns recorded nodes into one straight-line Python function over operators.
+
+No module, autograd or optimizer code is left in it: each line calls one operator, and each
+intermediate is dropped after its last use, so the memory peak is near that of the iteration.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.cpu.arena import Arena
+from graphfsdp._capture.cpu.direct_calls import direct_call
+from graphfsdp._capture.cpu.out_calls import call_into
+from graphfsdp._capture.cpu.program_memory import ProgramMemory
+from graphfsdp._capture.cpu.program_scratch import add_scratch
+from graphfsdp._capture.cpu.program_source import ProgramSource, Replay
+from graphfsdp._capture.cpu.recorder import Node, Recorder, Value
+from graphfsdp._capture.ranks.collective_order import is_collective
+from graphfsdp._capture.trace.storages import StorageInfo
+from graphfsdp._capture.trace.values import materialise, values_in
+
+Commit = Callable[[], None]
+Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1
+
+
+class ProgramBuilder:
+    """Generates the replay function of a finished recording.
+
+    Note [Escapes]: a storage that the recording made and that is still alive when the iteration
+    is over belongs to somebody (an attribute that the model assigned). A replay writes its new
+    contents into it, so that whoever holds it sees the present iteration.
+
+    Attributes:
+        nodes: The program, without what nobody reads.
+        escapes: Values that outlive the iteration.
+        escaped: Where they live on.
+        memory: Where they all lie.
+        num_calls: Operators that a replay calls; the others were over when it was built.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        outputs: Sequence[Value],
+        scratch: Sequence[Tensor],
+        arena: Arena,
+        *,
+        poisons: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            recorder: The finished recording; nothing but it may hold the iteration's tensors.
+            outputs: Values of the iteration's results, which each replay returns.
+            scratch: Tensors from before the recording whose old contents nobody needs.
+            arena: Memory that no other program needs between two replays of this one.
+            poisons: For tests: fill all memory of the program with NaN patterns before each
+                replay, and again after its last use.
+        """
+        self._outputs = outputs
+        self._poisons = poisons
+        self._namespace: dict[str, Any] = {}
+        self._names: dict[int, str] = {}  # by id of the Value
+        self._constants: dict[int, str] = {}  # by id of the object
+        self.escapes: list[Value] = []
+        self.escaped: list[Tensor] = []  # holds what another thread might free while we build
+        for info in recorder.storages:
+            value = None if info.external else recorder.first_value(info)
+            tensor = None if value is None or value.node is None else _if_alive(value)
+            if value is not None and tensor is not None:
+                self.escapes.append(value)
+                self.escaped.append(tensor)
+        self.nodes = _without_dead(recorder.nodes, [*outputs, *self.escapes])
+        bare = add_scratch(self.nodes)
+        self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena, bare)
+        self.num_calls = 0
+        self._counted: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+
+    def build(self, commit: Commit, commit_node: int | None, counted: Counted) -> Replay:
+        """Return the function; each call runs the program once and returns fresh outputs.
+
+        Args:
+            commit: Called by each replay when it cannot be undone any more.
+            commit_node: The node before which it is called; None is the end of all nodes.
+            counted: What is to be called instead of a collective's operator.
+        """
+        self._counted = {
+            node.op: counted(node.op._op) for node in self.nodes if is_collective(node.op)
+        }
+        source = ProgramSource(self._namespace)
+        call_commit = f"{self._constant(commit, 'commit')}()"
+        self._add_poison(source, -1)
+        last_use = self._last_uses()
+        for index, node in enumerate(self.nodes):
+            if index == commit_node:
+                source.add(call_commit)
+            if not self.memory.needs_no_call(node):
+                self._add_node(source, node)
+                self.num_calls += 1
+            self._add_poison(source, index)
+            dead = last_use.get(index, [])
+            if dead:
+                source.drop(map(self._name, dead))
+        if commit_node is None:
+            source.add(call_commit)
+        for value, tensor in zip(self.escapes, self.escaped, strict=True):
+            source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
+        return source.finish(map(self._name, self._outputs))
+
+    def _last_uses(self) -> dict[int, list[Value]]:
+        """Return the values in local names whose last use is at each node."""
+        keep = {id(value) for value in (*self._outputs, *self.escapes)}
+        last: dict[int, tuple[int, Value]] = {}
+        for index, node in enumerate(self.nodes):
+            if self.memory.needs_no_call(node):
+                continue
+            outputs = (value for value in node.outputs if value is not None)
+            for value in (*values_in(node), *outputs):
+                last[id(value)] = (index, value)
+        uses: dict[int, list[Value]] = {}
+        for index, value in last.values():
+            if not self.memory.is_fixed(value) and id(value) not in keep:
+                uses.setdefault(index, []).append(value)
+        return uses
+
+    def _add_poison(self, source: ProgramSource, index: int) -> None:
+        """Overwrite what is dead after a node; all planned memory before any (-1)."""
+        if not self._poisons:
+            return
+        dead = self.memory.dead_after(index) if index >= 0 else [self.memory.pool]
+        for memory in dead:
+            source.add(f"{self._constant(memory, 'a')}.fill_({POISON})")
+        last: dict[int, tuple[int, Value]] = {}
+        for step, values in self._last_uses().items():
+            for value in values:
+                found = last.get(id(value.storage), (step, value))
+                last[id(value.storage)] = max(found, (step, value), key=lambda pair: pair[0])
+        kept = {id(value.storage) for value in (*self._outputs, *self.escapes)}
+        fill = self._constant(poison, "p")
+        for key, (step, value) in last.items():
+            if step == index and key not in kept:
+                source.add(f"{fill}({self._name(value)})")
+
+    def _name(self, value: Value) -> str:
+        name = self._names.get(id(value))
+        if name is None:
+            if self.memory.is_fixed(value):
+                name = self._constant(self.memory.tensor(value), "x")
+            else:
+                name = f"v{len(self._names)}"
+            self._names[id(value)] = name
+        return name
+
+    def _constant(self, item: object, prefix: str) -> str:
+        name = self._constants.get(id(item))
+        if name is None:
+            name = f"{prefix}{len(self._constants)}"
+            self._constants[id(item)] = name
+            self._namespace[name] = item  # the namespace keeps the item, so its id stays its own
+        return name
+
+    def _add_node(self, source: ProgramSource, node: Node) -> None:
+        if self.memory.writes_into_place(node):
+            source.add(self._call_into(node))
+            return
+        call = self._call(node)
+        inputs = {id(value) for value in values_in(node)}
+        targets = [
+            self._name(value)
+            if value is not None and not self.memory.is_fixed(value) and id(value) not in inputs
+            else None
+            for value in node.outputs
+        ]
+        bound = [target for target in targets if target is not None]
+        if not bound:
+            source.add(call)
+        elif node.results == "tensor":
+            source.add(f"{bound[0]} = {call}", bound)
+        else:
+            # Results nobody needs go to a name that is overwritten at once, not kept.
+            names = ", ".join(target or "_" for target in targets)
+            line = f"[{names}] = {call}"
+            source.add(f"{line}; _ = None" if None in targets else line, bound)
+
+    def _call_into(self, node: Node) -> str:
+        args = [self._argument(value) for value in node.args]
+        kwargs = {name: self._argument(value) for name, value in node.kwargs.items()}
+        outs = [self._name(value) for value in node.outputs if value is not None]
+        return call_into(node.op, args, kwargs, outs, self._constant)
+
+    def _call(self, node: Node) -> str:
+        parts = [self._argument(value) for value in node.args]
+        if not node.kwargs:
+            listed = len(parts) > 1 and isinstance(node.args[1], list)
+            spread = parts[1][1:-1] if listed else None
+            call = direct_call(node.op, parts, spread, self._constant)
+            if call is not None:
+                return call
+        parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
+        called = self._counted.get(node.op, node.op._op)
+        return f"{self._constant(called, 'op')}({', '.join(parts)})"
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, Value):
+            return self._name(value)
+        if isinstance(value, list):
+            return f"[{', '.join(self._argument(item) for item in value)}]"
+        if value is None or isinstance(value, bool | int | str):
+            return repr(value)
+        return self._constant(value, "c")
+
+
+def _if_alive(value: Value) -> Tensor | None:
+    """Return a tensor over the value's storage, None if nobody has it any more."""
+    try:
+        return materialise(value, value.storage.get())
+    except ReferenceError:
+        return None
+
+
+def poison(memory: Tensor) -> None:
+    """Fill a storage that nothing may read any more, so that whoever does gets nonsense."""
+    torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(POISON)
+
+
+def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:
+    """Drop the nodes that only make what nobody reads.
+
+    Works on storages, not values: a write into a storage that is read later is never dropped.
+    """
+    live: set[int] = {id(value.storage) for value in roots}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        makes = [value.storage for value in node.outputs if value is not None]
+        if node.effects and _writes_nothing_seen(node, live):
+            continue
+        if node.effects or any(id(storage) in live for storage in makes):
+            live.update(id(storage) for storage in node.touched)
+            kept.append(node)
+    kept.reverse()
+    return kept
+
+
+def _writes_nothing_seen(node: Node, live: set[int]) -> bool:
+    """Tell whether a writing node writes only storages of the iteration that nobody reads on."""
+    if node.results == "none" or node.op.namespace not in ("aten", "prims"):
+        return False
+    if torch.Tag.nondeterministic_seeded in node.op.tags:
+        return False
+    return not any(_is_seen(info, live) for info in node.touched)
+
+
+def _is_seen(info: StorageInfo, live: set[int]) -> bool:
+    return info.external or id(info) in live

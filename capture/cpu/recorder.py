@@ -1,0 +1,317 @@
+"""Records one iteration on a CPU as nodes over values, while it runs for real."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.rules.refusals import Refusal, new_generator
+from graphfsdp._capture.rules.watcher import Run, Watcher
+from graphfsdp._capture.trace.op_tensors import flat_tensors, is_empty, read_tensors
+from graphfsdp._capture.trace.storages import StorageInfo, storage_of
+from graphfsdp.base.hazards import HazardKind
+
+_TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional")
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One way to look at one storage: what a tensor of the iteration is to the program.
+
+    Attributes:
+        storage: The storage it looks at.
+        geometry: Offset, shape, strides, dtype, conjugate bit, negative bit.
+        node: Index of the node that makes it; None if it can be made before any node runs.
+    """
+
+    storage: StorageInfo
+    geometry: Geometry
+    node: int | None
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One operator call of the program.
+
+    Attributes:
+        op: The operator.
+        args: Its arguments; every tensor replaced by its Value.
+        kwargs: Likewise.
+        outputs: Values of its results, in order; None for what is not a tensor.
+        results: "none", "tensor" or "list": the form of what the operator returns.
+        touched: Storages that it reads or writes.
+        effects: It must run even when nobody uses its results.
+        site: Number of the place in the user's program that it comes from.
+    """
+
+    op: torch._ops.OpOverload
+    args: list[Any]
+    kwargs: dict[str, Any]
+    outputs: list[Value | None]
+    results: str
+    touched: list[StorageInfo] = field(default_factory=list)
+    effects: bool = True
+    site: int = 0
+
+
+class Recorder(Watcher):
+    """A watcher that writes down what it sees.
+
+    Note [Values, not tensors]: autograd re-wraps saved tensors, so the identity of a tensor says
+    nothing. What counts is the memory it looks at: storage plus geometry. Two tensors with the
+    same storage and geometry are one Value. Storages are held weakly, because a recorder that
+    holds tensors changes the program (AccumulateGrad copies a gradient that somebody else
+    holds) and doubles the memory.
+
+    Attributes:
+        nodes: The program so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, defers_refusals: bool = False
+    ) -> None:
+        super().__init__(model, device, defers_refusals=defers_refusals)
+        self.nodes: list[Node] = []
+        self._values: dict[tuple[int, Geometry], Value] = {}
+        self._first_value: dict[int, Value] = {}  # by id of the StorageInfo
+        self._geometries: dict[Geometry, Geometry] = {}  # there are few, so they are shared
+
+    def on_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        written: Sequence[Tensor],
+        run: Run,
+    ) -> Any:
+        """Run an operator and append its node."""
+        name = str(op)
+        if torch.Tag.inplace_view in op.tags:
+            return self._run_inplace_view(name, args, run)
+        if self.is_literal(op):
+            return self._run_literal(args[0], name, run)
+        self._judge_generators(name, (*args, *kwargs.values()))
+        self._keep_unseen_contents(read_tensors(op, args, kwargs), name)
+        node = Node(op, self._template(args, name), self._template_map(kwargs, name), [], "none")
+        node.site = self.site
+        inputs = flat_tensors(args) + flat_tensors(kwargs.values())
+        node.touched = [self._known(tensor, name) for tensor in inputs]
+        for tensor in written:
+            info = self._known(tensor, name)
+            info.filled = True
+        trusted = op.namespace in _TRUSTED_NAMESPACES
+        result = run() if trusted else self._run_distrusted(op, inputs, written, run)
+        self._finish(node, result, inputs, written)
+        return result
+
+    def value_of(self, tensor: Tensor, op: str) -> Value:
+        """Return the Value of a tensor that exists now, making one if it is new."""
+        key = self._key_of(tensor, op)
+        value = self._values.get(key)
+        if value is None:
+            geometry = key[1]
+            info = self._known(tensor, op)
+            value = Value(info, geometry, None)
+            if not info.external:
+                # A view that no operator made (autograd's saved tensors, Tensor.data).
+                value.node = self._append_view(info, value)
+            self._values[key] = value
+            self._first_value.setdefault(id(info), value)
+        return value
+
+    def forget_tensors(self) -> None:
+        """Let go of what tells tensors from one another: the program is complete."""
+        self._values.clear()
+        self._first_value.clear()
+        self._geometries.clear()
+
+    def first_value(self, info: StorageInfo) -> Value | None:
+        """Return the first Value ever made on a storage: what its creator returned."""
+        return self._first_value.get(id(info))
+
+    def _known(self, tensor: Tensor, op: str) -> StorageInfo:
+        info = self.storages.find(tensor, op)
+        if info is None:
+            info = self.storages.add(tensor, op, external=True, varies=True)
+        return info
+
+    def _key_of(self, tensor: Tensor, op: str) -> tuple[int, Geometry]:
+        geometry = geometry_of(tensor)
+        shared = self._geometries.setdefault(geometry, geometry)
+        return storage_of(tensor, op)._cdata, shared
+
+    def _append_view(self, info: StorageInfo, value: Value) -> int:
+        offset, shape, stride, dtype, conj, neg = value.geometry
+        base = self._first_value[id(info)]
+        if conj or neg or dtype != base.geometry[3]:
+            self.refuse(
+                "as_strided",
+                Refusal(
+                    f"a {dtype} view (conjugate={conj}, negative={neg}) of a {base.geometry[3]} "
+                    "tensor was made without an operator, so the recording cannot repeat it",
+                    "make the view with tensor operations, such as Tensor.view(dtype)",
+                    HazardKind.MEMORY,
+                ),
+            )
+        op = torch.ops.aten.as_strided.default
+        arguments = [base, list(shape), list(stride), offset]
+        node = Node(op, arguments, {}, [value], "tensor", [info], effects=False, site=self.site)
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def _template(self, values: Sequence[Any], op: str) -> list[Any]:
+        return [self._template_of(value, op) for value in values]
+
+    def _template_map(self, values: Mapping[str, Any], op: str) -> dict[str, Any]:
+        return {name: self._template_of(value, op) for name, value in values.items()}
+
+    def _template_of(self, value: Any, op: str) -> Any:
+        if isinstance(value, Tensor):
+            return self.value_of(value, op)
+        if isinstance(value, list | tuple):
+            return [self._template_of(item, op) for item in value]
+        return value
+
+    def _finish(
+        self, node: Node, result: Any, inputs: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> None:
+        """Give the results their Values and append the node, unless it only makes known views."""
+        name = str(node.op)
+        listed = isinstance(result, list | tuple)
+        results = list(result) if listed else [result]
+        node.results = "list" if listed else "tensor" if isinstance(result, Tensor) else "none"
+        index = len(self.nodes)
+        aliases = True  # all results look at storages that were there before
+        news = False  # some result needs this node to exist
+        for item in results:
+            if not isinstance(item, Tensor):
+                node.outputs.append(None)
+                continue
+            info = self.storages.find(item, name)
+            if info is None:
+                info = self.storages.add(item, name, external=False, varies=False)
+                info.filled = not is_empty(node.op)
+                aliases = False
+            key = self._key_of(item, name)
+            value = self._values.get(key)
+            if value is None:
+                value = Value(info, key[1], None if info.external else index)
+                self._values[key] = value
+                self._first_value.setdefault(id(info), value)
+                news = news or not info.external
+            node.outputs.append(value)
+            node.touched.append(info)
+        random = torch.Tag.nondeterministic_seeded in node.op.tags
+        trusted = node.op.namespace in ("aten", "prims")
+        node.effects = bool(written) or random or not trusted or node.results == "none"
+        if not node.effects and aliases and not news and inputs:
+            return  # a view of fixed storage, or one that exists: nothing to do at replay
+        self.nodes.append(node)
+
+    def _run_literal(self, tensor: Tensor, op: str, run: Run) -> Any:
+        """Repeat a constant that Python filled in: each replay starts from a fresh copy of it."""
+        info = self._known(tensor, op)
+        key = self._key_of(tensor, op)
+        value = Value(info, key[1], len(self.nodes))
+        self._values[key] = value
+        self._first_value[id(info)] = value
+        copy = torch.ops.aten.clone.default
+        arguments = [tensor.clone()]
+        node = Node(copy, arguments, {}, [value], "tensor", [info], effects=False, site=self.site)
+        self.nodes.append(node)
+        return run()
+
+    def _keep_unseen_contents(self, tensors: Sequence[Tensor], op: str) -> None:
+        """Make contents that were written below all operators part of the program.
+
+        Some of torch's C++ functions fill an empty tensor with numbers by themselves; the first
+        read is the time to notice.
+        """
+        for tensor in tensors:
+            info = self._known(tensor, op)
+            if info.filled:
+                continue
+            info.filled = True
+            value = self._first_value[id(info)]
+            offset, shape, stride, dtype, *_ = value.geometry
+            contents = torch.empty(0, dtype=dtype).set_(info.get(), offset, shape, stride).clone()
+            copy = torch.ops.aten.copy_.default
+            node = Node(copy, [value, contents], {}, [value], "tensor", [info], site=self.site)
+            self.nodes.append(node)
+
+    def _judge_generators(self, op: str, values: Sequence[Any]) -> None:
+        for generator in values:
+            if isinstance(generator, torch.Generator) and _is_new(generator):
+                self.refuse(op, new_generator(op))
+
+    def _run_inplace_view(self, op: str, args: Sequence[Any], run: Run) -> Any:
+        """Run an operator that changes how its argument looks at its storage, and nothing else.
+
+        It makes no node: what uses the tensor later makes the new view of the old storage.
+        """
+        before = storage_of(args[0], op).nbytes()
+        result = run()
+        if self.storages.find(args[0], op) is None:
+            self.storages.add(args[0], op, external=True, varies=True)
+        if storage_of(args[0], op).nbytes() > before:
+            self.refuse(
+                op,
+                Refusal(
+                    f"{op} grows a storage inside the iteration; a graph's memory is planned",
+                    "allocate the tensor at its full size",
+                    HazardKind.MEMORY,
+                ),
+            )
+        return result
+
+    def _run_distrusted(
+        self,
+        op: torch._ops.OpOverload,
+        inputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+        run: Run,
+    ) -> Any:
+        """Run an operator of somebody else, and refuse it if it writes without saying so."""
+        declared = {storage_of(tensor, str(op))._cdata for tensor in written}
+        secret = [tensor for tensor in inputs if storage_of(tensor, str(op))._cdata not in declared]
+        before = [_bytes_of(tensor).clone() for tensor in secret]
+        result = run()
+        for tensor, old in zip(secret, before, strict=True):
+            if not torch.equal(_bytes_of(tensor), old):
+                shape = tuple(tensor.shape)
+                self.refuse(
+                    str(op),
+                    Refusal(
+                        f"{op} writes an argument (a {tensor.dtype} tensor of shape {shape}) "
+                        "without saying so in its schema, so what it does cannot be repeated "
+                        "or undone",
+                        "declare the write (torch.library.custom_op(..., mutates_args=...))",
+                        HazardKind.HIDDEN_WRITE,
+                    ),
+                )
+        return result
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Return how a tensor looks at its storage."""
+    return (
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _is_new(generator: torch.Generator) -> bool:
+    return torch.equal(generator.get_state(), torch.Generator(generator.device).get_state())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -1,0 +1,143 @@
+"""What the CUDA driver tells of the nodes of a graph, also of one that is being captured."""
+
+import ctypes
+from contextlib import suppress
+from typing import Any, Protocol
+
+_LIBRARY = "libcuda.so.1"
+_DEMANGLER = "libstdc++.so.6"
+# CUgraphNodeType, in its order.
+_TYPES = (
+    *("kernel", "memcpy", "memset", "host", "graph", "empty", "wait event", "record event"),
+    *("signal semaphore", "wait for semaphore", "allocate", "free", "batch of memory operations"),
+    "conditional",
+)
+_KERNEL = 0
+_ACTIVE = 1  # CUstreamCaptureStatus
+# Forms of one call, and how many more places for answers each has; CUDA 13 has the second.
+_CAPTURE_INFO = (("cuStreamGetCaptureInfo_v2", 2), ("cuStreamGetCaptureInfo_v3", 3))
+
+
+class GraphNodes(Protocol):
+    """Looks at graphs by their handles."""
+
+    def capturing_graph(self, stream: int) -> int | None:
+        """Return the handle of the graph that a stream is captured into, None if it is not."""
+        ...
+
+    def count(self, graph: int) -> int | None:
+        """Return the number of a graph's nodes, None where the driver does not tell."""
+        ...
+
+    def nodes(self, graph: int) -> tuple[int, ...] | None:
+        """Return the handles of a graph's nodes in the order in which they were made."""
+        ...
+
+    def name(self, node: int) -> str:
+        """Return the type of a node, and for a kernel its name behind that."""
+        ...
+
+
+class _KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
+        ("kernel_params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    )
+
+
+class CudaDriver:
+    """GraphNodes by the driver's library; every answer is None or short where it is too old.
+
+    CUDA rule: while a stream is captured, everything but removing nodes may be asked of its graph.
+    """
+
+    def __init__(self) -> None:
+        """Find the library.
+
+        Raises:
+            OSError: there is none.
+        """
+        self._cuda = ctypes.CDLL(_LIBRARY)
+        self._demangle: Any = None
+        with suppress(OSError, AttributeError):
+            self._demangle = ctypes.CDLL(_DEMANGLER).__cxa_demangle
+            self._demangle.restype = ctypes.c_void_p
+
+    def capturing_graph(self, stream: int) -> int | None:
+        """See GraphNodes."""
+        # Nothing is asked about dependencies: edges of kernels that begin before others are over
+        # (cuBLAS on Hopper) make the older form fail where it is.
+        status, graph = ctypes.c_int(0), ctypes.c_void_p()
+        wanted = (ctypes.byref(status), None, ctypes.byref(graph))
+        for name, num_others in _CAPTURE_INFO:
+            ask = getattr(self._cuda, name, None)
+            if ask is not None and ask(ctypes.c_void_p(stream), *wanted, *[None] * num_others) == 0:
+                return graph.value if status.value == _ACTIVE else None
+        return None
+
+    def count(self, graph: int) -> int | None:
+        """See GraphNodes."""
+        count = ctypes.c_size_t(0)
+        code = self._cuda.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
+        return int(count.value) if code == 0 else None
+
+    def nodes(self, graph: int) -> tuple[int, ...] | None:
+        """See GraphNodes."""
+        known = self.count(graph)
+        if not known:
+            return None if known is None else ()
+        found, count = (ctypes.c_void_p * known)(), ctypes.c_size_t(known)
+        if self._cuda.cuGraphGetNodes(ctypes.c_void_p(graph), found, ctypes.byref(count)) != 0:
+            return None
+        return tuple(item or 0 for item in found)
+
+    def name(self, node: int) -> str:
+        """See GraphNodes."""
+        kind = ctypes.c_int(-1)
+        code = self._cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+        if code != 0 or not 0 <= kind.value < len(_TYPES):
+            return "unknown"
+        name = self._kernel_name(node) if kind.value == _KERNEL else ""
+        return f"{_TYPES[kind.value]} {name}".rstrip()
+
+    def _kernel_name(self, node: int) -> str:
+        params, name = _KernelParams(), ctypes.c_char_p()
+        try:
+            get = self._cuda.cuGraphKernelNodeGetParams_v2
+            if get(ctypes.c_void_p(node), ctypes.byref(params)) != 0:
+                return ""
+            asks = (
+                (self._cuda.cuFuncGetName, params.func),
+                (self._cuda.cuKernelGetName, params.kern),
+            )
+        except AttributeError:  # a driver before CUDA 12.3
+            return ""
+        for ask, handle in asks:
+            if handle and ask(ctypes.byref(name), ctypes.c_void_p(handle)) == 0 and name.value:
+                return self._readable(name.value)
+        return ""
+
+    def _readable(self, mangled: bytes) -> str:
+        if self._demangle is None:
+            return mangled.decode()
+        status = ctypes.c_int(0)
+        address = self._demangle(mangled, None, None, ctypes.byref(status))
+        if status.value != 0 or not address:
+            return mangled.decode()
+        text = ctypes.string_at(address).decode()
+        ctypes.CDLL(None).free(ctypes.c_void_p(address))
+        return text
+
+
+def find_driver() -> GraphNodes | None:
+    """Return the driver, None where there is none."""
+    try:
+        return CudaDriver()
+    except OSError:
+        return None

@@ -1,0 +1,143 @@
+"""What CUDA's capture errors mean, and what to do about each."""
+
+import re
+from dataclasses import dataclass
+
+from graphfsdp.base.hazards import HazardKind
+
+
+@dataclass(frozen=True)
+class CudaCaptureError:
+    """One error code of CUDA's stream capture.
+
+    Attributes:
+        code: Number in CUDA's driver_types.h.
+        name: Name there.
+        meaning: What CUDA says, in words.
+        remedy: What to change in a training loop.
+        kind: What sort of thing it mostly is.
+    """
+
+    code: int
+    name: str
+    meaning: str
+    remedy: str
+    kind: HazardKind
+
+    def __str__(self) -> str:
+        return f"CUDA error {self.code} ({self.name}): {self.meaning}. Remedy: {self.remedy}"
+
+
+_ERRORS = (
+    CudaCaptureError(
+        900,
+        "cudaErrorStreamCaptureUnsupported",
+        "an operation that is not permitted while a stream is capturing, mostly a host read "
+        "(.item(), bool(tensor)), a copy between pageable host memory and the device "
+        "(torch.tensor(x, device='cuda')), or a synchronize",
+        "keep the value on the device, or make the tensor before the iteration",
+        HazardKind.HOST_READ,
+    ),
+    CudaCaptureError(
+        901,
+        "cudaErrorStreamCaptureInvalidated",
+        "the capture was invalidated by an earlier error, by an illegal call on another thread, "
+        "or by running out of memory",
+        "look at the first error; check that the model fits with warmup_steps done",
+        HazardKind.EXCEPTION,
+    ),
+    CudaCaptureError(
+        902,
+        "cudaErrorStreamCaptureMerge",
+        "two independent captures would be merged",
+        "capture one step at a time, and do not wait on events of another capture",
+        HazardKind.STREAM,
+    ),
+    CudaCaptureError(
+        903,
+        "cudaErrorStreamCaptureUnmatched",
+        "the capture was not initiated in this stream",
+        "do not change the current stream inside the iteration without changing it back",
+        HazardKind.STREAM,
+    ),
+    CudaCaptureError(
+        904,
+        "cudaErrorStreamCaptureUnjoined",
+        "a stream that was forked from the capture was not joined to it",
+        "end each use of a side stream with current_stream().wait_stream(side_stream)",
+        HazardKind.STREAM,
+    ),
+    CudaCaptureError(
+        905,
+        "cudaErrorStreamCaptureIsolation",
+        "a dependency crosses the border of the capture: an event from before it was waited on",
+        "record and wait on events inside one iteration only; start collectives inside it",
+        HazardKind.STREAM,
+    ),
+    CudaCaptureError(
+        906,
+        "cudaErrorStreamCaptureImplicit",
+        "a disallowed dependency on the legacy default stream, mostly an autograd node that was "
+        "made on the default stream",
+        "delete losses and outputs of forward passes that ran before graphfsdp.capture",
+        HazardKind.STREAM,
+    ),
+    CudaCaptureError(
+        907,
+        "cudaErrorCapturedEvent",
+        "an event that was last recorded in a capturing stream was queried",
+        "do not time or query events inside the iteration",
+        HazardKind.SYNCHRONIZE,
+    ),
+    CudaCaptureError(
+        908,
+        "cudaErrorStreamCaptureWrongThread",
+        "the capture was ended from another thread",
+        "call the captured step from one thread only",
+        HazardKind.THREAD,
+    ),
+)
+
+# Texts of cudaGetErrorString, for builds that print no code.
+_TEXTS = (
+    ("not permitted when stream is capturing", 900),
+    ("due to a previous error during capture", 901),
+    ("merge of two independent capture", 902),
+    ("capture was not initiated in this stream", 903),
+    ("unjoined work", 904),
+    ("dependency created on uncaptured work", 905),
+    ("implicit dependency", 906),
+    ("operation not permitted on an event last recorded in a capturing stream", 907),
+    ("attempted to terminate a thread-local capture sequence from another thread", 908),
+)
+
+
+def find_capture_error(text: str) -> CudaCaptureError | None:
+    """Return the capture error that a message of torch speaks of, None if of none.
+
+    Args:
+        text: Message of an exception.
+    """
+    by_code = {error.code: error for error in _ERRORS}
+    for error in _ERRORS:
+        if error.name in text:
+            return error
+    for part, code in _TEXTS:
+        if part in text:
+            return by_code[code]
+    match = re.search(r"CUDA error:? \(?(90[0-8])\b", text)
+    return by_code[int(match[1])] if match else None
+
+
+def explain(error: BaseException) -> CudaCaptureError | None:
+    """Return the first capture error in a chain of exceptions.
+
+    Ending a broken capture raises again (901), with the cause as its context; the innermost
+    one is what happened.
+    """
+    found = None
+    link: BaseException | None = error
+    while link is not None:
+        found = find_capture_error(str(link)) or found
+        link = link.__cause__ or link.__context__
+    return found

@@ -1,0 +1,314 @@
+"""The CUDA backend: the iteration as one torch.cuda.CUDAGraph."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
+from graphfsdp._capture.cuda.broken import end_broken_capture, has_ended
+from graphfsdp._capture.cuda.driver import find_driver
+from graphfsdp._capture.cuda.errors import explain
+from graphfsdp._capture.cuda.host_copies import HostCopies
+from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
+from graphfsdp._capture.ranks.collective_order import CollectiveOrder
+from graphfsdp._capture.rules.watcher import Watcher
+from graphfsdp._capture.trace.compiled_code import has_compiled_regions
+from graphfsdp._capture.trace.source import user_line_of
+from graphfsdp._capture.trace.storages import refuse_dropped_tensors
+from graphfsdp.base.collector import without_collector
+from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.streams import forked
+from graphfsdp.config import UndoReplays
+from graphfsdp.errors import CaptureError, PhaseError
+
+
+class CudaGraph:
+    """A captured iteration and the fixed tensors in which it leaves its results."""
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: list[Tensor],
+        external: list[torch.UntypedStorage],
+        facts: GraphFacts,
+        device: torch.device,
+    ) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._device = device
+        self._outputs = outputs
+        # CUDA rule: a graph knows addresses, not tensors. Whoever lets go of a tensor that the
+        # iteration uses must not give its memory to somebody else while the graph lives.
+        self._external = external
+        self.facts = facts
+        self.effect = Effect.NONE
+        self.order: CollectiveOrder | None = None  # a launch is all or nothing
+
+    def replay(self) -> list[Tensor]:
+        """Launch the graph on the current stream; return copies of its results."""
+        if self._graph is None:
+            raise CaptureError("the graph is closed")
+        self.effect = Effect.NONE
+        # The next replay overwrites the graph's own results. Allocated first: what may run out of
+        # memory does so before anything is written.
+        copies = [torch.empty_like(output) for output in self._outputs]
+        self.effect = Effect.PART
+        self._graph.replay()
+        self.effect = Effect.ALL
+        if copies:  # an iteration of the user's own may return nothing
+            torch._foreach_copy_(copies, self._outputs)
+        return copies
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be replayed and holds its pool."""
+        return self._graph is not None
+
+    @property
+    def can_be_taken_back(self) -> bool:
+        """A launch is all or nothing; who wants it undone has to keep copies."""
+        return False
+
+    def take_back(self) -> None:
+        """Refuse.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError("the launch of a CUDA graph cannot be taken back")
+
+    def keep(self) -> None:
+        """Do nothing: it cannot be taken back anyway."""
+
+    def measure(self) -> tuple[float, ...]:
+        """Refuse: a launch is one call, which only a profiler can look into.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(
+            "the kernels of a CUDA graph cannot be timed from Python. Remedy: run some replays "
+            "under torch.profiler or nsys (--cuda-graph-trace=node); report() without measure "
+            "tells which module each kernel belongs to"
+        )
+
+    def debug_dump(self, path: str) -> None:
+        """Write the driver's own drawing of the graph.
+
+        Raises:
+            CaptureError: the graph is closed.
+            OSError: the driver has not written the file.
+        """
+        if self._graph is None:
+            raise CaptureError("the graph is closed")
+        Path(path).unlink(missing_ok=True)
+        with warnings.catch_warnings(record=True) as said:  # torch announces each dump so
+            warnings.simplefilter("always")
+            self._graph.debug_dump(path)
+        if not Path(path).is_file():
+            words = "; ".join(str(warning.message) for warning in said)
+            raise OSError(f"the CUDA driver has written no drawing of the graph to {path}: {words}")
+
+    def close(self) -> None:
+        """Give the graph back, and then the pool that its tensors lie in."""
+        if self._graph is not None:
+            # CUDA rule: memory of a graph may be reused only when no launch is in flight.
+            with suppress(RuntimeError):  # of a kernel: whoever closes because of it knows it
+                torch.cuda.synchronize(self._device)
+            self._graph.reset()
+            self._graph = None
+            self._outputs = []
+            self._external = []
+
+
+class CudaGraphBackend:
+    """Captures on a stream of its own, on which the warm-up runs too."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        # CUDA rule: a capture cannot run on the default stream, and autograd nodes remember the
+        # stream that they were made on; so warm-up and capture share this one.
+        self._stream = torch.cuda.Stream(self.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # those that share the pool
+        self._broken: list[torch.cuda.CUDAGraph] = []  # see Note [Broken captures]
+
+    def on_capture_stream(self) -> AbstractContextManager[None]:
+        """Fork to the capture stream and join back."""
+        return forked(self._stream)
+
+    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> HostCopies:
+        """Copy all state to the host."""
+        return HostCopies(state)
+
+    def record(
+        self,
+        iterate: Iterate,
+        model: nn.Module,
+        check: Check,
+        *,
+        collective: bool,
+        scratch: Sequence[Tensor],
+        undo: UndoReplays = UndoReplays.NEVER,
+    ) -> tuple[Graph, list[Tensor]]:
+        """Capture one iteration, then launch it once; see GraphBackend.record."""
+        if not has_compiled_regions(model):
+            try:
+                return self._record(iterate, model, check, CudaRecorder)
+            except CaptureError as error:
+                if error.kind is not HazardKind.COMPILED:
+                    raise
+        # See Note [Compiled regions]. Of the first attempt nothing has run.
+        return self._record(iterate, model, check, UnwatchedRecorder)
+
+    def _record(
+        self, iterate: Iterate, model: nn.Module, check: Check, recorder: type[CudaRecorder]
+    ) -> tuple[Graph, list[Tensor]]:
+        driver = find_driver()
+        watcher = recorder(model, self.device, driver)
+        graph = _new_graph()
+        generators = _generators_of(model)
+        for generator in generators:
+            graph.register_generator_state(generator)
+        if not any(other.is_open for other in self._graphs):
+            # The allocator forbids to use the number of a pool again that all graphs have left.
+            self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        # torch.cuda.graph does so as well: what it gives back is not the pool's.
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        try:
+            with without_collector(), _stale_streams_redirected(), watcher.watching():
+                outputs = self._capture(graph, iterate, watcher)
+            gc.collect()
+            refuse_dropped_tensors(watcher.storages)
+            handle = _handle(graph)
+            num_nodes = None if handle is None or driver is None else driver.count(handle)
+            program = watcher.describe(outputs, handle)
+            if num_nodes is not None:  # else the first replay does it
+                graph.instantiate()
+            check(watcher.has_touched)
+        except BaseException as error:
+            if has_ended(graph):
+                with suppress(RuntimeError):  # the error of the iteration is the one to tell
+                    graph.reset()
+            else:
+                self._broken.append(graph)
+                if not end_broken_capture(graph, self.device, self._pool, generators):
+                    self._pool = torch.cuda.graph_pool_handle()
+            self._translate(error, watcher)
+            raise
+        pool_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
+        facts = GraphFacts(
+            num_nodes=num_nodes,
+            num_ops=watcher.num_ops,
+            op_counts=program.op_counts(),
+            pool_bytes=pool_bytes,
+            program=program,
+        )
+        external = [info.get() for info in watcher.storages if info.external]
+        external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]
+        captured = CudaGraph(graph, outputs, external, facts, self.device)
+        self._graphs.add(captured)
+        # A capture runs nothing: this launch is the iteration that was recorded.
+        return captured, captured.replay()
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, iterate: Iterate, watcher: Watcher
+    ) -> list[Tensor]:
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            # thread_local: an illegal call on another thread (a loader that pins memory) is no
+            # business of this capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                watcher.follow_streams()
+                outputs = iterate()
+                watcher.refuse_loose_streams()
+                return outputs
+        finally:
+            # torch.cuda.graph leaves its stream current when ending a broken capture raises.
+            torch.cuda.set_stream(stream)
+
+    def _translate(self, error: BaseException, watcher: Watcher) -> None:
+        """Raise a CaptureError in place of an error of the driver."""
+        if watcher.failure is not None and error is not watcher.failure:
+            raise watcher.failure from error
+        meaning = explain(error)
+        if meaning is not None and not isinstance(error, CaptureError):
+            # The driver speaks when an operator fails; a Python line is in the exception, the
+            # module is that of the last operator that was started.
+            sites = watcher.sites.sites()
+            site = sites[watcher.site] if sites else None
+            raise CaptureError(
+                str(meaning),
+                op=watcher.last_op,
+                module_path=None if site is None else site.module,
+                source=user_line_of(error) or (None if site is None else site.source),
+                kind=meaning.kind,
+                cuda_error=meaning.code,
+            ) from error
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _new_graph() -> torch.cuda.CUDAGraph:
+    try:
+        return torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
+    except TypeError:
+        return torch.cuda.CUDAGraph()
+
+
+def _handle(graph: torch.cuda.CUDAGraph) -> int | None:
+    """Return the driver's handle of a graph, None where torch does not keep it."""
+    try:
+        return int(graph.raw_cuda_graph())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _generators_of(model: nn.Module) -> list[torch.Generator]:
+    """Return the CUDA generators that modules hold as attributes.
+
+    A graph has the default generator by itself; torch before 2.13 must be told of others, or their
+    state would be baked in.
+    """
+    found: dict[int, torch.Generator] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator) and value.device.type == "cuda":
+                found[id(value)] = value
+    return list(found.values())
+
+
+@contextmanager
+def _stale_streams_redirected() -> Iterator[None]:
+    """Let autograd nodes that remember another stream run on the capturing one.
+
+    A parameter whose AccumulateGrad node is still held by an old loss would otherwise make
+    autograd wait on a stream that does not capture (error 906).
+    """
+    graph_module: Any = torch.autograd.graph
+    override = getattr(graph_module, "set_override_stale_capture_stream", None)
+    if override is None:  # torch before 2.13
+        yield
+        return
+    override(True)
+    try:
+        yield
+    finally:
+        override(False)  # torch has no getter; this is the state that a process starts in

@@ -1,0 +1,143 @@
+"""Writes down which operator of a capture made which nodes of the CUDA graph."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.cuda.driver import GraphNodes
+from graphfsdp._capture.report.program_description import Region, add_node, region_of
+from graphfsdp._capture.report.program_facts import (
+    BufferKind,
+    NodeKind,
+    ProgramFacts,
+    ProgramFactsBuilder,
+)
+from graphfsdp._capture.rules.watcher import Run, Watcher
+from graphfsdp._capture.trace.op_tensors import flat_tensors
+from graphfsdp._capture.trace.storages import storage_of
+
+_NO_OPERATOR = "(no operator)"
+
+
+class CudaRecorder(Watcher):
+    """A watcher that counts the nodes of the graph after each operator.
+
+    Note [Kernels by operator]: a capture only adds nodes, and the driver lists them in the order
+    in which they were made. So the nodes that are new after an operator are the operator's, on
+    whichever of the capture's streams it ran.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        driver: GraphNodes | None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: Names the modules.
+            device: Where it lies.
+            driver: Looks at the graph; None: operators are noted without kernels.
+        """
+        super().__init__(model, device)
+        self._driver = driver
+        self._builder = ProgramFactsBuilder()
+        self._num_graph_nodes: list[int] = []  # after each operator
+        self._graph: int | None = None
+
+    def on_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        written: Sequence[Tensor],
+        run: Run,
+    ) -> Any:
+        """Run an operator, and note it and how many nodes the graph has now."""
+        op_name = str(op)
+        inputs = self._regions(args, op_name)
+        named = {name: self._region_in(value, op_name) for name, value in kwargs.items()}
+        result = run()
+        results = [self._region(tensor, op_name) for tensor in flat_tensors([result])]
+        add_node(self._builder, op, inputs, named, results, site=self.site)
+        self._num_graph_nodes.append(self._count())
+        return result
+
+    def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
+        """Return the description of the finished capture.
+
+        Args:
+            outputs: The tensors in which the graph leaves its results.
+            graph: Handle of the finished graph, None where torch does not keep it.
+        """
+        driver = self._driver
+        nodes = None if driver is None or graph is None else driver.nodes(graph)
+        if driver is not None and nodes:
+            start = 0
+            for index, end in enumerate(self._num_graph_nodes):
+                self._builder.set_kernels(index, tuple(map(driver.name, nodes[start:end])))
+                start = max(end, start)
+            rest = tuple(map(driver.name, nodes[start:]))
+            if rest:
+                self._builder.node(
+                    *(_NO_OPERATOR, NodeKind.COMPUTE, self.site),
+                    results="",
+                    arguments=(),
+                    reads=(),
+                    writes=(),
+                    kernels=rest,
+                )
+        for tensor in outputs:
+            self._builder.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
+        return self._builder.build(self.sites.sites())
+
+    def _count(self) -> int:
+        if self._driver is None:
+            return 0
+        if self._graph is None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._graph = self._driver.capturing_graph(stream)
+        return 0 if self._graph is None else self._driver.count(self._graph) or 0
+
+    def _regions(self, values: Sequence[Any], op: str) -> list[Any]:
+        return [self._region_in(value, op) for value in values]
+
+    def _region_in(self, value: Any, op: str) -> Any:
+        if isinstance(value, Tensor):
+            return self._region(value, op)
+        return self._regions(value, op) if isinstance(value, list | tuple) else value
+
+    def _region(self, tensor: Tensor, op: str) -> Region:
+        info = self.storages.find(tensor, op)
+        external = info is not None and info.external
+        # Every storage is referenced weakly from its first use on, so none gets another's number.
+        return region_of(tensor, storage_of(tensor, op)._cdata, external=external)
+
+
+class UnwatchedRecorder(CudaRecorder):
+    """Takes the place of a watcher where compiled code runs, and sees nothing.
+
+    Note [Compiled regions]: while a dispatch mode or a function mode is on, torch.compile runs a
+    region uncompiled or compiles it anew, in the middle of the capture. So an iteration with
+    compiled regions is captured without a watcher: the driver alone says what a graph cannot hold.
+    """
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch nothing."""
+        yield
+
+    def has_touched(self, tensor: Tensor) -> bool:
+        """Tell that any tensor may have been touched."""
+        return True
+
+    def follow_streams(self) -> None:
+        """Follow none."""
+
+    def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
+        """Return a description without nodes."""
+        return self._builder.build(())

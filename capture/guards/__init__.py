@@ -1,0 +1,4 @@
+"""What may not change after a capture.
+
+Imports trace.
+"""

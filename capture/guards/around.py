@@ -1,0 +1,112 @@
+"""Guard of modules and tensors that the iteration reads beside the model: teachers, criteria."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphfsdp._capture.guards.hooks import HookGuard
+from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, join
+from graphfsdp._capture.guards.quick_guard import Watched, together
+from graphfsdp._capture.guards.tensors import TensorGuard
+from graphfsdp._capture.guards.values import ValueGuard
+from graphfsdp._capture.trace.attribute_log import AttributeLog
+from graphfsdp.base.changes import Change, ChangeKind
+
+
+class AroundGuard:
+    """Notices what changes in modules outside of the model: mode, numbers, weights, hooks.
+
+    A frozen teacher, a criterion with class weights: the recording has read them like the model's
+    own modules, and knows of their later changes as little.
+
+    Attributes:
+        known: Ids of their containers.
+    """
+
+    def __init__(
+        self,
+        around: "OutsideModules",
+        log: AttributeLog,
+        was_read: Callable[[Tensor], bool],
+        tensors: Iterable[tuple[str, Tensor]],
+        before: Mapping[int, tuple[Any, Any]],
+    ) -> None:
+        """Remember them now.
+
+        Args:
+            around: The modules.
+            log: What the recorded iteration has read, of any module.
+            was_read: Tells whether the recording has touched a tensor's storage.
+            tensors: Others that the recording has read, with names for messages.
+            before: Containers of modules before the recording, from ``contents``.
+        """
+        attributes = AttributeGuard(around, log, was_read, every_mode=False)
+        weights = [item for item in _weights(around) if was_read(item[1])]
+        named = [*weights, *attributes.named_tensors(), *tensors]
+        values = ValueGuard(around, log, before)
+        hooks = HookGuard(around, {}, (), with_global=False)
+        guards = [StructureGuard(around), attributes, values, hooks]
+        self.known = values.known()
+        self._guards: tuple[_AnyGuard, ...] = (
+            *(guards if around.found else ()),
+            *([TensorGuard(named)] if named else ()),
+        )
+
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        return all([guard.holds() for guard in self._guards])
+
+    def watched(self) -> Watched:
+        """Return what all of them look at."""
+        return together([guard.watched() for guard in self._guards])
+
+    def changes(self) -> list[Change]:
+        """Compare everything and name what has changed."""
+        return [
+            # They have no part in what the model's own modules decide: which gradients there
+            # are, and in which mode an evaluation runs.
+            replace(change, kind=ChangeKind.ATTRIBUTE, name=f"{change.name} outside of the model")
+            for guard in self._guards
+            for change in guard.changes()
+        ]
+
+
+_AnyGuard = StructureGuard | TensorGuard | AttributeGuard | ValueGuard | HookGuard
+
+
+class OutsideModules(nn.Module):
+    """The modules around a model, for guards that ask a model for its modules."""
+
+    def __init__(self, model: nn.Module, log: AttributeLog) -> None:
+        """Find those that the log has seen reads of."""
+        super().__init__()
+        inside = set(map(id, model.modules()))
+        read = {id(module): module for module in log.modules() if id(module) not in inside}
+        below = {id(child) for module in read.values() for child in module.children()}
+        roots = [module for key, module in read.items() if key not in below]
+        self.found: dict[int, tuple[str, nn.Module]] = {}
+        for root in roots or read.values():
+            for path, module in root.named_modules():
+                if id(module) in read:
+                    self.found.setdefault(
+                        id(module), (f"{type(root).__name__}.{path}".rstrip("."), module)
+                    )
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules, each named by the class of the outermost one that it belongs to."""
+        yield from self.found.values()
+
+
+def _weights(around: OutsideModules) -> Iterator[tuple[str, Tensor]]:
+    for path, module in around.found.values():
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield f"{kind} {join(path, name)!r}", tensor

@@ -1,0 +1,193 @@
+"""Guard of hooks: those of modules, of parameters, of the optimizer, and the global ones."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from graphfsdp._capture.guards.modules import same_objects
+from graphfsdp._capture.guards.quick_guard import Watched
+from graphfsdp.base.changes import Change, ChangeKind
+
+_MODULE_TABLES = (
+    ("_forward_pre_hooks", "forward pre-hook"),
+    ("_forward_hooks", "forward hook"),
+    ("_backward_pre_hooks", "backward pre-hook"),
+    ("_backward_hooks", "backward hook"),
+)
+_PARAM_TABLES = (
+    ("_backward_hooks", "gradient hook"),
+    ("_post_accumulate_grad_hooks", "post-accumulate-grad hook"),
+)
+_STEP_TABLES = (("pre_hooks", "step pre-hook"), ("post_hooks", "step post-hook"))
+_OURS = "graphfsdp."
+
+Hooks = Mapping[int, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One dict of hooks as torch keeps it.
+
+    Attributes:
+        holder: A module, parameter or optimizer, or the module of Python that has global ones.
+        attribute: Where the holder keeps the dict; a tensor without hooks has None there.
+        kind: What hooks they are.
+        owner: What they are registered on, for messages.
+    """
+
+    holder: Any
+    attribute: str
+    kind: str
+    owner: str
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks as they are now; the live dict, where there is one."""
+        hooks: Hooks | None = getattr(self.holder, self.attribute)
+        return {} if hooks is None else hooks
+
+
+class HookGuard:
+    """Notices hooks that were added or removed: a replay would not run them, or go on with them.
+
+    Hooks on saving and loading state are none of an iteration's business. Nor are those of
+    graphfsdp itself: another captured step over the same parameters has its own.
+
+    Note [Hook numbers]: each hook that torch registers, of whatever kind, takes the next number
+    of one counter. While that stands still nothing was added anywhere, and only dicts that had
+    hooks in them can have lost some: no need to look at a dict for each parameter. Hooks that were
+    written into torch's private dicts by hand move no counter, so those of modules are looked at;
+    of parameters, which make their dict with the first hook, they are seen once the counter moves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named_params: Mapping[str, nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        with_global: bool = True,
+    ) -> None:
+        """Remember every hook.
+
+        Args:
+            model: The model.
+            named_params: Trainable parameters by full name.
+            optimizers: Those that step inside the graph.
+            with_global: Also those of all modules.
+        """
+        self._tables = [
+            *_module_tables(model),
+            *(_global_tables() if with_global else ()),
+            *_param_tables(named_params),
+            *(table for optimizer in optimizers for table in _optimizer_tables(optimizer)),
+        ]
+        self._arm()
+
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        return (
+            self._none_was_registered()
+            and not any(self._empty)
+            and same_objects(self._filled, self._copies)
+        )
+
+    def watched(self) -> Watched:
+        """Return the dicts of hooks that there are."""
+        live = [getattr(table.holder, table.attribute) for table in self._tables]
+        return Watched(
+            tables=[hooks for hooks in live if hooks is not None], rest=self._none_was_registered
+        )
+
+    def _none_was_registered(self) -> bool:
+        return RemovableHandle.next_id == self._next_id
+
+    def changes(self) -> list[Change]:
+        """Compare each table and name what has changed."""
+        found = []
+        for table, before in zip(self._tables, self._before, strict=True):
+            now = table.hooks
+            for key in dict.fromkeys((*before, *now)):
+                old, new = before.get(key), now.get(key)
+                hook = old or new
+                if old is not new and hook is not None and not _is_ours(hook):
+                    found.append(_change(table, hook, removed=new is None))
+        if not found:
+            self._arm()
+        return found
+
+    def _arm(self) -> None:
+        self._next_id = RemovableHandle.next_id
+        live = [table.hooks for table in self._tables]
+        self._before = [dict(hooks) for hooks in live]
+        self._filled = [hooks for hooks in live if not all(map(_is_ours, hooks.values()))]
+        self._copies = [dict(hooks) for hooks in self._filled]
+        tables = zip(self._tables, live, strict=True)
+        self._empty = [
+            hooks for table, hooks in tables if isinstance(table.holder, nn.Module) and not hooks
+        ]
+
+
+def _module_tables(model: nn.Module) -> Iterator[Table]:
+    for path, module in model.named_modules():
+        owner = f"module {path!r}" if path else "the model"
+        for attribute, kind in _MODULE_TABLES:
+            yield Table(module, attribute, kind, owner)
+
+
+def _global_tables() -> Iterator[Table]:
+    for attribute, kind in _MODULE_TABLES:
+        yield Table(torch_module, f"_global{attribute}", kind, "all modules")
+
+
+def _param_tables(named_params: Mapping[str, nn.Parameter]) -> Iterator[Table]:
+    for name, param in named_params.items():
+        for attribute, kind in _PARAM_TABLES:
+            yield Table(param, attribute, kind, f"parameter {name!r}")
+
+
+def _optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[Table]:
+    owner = type(optimizer).__name__
+    for suffix, kind in _STEP_TABLES:
+        yield Table(optimizer, f"_optimizer_step_{suffix}", kind, owner)
+        yield Table(torch_optimizer, f"_global_optimizer_{suffix}", kind, "all optimizers")
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return str(getattr(_plain(hook), "__module__", "")).startswith(_OURS)
+
+
+def _plain(hook: Any) -> Any:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook
+
+
+def users_hooks(
+    model: nn.Module,
+    named_params: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> list[Callable[..., Any]]:
+    """Return all hooks that an iteration calls, without our own."""
+    tables = [*_module_tables(model), *_global_tables(), *_param_tables(named_params)]
+    tables += [table for optimizer in optimizers for table in _optimizer_tables(optimizer)]
+    found = [hook for table in tables for hook in table.hooks.values() if not _is_ours(hook)]
+    return list({id(hook): hook for hook in found}.values())
+
+
+def _change(table: Table, hook: Callable[..., Any], *, removed: bool) -> Change:
+    plain = _plain(hook)
+    name = getattr(plain, "__qualname__", type(plain).__qualname__)
+    code = getattr(plain, "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    words = ("registered", "removed") if removed else ("absent", "registered")
+    remedy = "put it back" if removed else "remove it, or register hooks before the capture"
+    title = f"{table.kind} {name!r}{where} of {table.owner}"
+    return Change(ChangeKind.HOOK, title, *words, remedy)

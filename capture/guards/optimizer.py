@@ -1,0 +1,184 @@
+"""Guard of the optimizer's tensors: its state, and the parameters in its groups."""
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from graphfsdp._capture.guards.modules import same_objects
+from graphfsdp._capture.guards.quick_guard import Watched
+from graphfsdp._capture.guards.tensors import TensorGuard
+from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.dtensors import local_part
+
+_GET_PARAMS = operator.itemgetter("params")
+_LOADED = (
+    "load and change the state of an optimizer before the capture; "
+    "graphfsdp.optim.FusedAdam loads in place, so its replays go on with what was loaded"
+)
+_APART = (
+    "train the same parameters in every call, or on_change='recapture'; load states whose step "
+    "counts differ before the capture"
+)
+_GROUPS = "set up all parameter groups before the capture"
+
+
+class OptimizerGuard:
+    """Notices state that was replaced, dropped or moved, and parameters that joined or left.
+
+    After ``load_state_dict`` torch's optimizers hold other tensors: a graph would go on with the
+    old ones, and ``state_dict`` would save what no replay has written.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        """Remember the state now.
+
+        Args:
+            optimizer: In the graph.
+            names: Full names of parameters, by id.
+        """
+        self._optimizer = optimizer
+        self._names = names
+        self._arm()
+
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        return (
+            self._groups_hold()
+            and same_objects(list(self._state.values()), self._copies)
+            and self._tensors.holds()
+        )
+
+    def watched(self) -> Watched:
+        """Return the state: its tensors, and the dicts that hold them."""
+        tables = [self._state, *self._state.values()]
+        lists = [self._groups, *(group["params"] for group in self._groups)]
+        watched = replace(self._tensors.watched(), tables=tables, lists=lists)
+        return replace(watched, rest=partial(self._attributes_hold, tuple(lists[1:])))
+
+    def _attributes_hold(self, params: tuple[list[Tensor], ...]) -> bool:
+        now = self._optimizer
+        return (
+            vars(now).get("step") is self._own_step
+            and type(now).step is self._class_step
+            and now.state is self._state
+            and now.param_groups is self._groups
+            and all(map(operator.is_, map(_GET_PARAMS, self._groups), params))
+            and _classes_of(now) is self._classes
+        )
+
+    def _groups_hold(self) -> bool:
+        params = [group["params"] for group in self._groups]
+        return self._attributes_hold(tuple(params)) and same_objects(params, self._params)
+
+    def changes(self) -> list[Change]:
+        """Compare each entry and name what has changed."""
+        found = [*self._step_changes(), *self._group_changes(), *self._class_changes()]
+        before = dict(zip(map(id, self._owners), self._copies, strict=True))
+        now = {id(param): values for param, values in self._optimizer.state.items()}
+        for key in dict.fromkeys((*before, *now)):
+            name = self._names.get(key, "a parameter outside of the model")
+            found += _state_changes(name, before.get(key, {}), now.get(key, {}))
+        found += self._tensors.changes()
+        if not found:
+            self._arm()  # the same tensors in other containers
+        return found
+
+    def _arm(self) -> None:
+        self._own_step = vars(self._optimizer).get("step")
+        self._class_step = type(self._optimizer).step
+        self._state = self._optimizer.state
+        self._groups = self._optimizer.param_groups
+        self._classes = _classes_of(self._optimizer)
+        self._params = [list(group["params"]) for group in self._groups]
+        self._owners = list(self._state)
+        self._copies = [dict(values) for values in self._state.values()]
+        self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for param, values in self._state.items():
+            name = self._names.get(id(param), "a parameter outside of the model")
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    yield f"optimizer state {key!r} of {name!r}", value
+
+    def _step_changes(self) -> Iterator[Change]:
+        now, name = self._optimizer, f"{type(self._optimizer).__name__}.step"
+        own = vars(now).get("step")
+        is_known = own is self._own_step or _counts(own, self._class_step, self._own_step)
+        if type(now).step is not self._class_step or not is_known:
+            words = ("one function", "another one")
+            yield Change(ChangeKind.ATTRIBUTE, name, *words, "replace it before the capture")
+
+    def _class_changes(self) -> Iterator[Change]:
+        """Yield parameters that the recording steps as one although their counts differ now."""
+        before, now = self._classes or {}, _classes_of(self._optimizer) or {}
+        firsts: dict[int, Tensor] = {}
+        for param, number in before.items():
+            first = firsts.setdefault(number, param)
+            if now.get(param) != now.get(first):
+                names = [self._names.get(id(p), "an unknown parameter") for p in (first, param)]
+                title = f"the step counts of {names[0]!r} and {names[1]!r}"
+                yield Change(ChangeKind.OPTIMIZER_STATE, title, "equal", "unequal", _APART)
+
+    def _group_changes(self) -> Iterator[Change]:
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        owner = type(self._optimizer).__name__
+        if len(groups) != len(self._params):
+            words = (f"of {len(self._params)} groups", f"of {len(groups)}")
+            yield Change(ChangeKind.GROUPS, f"{owner}.param_groups", *words, _GROUPS)
+        for index, (old, new) in enumerate(zip(self._params, groups, strict=False)):
+            if list(map(id, old)) != list(map(id, new)):
+                words = (_listed(self._names, old, new), _listed(self._names, new, old))
+                title = f"group {index} of {owner}"
+                yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
+
+
+def _counts(own: object, *steps: object) -> bool:
+    """Tell whether a step is what a scheduler has wrapped one of these in, to count its calls."""
+    return hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) in steps
+
+
+def has_code_behind_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether code of the user may run in an optimizer's step after the step itself."""
+    own, of_class = vars(optimizer).get("step"), type(optimizer).step
+    replaced = own is not None and not _counts(own, of_class)
+    known = of_class.__module__.startswith(("graphfsdp.", "torch."))
+    hooks = (_global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks)
+    return replaced or not known or any(hooks)
+
+
+def _classes_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int] | None:
+    return getattr(optimizer, "step_classes", None)
+
+
+def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]) -> str:
+    known = set(map(id, others))
+    own = [names.get(id(param), "an unknown one") for param in params if id(param) not in known]
+    return f"of {len(params)} parameters" + (f" (with {', '.join(own[:3])})" if own else "")
+
+
+def _state_changes(
+    name: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[Change]:
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        title = f"optimizer state {key!r} of {name!r}"
+        if old is new:
+            continue
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            if local_part(old).data_ptr() == local_part(new).data_ptr():
+                continue  # the same memory, as after loading what state_dict returned
+            words = ("one tensor", "another one, in other memory (load_state_dict)")
+        elif isinstance(old, Tensor) or isinstance(new, Tensor):
+            words = ("absent", "there") if old is None else ("there", "gone")
+        elif type(old) is type(new) and bool(old == new):
+            continue
+        else:
+            words = (repr(old), repr(new))
+        yield Change(ChangeKind.OPTIMIZER_STATE, title, *words, _LOADED)

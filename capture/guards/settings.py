@@ -1,0 +1,99 @@
+"""Guard of torch's global switches that decide which kernels an iteration runs."""
+
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphfsdp._capture.guards.quick_guard import Watched
+from graphfsdp.base.changes import Change, ChangeKind
+
+
+class SettingsGuard:
+    """Notices switches of torch that an eager iteration would heed and a replay does not.
+
+    Not guarded is what an iteration does not depend on: grad mode around the call (the iteration
+    enables gradients by itself), anomaly detection, the number of threads, profilers.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        """Remember the switches now.
+
+        Args:
+            device_type: "cpu" or "cuda": whose autocast and kernels count.
+        """
+        named = _switches(device_type)
+        self._names = list(named)
+        self._getters = list(named.values())
+        self._values = [get() for get in self._getters]
+        self._telling = self._getters[1:]  # autocast's dtype tells whether it is on
+
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        return list(map(operator.call, self._telling)) == self._values[1:]
+
+    def watched(self) -> Watched:
+        """Return how to ask torch, which alone knows."""
+        return Watched(rest=self.holds)
+
+    def changes(self) -> list[Change]:
+        """Name what has changed."""
+        now = [get() for get in self._getters]
+        rows = zip(self._names, map(_plain, self._values), map(_plain, now), strict=True)
+        found = [_change(name, old, new) for name, old, new in rows if old != new]
+        if not found:
+            self._values = now  # other words for the same
+        return found
+
+
+def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
+    """Return functions that read the switches, by name; each is one call into torch."""
+    core = torch._C
+    found: dict[str, Callable[[], Any]] = {
+        f"autocast on {device_type}": partial(torch.is_autocast_enabled, device_type),
+        f"autocast's dtype on {device_type}": lambda: (
+            torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+        ),
+        "the default dtype": torch.get_default_dtype,
+        "torch.use_deterministic_algorithms": core._get_deterministic_algorithms,
+        "torch.default_generator": partial(getattr, torch, "default_generator"),
+        "flash attention": core._get_flash_sdp_enabled,
+        "memory-efficient attention": core._get_mem_efficient_sdp_enabled,
+        "math attention": core._get_math_sdp_enabled,
+        "MKL-DNN": core._get_mkldnn_enabled,
+    }
+    backend = "cuda" if device_type == "cuda" else "mkldnn"
+    for kind in ("matmul", "conv", "rnn"):
+        # The older getters raise when a user has set the precision by the newer names.
+        name = f"the float32 precision of {backend} {kind}"
+        found[name] = partial(core._get_fp32_precision_getter, backend, kind)
+    if device_type == "cuda":
+        found |= {
+            "cuDNN": core._get_cudnn_enabled,
+            "torch.backends.cudnn.benchmark": core._get_cudnn_benchmark,
+            "torch.backends.cudnn.deterministic": core._get_cudnn_deterministic,
+            "cuDNN attention": core._get_cudnn_sdp_enabled,
+            "reduced precision in bfloat16 matmul": (
+                core._get_cublas_allow_bf16_reduced_precision_reduction
+            ),
+            "reduced precision in float16 matmul": (
+                core._get_cublas_allow_fp16_reduced_precision_reduction
+            ),
+            "torch.cuda.default_generators": partial(getattr, torch.cuda, "default_generators"),
+        }
+    return found
+
+
+def _plain(value: object) -> object:
+    return "ieee" if value == "none" else value  # "none": nothing was ever set
+
+
+def _change(name: str, old: object, new: object) -> Change:
+    if isinstance(old, bool) and isinstance(new, bool):
+        words = ("on" if old else "off", "on" if new else "off")
+    else:
+        words = (str(old or "off"), str(new or "off"))
+    remedy = f"set {name} before the capture and leave it so, or switch inside loss_fn"
+    return Change(ChangeKind.SETTING, name, *words, remedy)

@@ -1,0 +1,194 @@
+"""Guard of tensors: their memory, shape, strides, dtype, and whether they require a gradient."""
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import guards as dynamo_guards
+
+from graphfsdp._capture.guards.quick_guard import Watched
+from graphfsdp.base.changes import Change, ChangeKind
+
+_PLAIN = (Tensor, nn.Parameter)
+_MOVED = (
+    "copy new values in place (copy_, fill_, load_state_dict), which replays see, instead of "
+    ".to(), .data = ... or load_state_dict(assign=True)"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a graph has baked in of one tensor."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class TensorGuard:
+    """Notices tensors that moved, were re-shaped, or began or ceased to require a gradient.
+
+    Note [Cost of guards]: a guard runs before each replay, and Python pays about 50 ns for each
+    attribute that it reads of a tensor. So the usual answer, "nothing has changed", comes from
+    few calls over all tensors: one comparison of addresses, and one of torch's own tensor guards
+    for everything else. Only when one of them objects is each tensor looked at, and named.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], *, addresses_only: bool = False
+    ) -> None:
+        """Remember how the tensors are now.
+
+        Args:
+            named: Tensors with their names for messages; a tensor may come several times.
+            addresses_only: Their shapes and flags do not matter to a replay.
+        """
+        unique = {id(tensor): (name, tensor) for name, tensor in reversed(list(named))}
+        self._named = list(reversed(unique.values()))
+        self._wrappers: list[Tensor] = []
+        self._inner: list[tuple[Tensor, str, Tensor]] = []  # wrapper, attribute, what it holds
+        self._leaves: list[Tensor] = []  # plain tensors, in the order of their owners
+        self._owner_names: list[str] = []
+        for name, tensor in self._named:
+            self._add_leaves(name, tensor)
+        self._facts = [_facts(leaf) for leaf in self._leaves]
+        self._addresses = [facts.address for facts in self._facts]
+        self._requires_grad = [wrapper.requires_grad for wrapper in self._wrappers]
+        self._quick: Any = None
+        self._addresses_only = addresses_only
+
+    def holds(self) -> bool:
+        """Tell quickly that nothing has changed; False means: look closely."""
+        return (
+            list(map(_DATA_PTR, self._leaves)) == self._addresses
+            and (self._addresses_only or self._flags_hold())
+            and (not self._inner or self._inner_hold())
+        )
+
+    def watched(self) -> Watched:
+        """Return the tensors."""
+        if self._addresses_only:
+            return Watched(places=self._leaves, inner=self._inner)
+        return Watched(tensors=self._leaves, wrappers=self._wrappers, inner=self._inner)
+
+    def changes(self) -> list[Change]:
+        """Compare each tensor and name what has changed."""
+        found = []
+        for owner, name, inner in self._inner:
+            if getattr(owner, name) is not inner:
+                index = next(i for i, leaf in enumerate(self._leaves) if leaf is inner)
+                found.append(_moved(self._owner_names[index], inner, getattr(owner, name)))
+        rows = zip(self._owner_names, self._leaves, self._facts, strict=True)
+        for name, leaf, before in rows:
+            found += _differences(name, before, _facts(leaf), self._addresses_only)
+        pairs = zip(self._wrappers, self._requires_grad, strict=True)
+        for wrapper, required in pairs:
+            if wrapper.requires_grad != required:
+                found.append(_requires_grad(self._name_of(wrapper), required))
+        return found
+
+    def _add_leaves(self, name: str, tensor: Tensor) -> None:
+        if type(tensor) in _PLAIN:
+            if _has_address(tensor):
+                self._leaves.append(tensor)
+                self._owner_names.append(name)
+            return
+        self._wrappers.append(tensor)
+        for attribute, inner in _inner_tensors(tensor):
+            self._inner.append((tensor, attribute, inner))
+            self._add_leaves(name, inner)
+
+    def _flags_hold(self) -> bool:
+        if self._quick is not None and self._quick.check(*self._leaves):
+            return True
+        if [_facts(leaf) for leaf in self._leaves] != self._facts:
+            return False
+        # It objects also to modes that are on or off unlike when it was made (autocast, and those
+        # that watch a recording), so it is made where replays run, and anew if that changes.
+        self._quick = _quick_guard(self._leaves)
+        return True
+
+    def _inner_hold(self) -> bool:
+        return all(getattr(owner, name) is inner for owner, name, inner in self._inner) and (
+            self._addresses_only
+            or list(map(_GET_REQUIRES_GRAD, self._wrappers)) == self._requires_grad
+        )
+
+    def _name_of(self, tensor: Tensor) -> str:
+        return next((name for name, known in self._named if known is tensor), "an inner tensor")
+
+
+_DATA_PTR = Tensor.data_ptr
+_GET_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+def _facts(tensor: Tensor) -> Facts:
+    return Facts(
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        tensor.requires_grad,
+    )
+
+
+def _has_address(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _inner_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a tensor that wraps others (a DTensor) is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor lists its mesh as well
+                yield name, inner
+
+
+def _quick_guard(tensors: list[Tensor]) -> Any:
+    """Return torch's own guard of type, dtype, shape, strides and requires_grad, if it has one."""
+    make = getattr(dynamo_guards, "TensorGuards", None)
+    if make is None or not tensors:
+        return None
+    return make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # all are fixed
+
+
+def _differences(name: str, before: Facts, now: Facts, addresses_only: bool) -> Iterator[Change]:
+    if before.address != now.address:
+        yield Change(
+            ChangeKind.ADDRESS,
+            name,
+            f"at address {before.address:#x}",
+            f"in other memory, at {now.address:#x}",
+            _MOVED,
+        )
+    if addresses_only:
+        return
+    for field in ("shape", "stride", "dtype"):
+        old, new = getattr(before, field), getattr(now, field)
+        if old != new:
+            yield Change(ChangeKind.LAYOUT, name, f"of {field} {old}", f"of {field} {new}", _MOVED)
+    if before.requires_grad != now.requires_grad:
+        yield _requires_grad(name, before.requires_grad)
+
+
+def _requires_grad(name: str, before: bool) -> Change:
+    words = {True: "trained (requires_grad=True)", False: "frozen (requires_grad=False)"}
+    remedy = f"requires_grad_({before}) again"
+    return Change(ChangeKind.REQUIRES_GRAD, name, words[before], words[not before], remedy)
+
+
+def _moved(name: str, old: Tensor, new: Tensor) -> Change:
+    return Change(
+        ChangeKind.ADDRESS,
+        name,
+        f"at address {old.data_ptr():#x}",
+        f"in other memory, at {new.data_ptr():#x}",
+        _MOVED,
+    )

@@ -1,0 +1,4 @@
+"""Ranks capture and replay together or not at all.
+
+Imports trace.
+"""

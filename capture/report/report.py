@@ -1,0 +1,236 @@
+"""What a captured step consists of: numbers, nodes, memory; for people, files and browsers."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from graphfsdp._capture.report.data import baked_data, buffer_data, node_data
+from graphfsdp._capture.report.dot import program_dot
+from graphfsdp._capture.report.html import report_page
+from graphfsdp._capture.report.memory_names import MemoryNames
+from graphfsdp._capture.report.program_facts import NodeFacts, ProgramFacts
+from graphfsdp._capture.report.tables import (
+    BakedConstant,
+    BufferUse,
+    PoolUse,
+    baked_constants,
+    buffer_uses,
+    count_kinds,
+    count_nodes,
+    module_of,
+    pool_use,
+)
+from graphfsdp._capture.report.trace import chrome_trace
+from graphfsdp.errors import PhaseError
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """Facts of one captured step; ``str(report)`` is for people.
+
+    Attributes:
+        backend: "cpu" or "cuda".
+        scope: How much of the iteration is in the graph.
+        phase: What the next call does.
+        num_calls: Calls so far, by what they did: warm-up, capture, replay, eager.
+        num_captures: Successful captures.
+        num_nodes: Nodes of the graph; None before the capture, or where the driver is silent.
+        num_ops: Operator calls of the recorded iteration.
+        op_counts: Recorded calls by operator name.
+        capture_ms: Milliseconds that the capture took; None before it.
+        static_input_bytes: Bytes of the static inputs.
+        gradient_bytes: Bytes of the persistent gradient buffers.
+        pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
+        num_escapes: Tensors that the model kept from the recorded iteration; replays update them.
+        undoes_all: A replay that fails is undone wherever it fails, not only before it has begun
+            to write weights; see ``undo_replays`` of ``capture``.
+        inputs: Every leaf of the batch and its metadata.
+        without_gradient: Trainable parameters that no gradient reached; the optimizer skips them.
+        node_us: Median microseconds of each node in measured replays; empty if none was measured.
+        program: Every node and stretch of memory of the graph; None before the capture.
+        names: Whose memory it is.
+    """
+
+    backend: str
+    scope: str
+    phase: str
+    num_calls: Mapping[str, int]
+    num_captures: int
+    num_nodes: int | None = None
+    num_ops: int | None = None
+    op_counts: Mapping[str, int] = field(default_factory=dict)
+    capture_ms: float | None = None
+    static_input_bytes: int = 0
+    gradient_bytes: int = 0
+    pool_bytes: int = 0
+    num_escapes: int = 0
+    undoes_all: bool = False
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    without_gradient: tuple[str, ...] = ()
+    node_us: tuple[float, ...] = ()
+    program: ProgramFacts | None = field(default=None, repr=False)
+    names: MemoryNames | None = field(default=None, repr=False)
+
+    def nodes(self) -> tuple[NodeFacts, ...]:
+        """Return every node in the order in which a replay runs them.
+
+        On CUDA a node is an operator call of the iteration, with the graph's nodes that it made.
+        """
+        return () if self.program is None else tuple(self.program.nodes())
+
+    def buffers(self) -> tuple[BufferUse, ...]:
+        """Return every stretch of memory that the graph touches, and when."""
+        if self.program is None:
+            return ()
+        return buffer_uses(self.program, self.names or MemoryNames(()))
+
+    @property
+    def pool(self) -> PoolUse | None:
+        """How the iteration's own memory is reused; None before the capture."""
+        return None if self.program is None else pool_use(self.program, self.pool_bytes)
+
+    @property
+    def baked_constants(self) -> tuple[BakedConstant, ...]:
+        """Numbers that the recording took from Python: a replay never reads them anew."""
+        return () if self.program is None else baked_constants(self.program)
+
+    @property
+    def by_kind(self) -> Mapping[str, Mapping[str, int]]:
+        """Nodes of the graph, counted by kind.
+
+        On a CPU these are operators by what they do: compute, view, copy, fill, random,
+        collective. On CUDA they are the graph's nodes by type: kernel, memcpy, memset.
+        """
+        return {} if self.program is None else count_kinds(self.program)
+
+    @property
+    def by_phase(self) -> Mapping[str, Mapping[str, int]]:
+        """Operators or kernels, counted by "forward", "backward" and "optimizer"."""
+        if self.program is None:
+            return {}
+        return count_nodes(self.program, lambda node: node.site.phase.value)
+
+    @property
+    def by_module(self) -> Mapping[str, Mapping[str, int]]:
+        """Operators or kernels, counted by full name of the module, backward passes included."""
+        return {} if self.program is None else count_nodes(self.program, module_of)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain dicts, lists, strings and numbers."""
+        derived = ("program", "names", "node_us")
+        plain = {
+            item.name: _plain(getattr(self, item.name))
+            for item in fields(self)
+            if item.name not in derived
+        }
+        pool = self.pool
+        return plain | {
+            "measured": bool(self.node_us),
+            "pool": None if pool is None else asdict(pool) | {"reuse": pool.reuse},
+            "by_kind": _plain(self.by_kind),
+            "by_phase": _plain(self.by_phase),
+            "by_module": _plain(self.by_module),
+            "baked_constants": baked_data(self.baked_constants),
+            "nodes": node_data(self.nodes(), self.node_us),
+            "buffers": buffer_data(self.buffers()),
+            "live_bytes": [] if self.program is None else self.program.live_bytes(),
+        }
+
+    def to_json(self, path: PathLike | None = None, *, indent: int | None = None) -> str:
+        """Return ``to_dict`` as JSON, and write it to a file if one is given."""
+        text = json.dumps(self.to_dict(), indent=indent)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def html(self, path: PathLike) -> None:
+        """Write one page that needs no network: timeline, memory over time, table of nodes.
+
+        Raises:
+            PhaseError: nothing has been captured yet.
+        """
+        self._require_program("a page")
+        Path(path).write_text(report_page(self.to_dict()), encoding="utf-8")
+
+    def chrome_trace(self, path: PathLike) -> None:
+        """Write the program as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+        Phases, modules and nodes lie in a track each, the live memory is a counter. Nodes last
+        as long as they were measured (``step.report(measure=True)``), else one microsecond each.
+
+        Raises:
+            PhaseError: nothing has been captured yet.
+        """
+        self._require_program("a trace")
+        text = json.dumps(chrome_trace(self.to_dict()))
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def dot(self, path: PathLike) -> None:
+        """Write the program in Graphviz's language: nodes, and who reads what whom writes.
+
+        Raises:
+            PhaseError: nothing has been captured yet.
+        """
+        self._require_program("a drawing")
+        Path(path).write_text(program_dot(self.to_dict()), encoding="utf-8")
+
+    def _require_program(self, what: str) -> None:
+        if self.program is None:
+            raise PhaseError(
+                f"there is no graph to make {what} of: phase {self.phase}, scope {self.scope}, "
+                f"{self.num_captures} captures. Remedy: call the step until it has captured "
+                "(warmup_steps + 1 calls), with a scope other than 'none'"
+            )
+
+    def __str__(self) -> str:
+        calls = ", ".join(f"{count} {name}" for name, count in self.num_calls.items() if count)
+        lines = [
+            f"captured step: backend {self.backend}, scope {self.scope}, phase {self.phase}",
+            f"  calls:             {calls or 'none yet'}",
+        ]
+        if self.num_captures:
+            lines += self._graph_lines()
+        lines.append(f"  static inputs:     {self.static_input_bytes:,} bytes")
+        lines.append(f"  gradient buffers:  {self.gradient_bytes:,} bytes")
+        if self.pool_bytes or self.backend == "cuda":
+            lines.append(f"  private pool:      {self.pool_bytes:,} bytes")
+        if self.without_gradient:
+            lines.append(f"  without gradient:  {', '.join(self.without_gradient)}")
+        return "\n".join(lines)
+
+    def _graph_lines(self) -> list[str]:
+        nodes = "unknown" if self.num_nodes is None else str(self.num_nodes)
+        lines = [
+            f"  graph:             {nodes} nodes from {self.num_ops} operator calls, "
+            f"captured in {self.capture_ms:.0f} ms"
+        ]
+        phases = {name: sum(counts.values()) for name, counts in self.by_phase.items()}
+        if phases:
+            text = ", ".join(f"{count} {name}" for name, count in phases.items())
+            lines.append(f"  by phase:          {text}")
+        if self.op_counts:
+            top = sorted(self.op_counts.items(), key=lambda pair: -pair[1])[:5]
+            text = ", ".join(f"{count} {name}" for name, count in top)
+            lines.append(f"  most frequent:     {text}")
+        pool = self.pool
+        if pool is not None:
+            lines.append(
+                f"  intermediates:     {pool.made_bytes:,} bytes made, "
+                f"{pool.peak_bytes:,} at one time"
+            )
+            lines.append(f"  baked numbers:     {len(self.baked_constants)} (baked_constants)")
+        lines.append(f"  kept by the model: {self.num_escapes} tensors, updated by replays")
+        undone = "wherever it fails" if self.undoes_all else "until weights are written"
+        lines.append(f"  failed replay:     undone {undone}")
+        return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,116 @@
+"""The report of a captured step, gathered from its parts."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from graphfsdp._capture.backend import Graph, GraphFacts
+from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.recording import Recordings
+from graphfsdp._capture.report.memory_names import memory_names
+from graphfsdp._capture.report.report import CaptureReport
+from graphfsdp.errors import PhaseError
+
+_LOG = logging.getLogger("graphfsdp")
+
+
+@dataclass
+class Tally:
+    """What a step has done so far.
+
+    Attributes:
+        num_calls: Calls by what they did.
+        num_captures: Successful captures.
+        capture_ms: Milliseconds of the last one.
+        facts: What it turned out to be, also when its graph is gone.
+    """
+
+    num_calls: Counter[str] = field(default_factory=Counter)
+    num_captures: int = 0
+    capture_ms: float | None = None
+    facts: GraphFacts | None = None
+
+    def add(self, graph: Graph | None, took_ms: float, is_own: bool) -> None:
+        """Count a capture, or a warm-up, that has succeeded.
+
+        Args:
+            graph: Of the capture; None after a warm-up.
+            took_ms: Milliseconds.
+            is_own: Whether the step keeps recordings of such batches.
+        """
+        if graph is None:
+            self.num_calls["warmup" if is_own else "eager"] += 1
+            return
+        self.facts, self.capture_ms = graph.facts, took_ms
+        self.num_captures += 1
+        self.num_calls["capture"] += 1
+        _LOG.info("captured %s nodes", graph.facts.num_nodes)
+
+
+def latest_graph(recordings: Recordings, do: str, phase: str, num_calls: int) -> Graph:
+    """Return the graph that was used last.
+
+    Args:
+        recordings: The graphs of a step.
+        do: What it is wanted for.
+        phase: Of the step.
+        num_calls: Calls after which there is one.
+
+    Raises:
+        PhaseError: there is none.
+    """
+    latest = recordings.latest
+    if latest is None or latest.graph is None:
+        raise PhaseError(
+            f"there is no graph to {do} in phase {phase}. Remedy: call the step until it has "
+            f"captured ({num_calls} calls)"
+        )
+    return latest.graph
+
+
+def make_report(
+    engine: Engine,
+    recordings: Recordings,
+    tally: Tally,
+    *,
+    scope: str,
+    phase: str,
+    node_us: tuple[float, ...],
+) -> CaptureReport:
+    """Return the facts of a captured step.
+
+    Args:
+        engine: The training program.
+        recordings: Its graphs; the report is about the one that was used last.
+        tally: What the step has done.
+        scope: How much is in a graph.
+        phase: What the next call does.
+        node_us: Microseconds by node, if they were measured.
+    """
+    facts, num_calls = tally.facts, dict(tally.num_calls)
+    latest = recordings.latest
+    if latest is not None and latest.graph is not None:
+        facts = latest.graph.facts
+    inputs = None if latest is None else latest.inputs
+    started = bool(sum(num_calls.values()))
+    return CaptureReport(
+        backend=engine.backend.name,
+        scope=scope,
+        phase=phase,
+        num_calls=num_calls,
+        num_captures=tally.num_captures,
+        num_nodes=None if facts is None else facts.num_nodes,
+        num_ops=None if facts is None else facts.num_ops,
+        op_counts={} if facts is None else facts.op_counts,
+        capture_ms=tally.capture_ms,
+        static_input_bytes=sum(entry.inputs.num_bytes for entry in recordings),
+        gradient_bytes=engine.gradients.num_bytes,
+        pool_bytes=0 if facts is None else facts.pool_bytes,
+        num_escapes=0 if facts is None else facts.num_escapes,
+        undoes_all=facts is not None and facts.undoes_all,
+        inputs={} if inputs is None else inputs.describe(),
+        without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
+        node_us=node_us,
+        program=None if facts is None else facts.program,
+        names=memory_names(engine.model, engine.optimizer, engine.gradients, inputs),
+    )

@@ -1,0 +1,180 @@
+"""Summaries of a recorded program: baked numbers, memory and its reuse, counts of nodes."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from graphfsdp._capture.report.memory_names import MemoryNames, Role
+from graphfsdp._capture.report.program_facts import BufferFacts, BufferKind, NodeFacts, ProgramFacts
+from graphfsdp.errors import SourceLine
+
+OUTSIDE = "(outside any module)"
+ROOT = "(root module)"
+
+
+@dataclass(frozen=True, slots=True)
+class BakedConstant:
+    """A Python number, or a small constant tensor, that every replay uses again.
+
+    Attributes:
+        value: The number, or the tensor's contents or shape.
+        op: Operator that takes it.
+        argument: Name of the argument.
+        phase: "forward", "backward" or "optimizer".
+        module: Full name of the module, "" for the root, None outside any.
+        source: The user's line; None inside autograd's own work.
+        num_nodes: Nodes that take it there.
+    """
+
+    value: str
+    op: str
+    argument: str
+    phase: str
+    module: str | None
+    source: SourceLine | None
+    num_nodes: int
+
+    def __str__(self) -> str:
+        where = self.source or (OUTSIDE if self.module is None else self.module or ROOT)
+        return f"{self.argument}={self.value} of {self.op} at {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferUse:
+    """One stretch of memory, by name.
+
+    Attributes:
+        index: Number by which nodes refer to it.
+        role: What it is to the training program.
+        name: Full name; for what the iteration makes, the operator that makes it.
+        num_bytes: Its size.
+        first: Index of the first node that touches it.
+        last: Index of the last one; the number of nodes where it outlives the iteration.
+        offset: Byte offset in the planned pool, None where there is none.
+    """
+
+    index: int
+    role: Role
+    name: str
+    num_bytes: int
+    first: int
+    last: int
+    offset: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """How the iteration's own memory is used.
+
+    Attributes:
+        num_buffers: Stretches of memory that the iteration makes.
+        made_bytes: Their bytes, all together.
+        peak_bytes: The most that is needed at one time: no pool can be smaller.
+        peak_node: Index of the node at which that is.
+        pool_bytes: Bytes of the pool that they share; 0 where memory is allocated on the way.
+        planned_bytes: Bytes of the buffers that have a fixed place in the pool, all together;
+            the others are allocated on the way.
+    """
+
+    num_buffers: int
+    made_bytes: int
+    peak_bytes: int
+    peak_node: int
+    pool_bytes: int
+    planned_bytes: int
+
+    @property
+    def reuse(self) -> float:
+        """How many times over the pool, or without one the peak, is used in one iteration."""
+        if self.planned_bytes:
+            return self.planned_bytes / max(self.pool_bytes, 1)
+        return self.made_bytes / (self.peak_bytes or 1)
+
+
+def baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
+    """Return the numbers that the program takes from Python, equal ones of one line merged."""
+    counts: Counter[BakedConstant] = Counter()
+    for node in program.nodes():
+        for argument in node.arguments:
+            if argument.baked:
+                site = node.site
+                key = BakedConstant(
+                    *(argument.value, node.op, argument.name, site.phase.value),
+                    *(site.module, site.source, 1),
+                )
+                counts[key] += 1
+    return tuple(
+        BakedConstant(c.value, c.op, c.argument, c.phase, c.module, c.source, count)
+        for c, count in counts.items()
+    )
+
+
+def buffer_uses(program: ProgramFacts, names: MemoryNames) -> tuple[BufferUse, ...]:
+    """Return the memory that the program touches, each with its owner's name."""
+    makers: dict[int, str] = {}
+    for node in program.nodes():
+        for number in node.writes:
+            makers.setdefault(number, _maker(node))
+    return tuple(_use(buffer, names, makers) for buffer in program.buffers())
+
+
+def pool_use(program: ProgramFacts, pool_bytes: int) -> PoolUse:
+    """Return how the iteration's own memory is used."""
+    live = program.live_bytes()
+    peak_node = max(range(len(live)), key=live.__getitem__, default=0)
+    own = [b for b in program.buffers() if b.kind is not BufferKind.EXTERNAL]
+    made_bytes = sum(buffer.num_bytes for buffer in own)
+    planned_bytes = sum(buffer.num_bytes for buffer in own if buffer.offset is not None)
+    peak_bytes = live[peak_node] if live else 0
+    return PoolUse(len(own), made_bytes, peak_bytes, peak_node, pool_bytes, planned_bytes)
+
+
+def count_nodes(
+    program: ProgramFacts, key: Callable[[NodeFacts], str]
+) -> Mapping[str, Mapping[str, int]]:
+    """Count operators, or kernels where the program has them, by some property of their node."""
+    counts: dict[str, Counter[str]] = {}
+    for node in program.nodes():
+        counted = node.kernels if program.has_kernels else (node.op,)
+        if counted:
+            counts.setdefault(key(node), Counter()).update(counted)
+    return counts
+
+
+def count_kinds(program: ProgramFacts) -> Mapping[str, Mapping[str, int]]:
+    """Count the graph's nodes by type where the driver told them, else operators by kind."""
+    counts: dict[str, Counter[str]] = {}
+    for node in program.nodes():
+        for item in node.kernels:
+            kind, _, name = item.partition(" ")
+            counts.setdefault(kind, Counter())[name or kind] += 1
+    return counts or count_nodes(program, lambda node: node.kind.value)
+
+
+def module_of(node: NodeFacts) -> str:
+    """Return the full name of a node's module, in words where it has none."""
+    module = node.site.module
+    return OUTSIDE if module is None else module or ROOT
+
+
+def _maker(node: NodeFacts) -> str:
+    module = node.site.module
+    return f"{node.op} in {module}" if module else node.op
+
+
+def _use(buffer: BufferFacts, names: MemoryNames, makers: Mapping[int, str]) -> BufferUse:
+    role, name = Role.INTERMEDIATE, makers.get(buffer.index, "")
+    if buffer.kind is BufferKind.EXTERNAL:
+        assert buffer.address is not None
+        role, name = names.find(buffer.address, buffer.num_bytes)
+    elif buffer.kind is BufferKind.OUTPUT:
+        role = Role.OUTPUT
+    elif buffer.kind is BufferKind.KEPT:
+        role = Role.KEPT
+        if buffer.address is not None:
+            found, kept_name = names.find(buffer.address, buffer.num_bytes)
+            name = name if found is Role.OTHER else kept_name
+    return BufferUse(
+        *(buffer.index, role, name, buffer.num_bytes),
+        *(buffer.first, buffer.last, buffer.offset),
+    )

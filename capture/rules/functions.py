@@ -1,0 +1,153 @@
+"""Torch functions that reach the host without an operator, judged by the Python function called."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.rules.refusals import Refusal, Varies, host_read
+from graphfsdp._capture.trace.host_calls import raw_address
+from graphfsdp._capture.trace.source import called_by_user
+from graphfsdp.base.hazards import HazardKind
+
+_Function = Callable[..., Any]
+
+_READERS = ("tolist", "numpy", "cpu", "__array__", "__repr__", "__format__", "__dlpack__")
+# These run a Python function on every element, below all operators.
+_WRITERS = ("apply_", "map_", "map2_")
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+# torch makes these up of operators whose arguments it reads from a tensor's memory.
+_SPLITTING = (torch.tensor_split, Tensor.tensor_split, torch._VF._pad_packed_sequence)
+
+# torch reads a number through these; each is an operator too, unless torch's own C++ calls it.
+_NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__", "item")
+
+_STACK_REMEDY = (
+    "torch.stack or torch.cat for tensors; make an index or a literal from numbers that never "
+    "change, or outside the iteration"
+)
+
+
+class FunctionRules:
+    """Host reads and writes that no dispatch mode sees."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._readers = {getattr(Tensor, name): f"Tensor.{name}" for name in _READERS}
+        self._numbers = {getattr(Tensor, name): f"Tensor.{name}" for name in _NUMBERS}
+        self._writers = {getattr(Tensor, name): f"Tensor.{name}" for name in _WRITERS}
+        self._literals = {
+            torch.tensor: "torch.tensor",
+            torch.as_tensor: "torch.as_tensor",
+            torch.asarray: "torch.asarray",
+            Tensor.new_tensor: "Tensor.new_tensor",
+            Tensor.new: "Tensor.new",
+        }
+
+    def refuse(
+        self,
+        function: _Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        varies: Varies,
+    ) -> tuple[str, Refusal] | None:
+        """Judge a call of a torch function from Python.
+
+        Returns:
+            The function's name and the refusal, or None.
+        """
+        if function in self._writers:
+            return self._writers[function], _host_write(self._writers[function])
+        if function in self._literals:
+            name = self._literals[function]
+            return self._judge_lists(name, [*args, *kwargs.values()], varies)
+        if function in _INDEXING:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return self._judge_lists(f"Tensor.{function.__name__}", index, varies)
+        if function is Tensor.data_ptr and self._device_type == "cpu":
+            return ("Tensor.data_ptr", raw_address("Tensor.data_ptr")) if called_by_user() else None
+        if function in _SPLITTING:
+            lengths = [item for item in (*args[1:], *kwargs.values()) if isinstance(item, Tensor)]
+            if any(varies(item) for item in lengths):
+                name = function.__name__
+                return name, host_read(name)
+            return None
+        name = self._readers.get(function, "")
+        if not name and function is Tensor.to and self._goes_to_cpu(args, kwargs):
+            name = "Tensor.to('cpu')"
+        if not name or not isinstance(args[0], Tensor) or not varies(args[0]):
+            return None
+        return name, host_read(name)
+
+    def refuse_unseen_read(
+        self, function: _Function, args: Sequence[Any], varies: Varies
+    ) -> tuple[str, Refusal] | None:
+        """Judge a call that no operator came of, as of the legacy constructor ``torch.Tensor``."""
+        name = self._numbers.get(function)
+        if name is None or not isinstance(args[0], Tensor) or not varies(args[0]):
+            return None
+        return name, host_read(name)
+
+    def seal(self, result: Any) -> Any:
+        """Return what a permitted function returned, with NumPy's window on it closed for writing.
+
+        The array of a constant shares its memory, and no operator would tell of a write.
+        """
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False
+        return result
+
+    def _judge_lists(
+        self, name: str, values: Sequence[Any], varies: Varies
+    ) -> tuple[str, Refusal] | None:
+        # A list is turned into a tensor number by number; a tensor as it is makes an operator.
+        lists = [value for value in values if isinstance(value, list | tuple)]
+        if not any(varies(tensor) for tensor in _tensors_in(lists)):
+            return None
+        how = f"{name} with a tensor inside a list"
+        return name, dataclasses.replace(host_read(how), remedy=_STACK_REMEDY)
+
+    def _goes_to_cpu(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        target = kwargs.get("device", args[1] if len(args) > 1 else None)
+        if isinstance(target, str):
+            return torch.device(target).type == "cpu"
+        # On a CPU, `x.to(y.device)` is the device-agnostic idiom and no host read on CUDA.
+        return (
+            self._device_type != "cpu" and isinstance(target, torch.device) and target.type == "cpu"
+        )
+
+
+def is_fixed_one_hot(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call is a one_hot with a given number of classes."""
+    if function is not torch.nn.functional.one_hot:
+        return False
+    return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1)) > 0
+
+
+def one_hot(tensor: Tensor, num_classes: int) -> Tensor:
+    """Do what one_hot does, without a look at the values.
+
+    On a CPU (only there) torch reads the classes on the host to check their range. With a given
+    number of classes the read decides nothing, so it is left out.
+    """
+    result = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return result.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _host_write(how: str) -> Refusal:
+    return Refusal(
+        f"{how} runs a Python function on every element, which a replay would leave out",
+        "write it with tensor operations",
+        HazardKind.HIDDEN_WRITE,
+    )
+
+
+def _tensors_in(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return []

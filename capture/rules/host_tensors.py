@@ -1,0 +1,138 @@
+"""Which tensors a program makes in host memory, told apart on a machine that has only a CPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device as torch_device
+
+from graphfsdp._capture.rules.refusals import UNSUPPORTED, Refusal
+from graphfsdp._capture.trace.op_tensors import flat_tensors
+from graphfsdp._capture.trace.storages import StorageInfo, StorageTable, has_storage
+from graphfsdp.base.hazards import HazardKind
+
+_ON_DEVICE = "make it on the device without host data (torch.full, torch.arange, ... with "
+_REMEDY = f"{_ON_DEVICE}device=x.device), or make it once before the loop (a buffer)"
+_LITERALS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
+
+
+class HostBorn:
+    """The tensors that would lie in host memory if the model lay on a GPU.
+
+    On a CPU all memory is the host's. But a tensor that is made without ``device=`` would be made
+    in host memory everywhere, and moving it to a GPU inside an iteration is what a capture does
+    not permit. Everything else is taken to lie where the model does.
+    """
+
+    def __init__(self, storages: StorageTable) -> None:
+        self._storages = storages
+        self._found: dict[int, StorageInfo] = {}  # by id
+        self._factories = {*torch_device._device_constructors(), *_LITERALS}
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor was made in host memory."""
+        info = self._info(tensor)
+        return info is not None and id(info) in self._found
+
+    def judge_function(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, Refusal] | None:
+        """Judge a torch function that makes or moves host tensors."""
+        if function in _LITERALS:
+            position = 1 if function is Tensor.new_tensor else 0
+            data = kwargs.get("data", args[position] if len(args) > position else None)
+            name = f"torch.{function.__name__}"
+            if isinstance(data, Tensor) or not _names_device(function, kwargs):
+                return None
+            return name, _refusal(f"{name} builds a tensor from Python data")
+        if function in _MOVES and args and isinstance(args[0], Tensor) and self.holds(args[0]):
+            if function is Tensor.to and not _moves(args[1:], kwargs):
+                return None
+            name = f"Tensor.{function.__name__}"
+            return name, _refusal(f"{name} moves a tensor that the iteration made in host memory")
+        return None
+
+    def note_function(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        """Note what a torch function has made."""
+        if function in _MOVES and (function is not Tensor.to or _moves(args[1:], kwargs)):
+            self.forget(flat_tensors([result]))
+        elif function in self._factories and not any(isinstance(a, Tensor) for a in args):
+            if _names_device(function, kwargs):
+                self.forget(flat_tensors([result]))
+            else:
+                self._add(flat_tensors([result]))
+
+    def judge_op(
+        self, op: torch._ops.OpOverload, inputs: Sequence[Tensor], varies: Callable[[Tensor], bool]
+    ) -> Refusal | None:
+        """Judge an operator by where its arguments lie."""
+        on_host = [tensor for tensor in inputs if self.holds(tensor)]
+        if not on_host or len(on_host) == len(inputs):
+            return None
+        odd = next((tensor for tensor in on_host if tensor.dim() > 0), None)
+        if odd is not None or op._schema.name == "aten::copy_":
+            self.forget(on_host)  # told once
+            return _refusal(f"{op} takes a tensor that the iteration made in host memory")
+        if any(varies(tensor) for tensor in on_host):
+            self.forget(on_host)
+            return Refusal(
+                f"{op} takes a number that was drawn in host memory (a 0-D tensor made without "
+                "device=); on a GPU it is baked into the kernel's arguments",
+                "draw on the device: pass device=x.device",
+                HazardKind.BAKED_NUMBER,
+            )
+        return None
+
+    def note_op(self, inputs: Sequence[Tensor], result: Any, *, is_literal: bool) -> None:
+        """Note what an operator has made."""
+        if is_literal or (inputs and all(self.holds(tensor) for tensor in inputs)):
+            self._add(flat_tensors([result]))
+
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        """Take tensors to lie where the model does from now on."""
+        for tensor in tensors:
+            info = self._info(tensor)
+            if info is not None:
+                self._found.pop(id(info), None)
+
+    def _add(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            info = self._info(tensor)
+            if info is not None and not info.external:
+                self._found[id(info)] = info
+
+    def _info(self, tensor: Tensor) -> StorageInfo | None:
+        return self._storages.find(tensor, "") if has_storage(tensor) else None
+
+
+def _refusal(what: str) -> Refusal:
+    return Refusal(
+        f"{what}; on a GPU that is a copy from pageable host memory inside the iteration, which "
+        "a capture does not permit, and a replay would repeat the old contents",
+        _REMEDY,
+        HazardKind.HOST_TENSOR,
+        UNSUPPORTED,
+    )
+
+
+def _names_device(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    if function is Tensor.new_tensor or kwargs.get("device") is not None:
+        return True
+    modes = _get_current_function_mode_stack()
+    return any(isinstance(mode, torch_device.DeviceContext) for mode in modes)
+
+
+def _moves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    targets = [*args, kwargs.get("device"), kwargs.get("other")]
+    return any(isinstance(item, torch.device | str | Tensor) for item in targets) or any(
+        isinstance(item, int) and not isinstance(item, bool) for item in args[:1]
+    )

@@ -1,0 +1,226 @@
+"""Runs one iteration several times from the same state, notes every hazard, leaves no trace."""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.guards.functions import Surroundings
+from graphfsdp._capture.rules.memory_sums import MemorySums
+from graphfsdp._capture.rules.preflight_watcher import PreflightWatcher
+from graphfsdp._capture.rules.refusals import Refusal
+from graphfsdp._capture.rules.untouched import torch_generators
+from graphfsdp._capture.trace.constant_log import unseen_read
+from graphfsdp._capture.trace.source import user_line_of
+from graphfsdp._capture.trace.storages import dropped_tensors
+from graphfsdp._capture.undo.host_state import HostState
+from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
+from graphfsdp.errors import CaptureError, GraphFSDPError, InvalidLossError, split_remedy
+
+# A number that was read from a tensor differs from run to run by itself.
+_READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
+_NUM_TRIES = 2
+
+
+class Rehearsal:
+    """Four runs of one iteration.
+
+    Note [Runs of a rehearsal]: the first is not judged; it makes what is made once (optimizer
+    state, caches). Memory is put back after it and after the second one, which is judged. The
+    third starts from the same state: values that Python passes to operators and that differ come
+    from Python alone (counters, clocks, random numbers). The fourth goes on from the third's end:
+    values that differ now, though nothing was seen being read, were read out of a tensor's memory
+    by a way that shows no call (an array that shares it, a C library).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        gradients: PersistentGradients,
+        hazards: HazardLog,
+        *,
+        functions: Sequence[Callable[..., object]],
+        device: torch.device,
+        for_cuda: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: Names the modules.
+            optimizers: The user's.
+            gradients: Those of the iteration.
+            hazards: Where everything is noted.
+            functions: The loss function, or the user's iteration.
+            device: Where the model lies.
+            for_cuda: Judge a run on a CPU by what a GPU would refuse.
+        """
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._gradients = gradients
+        self._hazards = hazards
+        self._around = Surroundings(functions, model)
+        self._device = device
+        self._for_cuda = for_cuda
+
+    def run(self, iterate: Callable[[], object]) -> int:
+        """Run the iteration and note what a graph cannot hold.
+
+        Args:
+            iterate: Forward, backward and, where it is to be in the graph, the optimizer's step.
+
+        Returns:
+            How many operators it runs.
+        """
+        runs: list[PreflightWatcher] = []
+        generators = [(each, each.get_state()) for each in torch_generators(self._model)]
+
+        def rewind() -> None:
+            runs[-1].undo.roll_back()
+            for generator, state in generators:
+                generator.set_state(state)
+
+        try:
+            with _compiled_regions_run_eagerly():
+                failed = True
+                for _ in range(_NUM_TRIES):  # a warning may be an error, but only once
+                    if failed:
+                        failed = self._attempt(runs, iterate, judged=False) is not None
+                        rewind()
+                state = HostState(self._model, self._optimizers, self._gradients)
+                self._around.values()
+                error = self._attempt(runs, iterate, judged=True)
+                judged = runs[-1]
+                if error is not None:
+                    self._hazards.add(_hazard_of(error))
+                    return judged.num_ops
+                self._note_state(state, judged)
+                if not failed:
+                    rewind()
+                    self._compare(runs, iterate)
+                return judged.num_ops
+        finally:
+            for watcher in reversed(runs):
+                watcher.undo.roll_back()
+
+    def _attempt(
+        self,
+        runs: list[PreflightWatcher],
+        iterate: Callable[[], object],
+        *,
+        judged: bool,
+        sums: MemorySums | None = None,
+    ) -> Exception | None:
+        watcher = PreflightWatcher(
+            self._model, self._device, self._hazards, for_cuda=self._for_cuda, sums=sums
+        )
+        runs.append(watcher)
+        watcher.follow_streams()
+        try:
+            with watcher.watching(), nullcontext() if judged else watcher.quiet():
+                iterate()
+                if judged:
+                    watcher.refuse_loose_streams()
+        except Exception as error:  # whatever the user's program raises is a finding
+            return error
+        return None
+
+    def _note_state(self, state: HostState, judged: PreflightWatcher) -> None:
+        for change in (*state.changes(judged.has_touched), *self._around.refusals()):
+            self._hazards.add(change.hazard)
+        gc.collect()  # what only a cycle holds is not held
+        for dropped in dropped_tensors(judged.storages):
+            self._hazards.add(dropped.hazard)
+        owners: dict[str, list[str]] = {}
+        for name in self._gradients.without_gradient():
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+        for owner, names in owners.items():
+            self._hazards.add(_without_gradient(owner, names))
+
+    def _compare(self, runs: list[PreflightWatcher], iterate: Callable[[], object]) -> None:
+        second = runs[-1]
+        sums = MemorySums(second.storages)
+        if self._attempt(runs, iterate, judged=False, sums=sums) is not None:
+            return  # it ran a moment ago; a failure now is one of Python's state, not of the rules
+        third = runs[-1]
+        told = self._note_differences(second, third, None, set())
+        third.note_hidden_writes()
+        kinds = {hazard.kind for hazard in self._hazards}
+        if kinds & _READS or HazardKind.CONTROL_FLOW in kinds:
+            return
+        if self._attempt(runs, iterate, judged=False) is None:
+            self._note_differences(third, runs[-1], unseen_read, told)
+
+    def _note_differences(
+        self,
+        before: PreflightWatcher,
+        after: PreflightWatcher,
+        reword: Callable[[Refusal], Refusal] | None,
+        told: set[tuple[str, int | None]],
+    ) -> set[tuple[str, int | None]]:
+        """Note where two runs passed other values; return the places."""
+        found = set()
+        known = {h.source for h in self._hazards if h.kind is HazardKind.BAKED_NUMBER}
+        sites = after.sites.sites()
+        for each in before.constants.differences(after.constants):
+            found.add((each.op, each.site))
+            if (each.op, each.site) in told:
+                continue
+            if each.refusal.kind is HazardKind.STATE and self._hazards:
+                continue  # what is told already may be why
+            site = None if each.site is None else sites[each.site]
+            if site is not None and site.source is not None and site.source in known:
+                continue  # where the number came from is told already
+            refusal = each.refusal if reword is None else reword(each.refusal)
+            after.refuse_at(
+                each.op,
+                refusal,
+                None if site is None else site.module,
+                None if site is None else site.source,
+            )
+        return found
+
+
+def _without_gradient(owner: str, names: list[str]) -> Hazard:
+    shown = ", ".join(repr(name) for name in names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return Hazard(
+        HazardKind.GRADIENT,
+        f"{shown}{more}: no gradient reached this in the iteration; the graph leaves it out, and "
+        "will never train it, also when a later batch would",
+        "requires_grad_(False) if it is not to be trained; else let it take part in every "
+        "iteration",
+        module_path=owner,
+    )
+
+
+def _hazard_of(error: Exception) -> Hazard:
+    if isinstance(error, CaptureError):
+        return error.hazard
+    if isinstance(error, InvalidLossError):
+        return Hazard(HazardKind.LOSS, *split_remedy(error.message), source=error.source)
+    source = user_line_of(error)
+    if isinstance(error, GraphFSDPError):
+        return Hazard(HazardKind.CONFIG, *split_remedy(str(error)), source=source)
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return Hazard(
+        HazardKind.EXCEPTION,
+        f"the iteration raises {type(error).__name__}: {first}",
+        "make the iteration run as it is first; what follows this line was not checked",
+        op=type(error).__name__,
+        source=source,
+    )
+
+
+@contextmanager
+def _compiled_regions_run_eagerly() -> Iterator[None]:
+    """Look into regions of torch.compile, whose code a dispatch mode would not see."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        yield  # nothing is compiled; this import would take seconds
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,320 @@
+"""Watches an iteration run under the rules: every operator, torch function and host call."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.rules.functions import FunctionRules, is_fixed_one_hot, one_hot
+from graphfsdp._capture.rules.host_reads import host_watch
+from graphfsdp._capture.rules.known_layers import of_layer
+from graphfsdp._capture.rules.recompute import random_recompute
+from graphfsdp._capture.rules.refusals import (
+    Refusal,
+    is_fixed_result,
+    no_storage,
+    refuse_op,
+)
+from graphfsdp._capture.rules.streams import StreamWatch
+from graphfsdp._capture.trace.op_tensors import LITERAL_OPS, flat_tensors, written_tensors
+from graphfsdp._capture.trace.sites import SiteTable
+from graphfsdp._capture.trace.source import ModuleTracker, user_line_in_backward, user_source_line
+from graphfsdp._capture.trace.storages import StorageInfo, StorageTable, has_storage
+from graphfsdp._capture.trace.watch_modes import DispatchMode, FunctionMode
+from graphfsdp._capture.undo.host_optimizer import of_optimizer
+from graphfsdp.base.hazards import HazardLog, SourceLine
+from graphfsdp.errors import CaptureError
+
+Run = Callable[[], Any]
+
+
+class Watcher:
+    """Runs a function under the rules, and tells a listener of each operator.
+
+    Subclasses override ``on_op``; this base only watches, which is what a CUDA capture needs.
+
+    Attributes:
+        storages: Every storage that an operator has touched.
+        failure: The first refusal, kept because a model may swallow the exception.
+        last_op: Name of the last operator that was started, for diagnosis.
+        num_ops: Operators seen.
+        sites: Where operators come from.
+        site: Number of the site of the last operator that was started.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        defers_refusals: bool = False,
+        hazards: HazardLog | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: Names the modules in error messages.
+            device: Where it lies.
+            defers_refusals: Go on after a refusal and raise at the end, so that the iteration's
+                collectives are all issued.
+            hazards: Where every refusal is noted; then none is raised at all.
+        """
+        self._defers_refusals = defers_refusals
+        self._hazards = hazards
+        self._streams: StreamWatch | None = None
+        self.storages = StorageTable()
+        self.failure: CaptureError | None = None
+        self.last_op: str | None = None
+        self.num_ops = 0
+        self._tracker = ModuleTracker(model)
+        self.sites = SiteTable(model, self._tracker)
+        self.site = 0
+        self._device = device
+        self._function_rules = FunctionRules(device.type)
+        self._num_quiet = 0  # how many calls are under way whose inside is not judged
+        self._thread = threading.get_ident()
+        self._follow_thread: Callable[[], None] | None = None  # see Note [Autograd's threads]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the body runs.
+
+        Raises:
+            CaptureError: a rule was broken, even where the model swallowed the exception.
+        """
+        functions = FunctionMode(self)
+        self._thread = threading.get_ident()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._tracker.tracking())
+                stack.enter_context(functions)
+                stack.enter_context(DispatchMode(self))
+                self._follow_thread = stack.enter_context(host_watch(self, functions))
+                yield
+        except Exception as error:
+            # What follows a swallowed refusal, or what somebody made of it, is not the cause.
+            if self.failure is not None and error is not self.failure:
+                raise self.failure from error
+            raise
+        finally:
+            # It holds the function mode, which holds this: a cycle that only the collector frees,
+            # and with it a recording's nodes.
+            self._follow_thread = None
+        if self.failure is not None:
+            raise self.failure
+
+    def on_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        written: Sequence[Tensor],
+        run: Run,
+    ) -> Any:
+        """Run an operator that the rules have passed, and return its result."""
+        return run()
+
+    def varies(self, tensor: Tensor) -> bool:
+        """Tell whether a read of a tensor on the host is one of a value that changes.
+
+        On CUDA also a constant: the read is a wait, which a capture does not permit.
+        """
+        if tensor.is_cuda:
+            return True
+        info = self.storages.find(tensor, "varies") if has_storage(tensor) else None
+        return True if info is None else info.varies
+
+    def has_touched(self, tensor: Tensor) -> bool:
+        """Tell whether any operator has read or written a tensor's storage."""
+        return has_storage(tensor) and self.storages.find(tensor, "has_touched") is not None
+
+    @property
+    def place(self) -> tuple[str | None, SourceLine | None]:
+        """The running module's full name and the user's line, as an error tells them."""
+        if torch._C._current_autograd_node() is None:
+            return self._tracker.path, user_source_line()
+        source = user_line_in_backward()
+        if source is not None:
+            return self._tracker.path, source
+        site = self.sites.sites()[self.sites.here()]  # the forward operator's
+        return site.module, site.source
+
+    def refuse(self, op: str, refusal: Refusal) -> None:
+        """Raise the refusal with the module path and the user's line, at once or at the end.
+
+        Raises:
+            CaptureError: unless refusals are deferred.
+        """
+        self.refuse_at(op, refusal, *self.place)
+
+    def refuse_at(
+        self, op: str, refusal: Refusal, module_path: str | None, source: SourceLine | None
+    ) -> None:
+        """Raise a refusal with the place that it has; see ``refuse``."""
+        refusal = of_layer(of_optimizer(refusal))
+        error = CaptureError(
+            refusal.message,
+            op=op,
+            module_path=module_path,
+            source=source,
+            kind=refusal.kind,
+            cuda_error=refusal.cuda_error,
+        )
+        if self._hazards is not None:
+            in_backward = torch._C._current_autograd_node() is not None
+            self._hazards.add(error.hazard, is_echo=in_backward)
+            return
+        self.failure = self.failure or error
+        if not self._defers_refusals:
+            raise error
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is judged just now."""
+        return self._num_quiet > 0
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Judge nothing while the body runs."""
+        self._num_quiet += 1
+        try:
+            yield
+        finally:
+            self._num_quiet -= 1
+
+    def on_function(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Judge a torch function called from Python, and run it."""
+        seal = self._function_rules.seal
+        if is_fixed_one_hot(function, args, kwargs):
+            return one_hot(*args, **kwargs)
+        if self._num_quiet:
+            return seal(function(*args, **kwargs))
+        refused = self._function_rules.refuse(function, args, kwargs, self.varies)
+        if refused is not None:
+            self.refuse(*refused)
+            with self.quiet():  # what it is made of is the same finding
+                return seal(function(*args, **kwargs))
+        num_ops = self.num_ops
+        result = function(*args, **kwargs)
+        if self.num_ops == num_ops:
+            refused = self._function_rules.refuse_unseen_read(function, args, self.varies)
+            if refused is not None:
+                self.refuse(*refused)
+        return seal(result)
+
+    def on_host_call(self, name: str, refusal: Refusal) -> None:
+        """Refuse what the host does without an operator."""
+        if not self._num_quiet:
+            self.refuse(name, refusal)
+
+    def on_opaque_call(self, begins: bool) -> None:
+        """Stop judging inside a call that was refused as a whole, and begin again after it."""
+        self._num_quiet += 1 if begins else -1
+
+    def on_stream_call(self, frame: FrameType) -> None:
+        """Follow how streams wait for each other."""
+        if self._streams is not None:
+            refusal = self._streams.on_call(frame)
+            if refusal is not None and not self._num_quiet:
+                self.refuse("torch.cuda.Event.wait", refusal)
+
+    def follow_streams(self) -> None:
+        """Follow streams from now on, the current one being that of the iteration."""
+        if self._device.type == "cuda":
+            self._streams = StreamWatch(self._device)
+
+    def refuse_loose_streams(self) -> None:
+        """Refuse side streams that the iteration did not fork or join.
+
+        Raises:
+            CaptureError: there is one, and hazards are not only noted.
+        """
+        if self._streams is not None:
+            for found in self._streams.book.findings():
+                self.refuse_at(found.op, found.refusal, found.module_path, found.source)
+
+    def dispatch(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Judge one operator call, run it, and keep the book of storages."""
+        if op.namespace == "profiler":
+            return op(*args, **kwargs)
+        if self._follow_thread is not None and threading.get_ident() != self._thread:
+            self._follow_thread()
+        name = self.last_op = str(op)
+        self.num_ops += 1
+        self.site = self.sites.here()
+        inputs = flat_tensors(args) + flat_tensors(kwargs.values())
+        for tensor in inputs:
+            if not has_storage(tensor):
+                self._judge(name, no_storage(tensor.layout))
+                with self.quiet():
+                    return op(*args, **kwargs)
+        external = not self.is_literal(op)
+        infos = [self._info(tensor, name, external=external) for tensor in inputs]
+        self._judge(name, self.judge_op(op, args, kwargs, inputs))
+        if self._streams is not None:
+            self._streams.on_op(name, *self.place)
+        written = written_tensors(op, args, kwargs)
+        try:
+            with self.quiet():
+                result = self.on_op(op, args, kwargs, written, lambda: op(*args, **kwargs))
+        except CaptureError as error:
+            found = error.located(*self.place)
+            self.failure = self.failure or found
+            raise found from None
+        self.note_results(op, args, infos, [*flat_tensors([result]), *written])
+        return result
+
+    def judge_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> Refusal | None:
+        """Return why a graph cannot hold an operator call, None if it can."""
+        return refuse_op(op, args, kwargs, self.varies) or random_recompute(op, args, kwargs)
+
+    def _judge(self, op: str, refusal: Refusal | None) -> None:
+        if refusal is not None and not self._num_quiet:
+            self.refuse(op, refusal)
+
+    def note_results(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        infos: Sequence[StorageInfo],
+        results: Sequence[Tensor],
+    ) -> None:
+        """Keep the book of the storages that an operator has made or written."""
+        name = str(op)
+        varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
+        for index, tensor in enumerate(results):
+            if not has_storage(tensor):
+                self._judge(name, no_storage(tensor.layout))
+                continue
+            known = self.storages.find(tensor, name)
+            news = varies and not is_fixed_result(op, args, index, self.varies)
+            if known is None:
+                known = self.storages.add(tensor, name, external=False, varies=news)
+            known.varies = known.varies or news
+
+    def _info(self, tensor: Tensor, op: str, *, external: bool) -> StorageInfo:
+        info = self.storages.find(tensor, op)
+        if info is None:
+            info = self.storages.add(tensor, op, external=external, varies=external)
+            if external:
+                info.first_use = user_source_line()
+        return info
+
+    @staticmethod
+    def is_literal(op: torch._ops.OpOverload) -> bool:
+        """Tell whether an operator hands over data that Python has filled in (torch.tensor)."""
+        return op._schema.name in LITERAL_OPS

@@ -1,0 +1,129 @@
+"""What every operator of a run has computed, as digests, and where two runs part."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.trace.op_tensors import flat_tensors, scratch_places, written_tensors
+from graphfsdp._capture.trace.watch_modes import OperatorMode
+
+# What they leave has no contents yet.
+_EMPTY = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "empty_permuted"),
+        *("new_empty", "new_empty_strided", "resize_"),
+    }
+)
+# A program has some of its own: for constants, for what outlives it, for ones_like and its kin.
+_OWN = frozenset({"copy", "clone", "fill", "zero"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpDigest:
+    """One operator call.
+
+    Attributes:
+        name: The operator without overload and in-place mark: ``add``, ``add_`` and ``add.out``
+            are one.
+        shapes: Of the tensors that it made or wrote; none for one that has computed nothing.
+        digest: Of their contents.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    digest: bytes
+
+
+class OpDigests(OperatorMode):
+    """Takes the digest of everything that operators compute while it is on.
+
+    Attributes:
+        calls: One entry per operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[OpDigest] = []
+
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an operator, and take the digest of what it computes."""
+        result = op(*args, **kwargs)
+        if op.namespace != "profiler":
+            self.calls.append(_digest_of(op, args, kwargs, result))
+        return result
+
+
+def first_other(eager: Sequence[OpDigest], replay: Sequence[OpDigest]) -> int | None:
+    """Find the first operator of a replay that computed something else than the eager run.
+
+    A replay calls fewer operators: what nobody reads is left out, constants and views are made
+    once. So each of its calls is looked up among the eager ones that are left.
+
+    Returns:
+        Index of the replay's call; None if all agree.
+    """
+    start = 0
+    for index, call in enumerate(replay):
+        if not call.shapes:
+            continue
+        like = [
+            position
+            for position in range(start, len(eager))
+            if eager[position].name == call.name and eager[position].shapes == call.shapes
+        ]
+        same = next((pos for pos in like if eager[pos].digest == call.digest), None)
+        if same is not None:
+            start = same + 1
+        elif like or call.name not in _OWN:
+            return index
+    return None
+
+
+def base_name(name: str) -> str:
+    """Return the name of an operator without overload and in-place mark."""
+    return name.partition(".")[0].rstrip("_")
+
+
+def _digest_of(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> OpDigest:
+    name = op._schema.name.partition("::")[2]
+    inputs = {_storage(t) for t in flat_tensors(args) + flat_tensors(kwargs.values())}
+    made = [tensor for tensor in flat_tensors([result]) if _storage(tensor) not in inputs]
+    tensors = [] if name in _EMPTY else [*_results(op, args, kwargs), *made]
+    # In another order where the results are among the arguments (out=), so sorted.
+    parts = sorted((tuple(tensor.shape), _contents(tensor)) for tensor in tensors)
+    digest = hashlib.blake2b(b"".join(contents for _, contents in parts)).digest()
+    return OpDigest(base_name(name), tuple(shape for shape, _ in parts), digest)
+
+
+def _results(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    places = scratch_places(op)
+    scratch = None if places is None else args[places[0]]
+    return [tensor for tensor in written_tensors(op, args, kwargs) if tensor is not scratch]
+
+
+def _contents(tensor: Tensor) -> bytes:
+    if tensor.layout is not torch.strided:
+        return b""
+    numbers: Any = _as_bytes(tensor).numpy()
+    return hashlib.blake2b(memoryview(numbers)).digest()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).cpu()
+
+
+def _storage(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,228 @@
+"""Undoes an iteration on a CPU: memory as it was before the first write."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphfsdp._capture.trace.op_tensors import flat_tensors, written_tensors
+from graphfsdp._capture.trace.storages import identity_of, storage_of
+from graphfsdp._capture.trace.watch_modes import OperatorMode
+from graphfsdp._capture.undo.held_back import HeldBack
+from graphfsdp._capture.undo.undo_arena import (
+    UndoArena,
+    give_back_freed_pages,
+    refuse_without_memory,
+    resident_bytes,
+)
+from graphfsdp.errors import CaptureError
+
+_Range = tuple[int, int]  # first byte, byte after the last
+_OPS_PER_TRIM = 64  # see Note [Undo memory]
+_FREE_BYTES = 2 << 20  # memory that copies for steps that wait may take in any case
+# Operators of others may write what they do not declare.
+_TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional", "profiler")
+
+
+class CopyOnWrite:
+    """Old contents of everything that an iteration has written outside itself.
+
+    A warm-up and a recording on a CPU run for real, so a failed one must be taken back; a copy is
+    made only of what is written, just before. Storages are held weakly: whoever holds the memory
+    of an iteration changes what autograd does with it.
+
+    Attributes:
+        free: Identities of storages that need no copy.
+        held: What has not run yet.
+    """
+
+    def __init__(self, scratch: Iterable[Tensor] = ()) -> None:
+        """Prepare.
+
+        Args:
+            scratch: Tensors whose contents nobody has seen.
+        """
+        self.free = set(map(identity_of, scratch))
+        self._arena = UndoArena()
+        self._peak_bytes = 0  # resident memory of the process, as far as it was looked at
+        self._saved: list[tuple[StorageWeakRef, int, Tensor]] = []  # storage, first byte, contents
+        self._ranges: dict[int, set[_Range]] = {}  # by identity of the storage
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.held = HeldBack()
+
+    @contextmanager
+    def watching(self, *, waiting: Sequence[str] = ()) -> Iterator[None]:
+        """Copy what operators in the body are about to write, if it existed before.
+
+        Args:
+            waiting: Operators that may wait for ``keep``; see Note [Steps held back].
+        """
+        self.held.names = waiting
+        with _UndoMode(self):
+            yield
+
+    def copy_for_waiting(self) -> bool:
+        """Copy what the waiting steps will write, unless that raised the peak of memory.
+
+        Returns:
+            Whether ``keep`` can be undone.
+
+        Raises:
+            RuntimeError: there is no memory for what the steps may allocate by themselves; none of
+                them has begun.
+        """
+        give_back_freed_pages()
+        written = self.held.written()
+        num_bytes = sum(tensor.nbytes for tensor in written)
+        resident = resident_bytes()
+        if resident is not None and num_bytes > max(_FREE_BYTES, self._peak_bytes - resident):
+            refuse_without_memory(num_bytes)
+            return False
+        for tensor in written:
+            self.save(tensor)
+        return True
+
+    def keep(self) -> None:
+        """Run what has waited."""
+        self.held.run()
+        give_back_freed_pages()  # the iteration's, which would stay until the next one
+
+    def forget(self) -> None:
+        """Drop the copies: there is no way back."""
+        self._saved.clear()
+        self._generators.clear()
+        self._arena = UndoArena()
+
+    def trim(self) -> None:
+        """Give back what the iteration has freed, and note how much memory it had before."""
+        self._peak_bytes = max(self._peak_bytes, resident_bytes() or 0)
+        give_back_freed_pages()
+
+    def save(self, tensor: Tensor) -> None:
+        """Keep the contents of the memory that a tensor looks at and that is about to change.
+
+        Args:
+            tensor: What will be written.
+        """
+        storage = storage_of(tensor, "save")
+        start, end = byte_range(tensor)
+        ranges = self._ranges.setdefault(storage._cdata, set())
+        if any(first <= start and end <= last for first, last in ranges):
+            return
+        reference = StorageWeakRef(storage)  # keeps the identity from being used again
+        contents = _as_bytes(storage)
+        first = start
+        while first < end:
+            piece = self._arena.take(end - first)
+            piece.copy_(contents[first : first + piece.numel()])
+            self._saved.append((reference, first, piece))
+            first += piece.numel()
+        ranges.add((start, end))  # only when all of it is safe
+
+    def save_generators(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keep the state of the generators that an operator is about to draw from."""
+        given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
+        for generator in given or [torch.default_generator]:
+            if id(generator) not in self._generators:
+                self._generators[id(generator)] = (generator, generator.get_state())
+
+    def roll_back(self) -> None:
+        """Write everything back, at the addresses that it had."""
+        self.held.let_go()
+        # Newest first: where ranges overlap, the copy that was made first is the oldest contents.
+        for reference, first, old in reversed(self._saved):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                _as_bytes(storage)[first : first + old.numel()].copy_(old)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+
+
+class _UndoMode(OperatorMode):
+    """Sees every operator before it runs; the modes of a recording lie inside this one."""
+
+    def __init__(self, undo: CopyOnWrite) -> None:
+        super().__init__()
+        self._undo = undo
+        # Storages that the iteration has made, by identity; a reference keeps that from being used
+        # again, for state that an optimizer makes where no mode sees it.
+        self._made: dict[int, StorageWeakRef] = {}
+        self._num_ops = 0
+
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Copy what an operator is about to overwrite, and run it, unless it can wait."""
+        given = flat_tensors(args) + flat_tensors(kwargs.values())
+        self._num_ops += 1
+        if not self._num_ops % _OPS_PER_TRIM:
+            self._undo.trim()
+        held = self._undo.held
+        if held.take(op, args, kwargs, self._made.keys()):
+            self._undo.trim()
+            return None
+        if held.is_touched_by(op, given, _may_write(op, args, kwargs, given)):
+            for call in held.let_go():
+                self._run(*call)
+        return self._run(op, args, kwargs)
+
+    def _run(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        given = flat_tensors(args) + flat_tensors(kwargs.values())
+        self._save(op, args, kwargs, given)
+        result = op(*args, **kwargs)
+        before = {identity_of(tensor) for tensor in given}
+        for tensor in flat_tensors([result]):
+            identity = identity_of(tensor)
+            if identity and identity not in before and identity not in self._made:
+                self._made[identity] = StorageWeakRef(tensor.untyped_storage())
+        return result
+
+    def _save(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+    ) -> None:
+        for tensor in _may_write(op, args, kwargs, given):
+            identity = identity_of(tensor)
+            if identity not in self._made and identity not in self._undo.free:
+                with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
+                    self._undo.save(tensor)
+        trusted = op.namespace in _TRUSTED_NAMESPACES
+        if not trusted or torch.Tag.nondeterministic_seeded in op.tags:
+            self._undo.save_generators(args, kwargs)
+
+
+def _may_write(
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    trusted = op.namespace in _TRUSTED_NAMESPACES
+    return written_tensors(op, args, kwargs) if trusted else given
+
+
+def is_undo_mode(mode: object) -> bool:
+    """Tell whether a dispatch mode is the one of an iteration that can be undone."""
+    return isinstance(mode, _UndoMode)
+
+
+def byte_range(tensor: Tensor) -> _Range:
+    """Return the first byte of its storage that a tensor looks at, and the one behind its last."""
+    if tensor.numel() == 0:
+        return (0, 0)
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in pairs)
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return (start, start + span * tensor.element_size())
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

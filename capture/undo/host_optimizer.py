@@ -1,0 +1,125 @@
+"""The host side of an optimizer: which tensors, groups and numbers it held, its refusals."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.rules.refusals import Refusal
+from graphfsdp._capture.trace.assignments import assignment_of
+from graphfsdp._capture.trace.source import definition_of
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.errors import CaptureError
+
+
+class HostOptimizer:
+    """What an optimizer held before an iteration, to compare with and to put back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {param: dict(state) for param, state in optimizer.state.items()}
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._numbers = _numbers(vars(optimizer))
+
+    def changes(self) -> Iterator[CaptureError]:
+        """Yield a refusal of each thing that an iteration made or counted on the host."""
+        for param, state in self._optimizer.state.items():
+            before_state = self._state.get(param, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and before_state.get(key) is not value:
+                    yield CaptureError(
+                        f"the optimizer made new state {key!r} for a parameter of shape "
+                        f"{tuple(param.shape)} while the iteration was recorded; each replay "
+                        "would start it anew. Remedy: more warm-up steps, so that every "
+                        "parameter has been stepped once before the capture",
+                        kind=HazardKind.OPTIMIZER,
+                        source=definition_of(type(self._optimizer).step),
+                    )
+            where = f"its state of a parameter of shape {tuple(param.shape)}"
+            yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
+        for index, (before_group, group) in enumerate(
+            zip(self._groups, self._optimizer.param_groups, strict=False)
+        ):
+            yield from self._changed_settings(index, _numbers(before_group), _numbers(group))
+        now = _numbers(vars(self._optimizer))
+        yield from self._changed_numbers(self._numbers, now, "its attributes")
+
+    def restore(self) -> None:
+        """Put state, groups and numbers back."""
+        optimizer = self._optimizer
+        for param in list(optimizer.state):
+            if param not in self._state:
+                del optimizer.state[param]
+            else:
+                optimizer.state[param].clear()
+                optimizer.state[param].update(self._state[param])
+        vars(optimizer).update(self._numbers)
+        del optimizer.param_groups[len(self._groups) :]
+        for group, before_group in zip(optimizer.param_groups, self._groups, strict=False):
+            group.clear()
+            group.update(before_group)
+
+    def _changed_settings(
+        self, index: int, before: Mapping[str, float], after: Mapping[str, float]
+    ) -> Iterator[CaptureError]:
+        for key, value in after.items():
+            if key in before and before[key] != value:
+                yield CaptureError(
+                    f"the iteration changed {key!r} of group {index} of "
+                    f"{type(self._optimizer).__name__} from {before[key]} to {value}; a replay "
+                    "runs no Python and would leave it so. Remedy: change it after the captured "
+                    "step, outside the iteration, which replays see",
+                    kind=HazardKind.BAKED_NUMBER,
+                    source=None,
+                )
+
+    def _changed_numbers(
+        self, before: Mapping[str, float], after: Mapping[str, float], where: str
+    ) -> Iterator[CaptureError]:
+        for key, value in after.items():
+            if before.get(key) != value:
+                yield CaptureError(
+                    f"{type(self._optimizer).__name__} changed the number {key!r} among {where} "
+                    f"from {before.get(key)} to {value}; a replay runs no Python and would go on "
+                    "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
+                    "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor",
+                    kind=HazardKind.OPTIMIZER,
+                    source=assignment_of(self._optimizer, key)
+                    or definition_of(type(self._optimizer).step),
+                )
+
+
+def running_optimizer() -> torch.optim.Optimizer | None:
+    """Return the optimizer whose step is on this thread's stack; for what runs rarely."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, torch.optim.Optimizer):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def of_optimizer(refusal: Refusal) -> Refusal:
+    """Return a refusal with the remedies for optimizers, if one is in its step just now."""
+    optimizer = running_optimizer()
+    if optimizer is None:
+        return refusal
+    return dataclasses.replace(
+        refusal,
+        what=f"{type(optimizer).__name__}.step: {refusal.what}",
+        remedy="an optimizer that can be captured, such as those of graphfsdp.optim; "
+        "scope='forward_backward', which leaves any optimizer outside the graph; in one "
+        f"of your own: {refusal.remedy}",
+    )
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

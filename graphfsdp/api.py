@@ -1,0 +1,183 @@
+"""`graphfsdp.capture`: checks the arguments and joins the legs into a captured step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.custom_iteration import CustomIteration
+from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
+from graphfsdp._capture.step import CapturedStep, ExampleBatch
+from graphfsdp.capture_hook import answerable
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, UndoReplays
+from graphfsdp.optim.adapters.backends import adapt
+from graphfsdp.optim.adapters.joint import JointOptimizer
+from graphfsdp.preconditions import (
+    adopt_sharded_parameters,
+    as_list,
+    inner_optimizer,
+    one_module,
+    only_device,
+    precision_of,
+    refuse_beside_iteration,
+    refuse_clipping_of_scaled_gradients,
+    refuse_foreign_optimizer,
+    refuse_other_types,
+    refuse_several,
+    refuse_unreduced_parameters,
+    trainable_of_all,
+)
+from graphfsdp.wrapped import refuse_compiled_modules, refuse_parallel_wrapper
+
+
+@answerable
+def capture(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    iteration: Callable[..., Any] | None = None,
+    scope: str | Scope = "full_iteration",
+    warmup_steps: int = 3,
+    microbatches: int = 1,
+    max_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    on_change: str | OnChange = "raise",
+    max_graphs: int = 16,
+    example_batch: object = None,
+    verify: int = 0,
+    undo_replays: bool | str = "auto",
+    backend: str = "auto",
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> CapturedStep:
+    """Turn a model and its optimizer into a step that trains with one graph launch.
+
+    Call it before the train loop. The first ``warmup_steps`` calls of the result train eagerly,
+    the next one records the iteration (and trains too), every later call replays. After n calls
+    the parameters are bit for bit those of n eager calls (``scope="none"``).
+
+    From now on the step owns the gradients: every trainable parameter's ``.grad`` (or
+    ``.decoupled_grad``) is a view of one persistent buffer, and ``zero_grad`` is not needed.
+
+    Args:
+        model: Any module, on one CPU or CUDA device; with ``iteration``, maybe a sequence.
+        optimizer: FusedAdam, or a torch optimizer that can be captured; likewise.
+        loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the scalar loss, or ``(loss, aux)``
+            with any nesting of tensors. Default: what the model returns, or its ``.loss``.
+        iteration: Replaces the default iteration: ``iteration(model, optimizer, *args, **kwargs)``
+            does forward, backward, ``zero_grad`` and step itself, as often as it likes, and
+            returns tensors. It gets ``model`` and ``optimizer`` as they were given here, and
+            begins without gradients. ``loss_fn`` is then for ``evaluate`` alone.
+        scope: "full_iteration"; "forward_backward", which leaves any optimizer eager; or "none",
+            the same code run eagerly, which is the reference.
+        warmup_steps: Eager iterations before the capture, at least 1; each is a real training
+            step on its batch.
+        microbatches: Equal parts into which dim 0 of every tensor of the batch is split; their
+            gradients are averaged, and one optimizer step follows.
+        max_grad_norm: Clip the global gradient norm to this, on the device; ``inf`` only
+            computes the norm.
+        skip_nonfinite: Leave the optimizer step out, on the device, where a gradient is not
+            finite; ``CapturedStep.skipped_steps`` counts.
+        on_change: What to do with a batch that no graph was made for: "raise"; "recapture", a
+            graph for each kind of batch, all in one memory pool; or "eager", run this call without
+            a graph. A new kind runs eagerly once, and is captured when it comes again.
+        max_graphs: Graphs that are kept at a time; the least recently used one goes first.
+        example_batch: Capture at once, on this: a tuple of arguments, a dict of keyword arguments,
+            or one tensor, like the batches to come. Afterwards parameters, buffers, optimizer
+            state and generators are as they were, bit for bit, so that made-up data will do. The
+            first call replays; with other optimizers than graphfsdp's own it runs eagerly,
+            since only their first step knows how their state begins.
+        verify: Compare this many replays of each graph with an eager run from the same state, bit
+            for bit; see ``CapturedStep.verify``.
+        undo_replays: Undo a replay that fails while it writes weights (before that, every failure
+            is undone). True: on all ranks, bit for bit, gradients included, with copies of
+            everything that it writes on a CPU, of all state in host memory on a GPU, and a
+            question to the other ranks after each replay. "auto": on a CPU without other ranks,
+            where the copies are small beside the iteration; ``report()`` tells. Where it is not
+            undone, and with False, such a failure leaves the step BROKEN.
+        backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
+        mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
+
+    Returns:
+        The step. Call it once per batch, ``close()`` it at the end.
+
+    Raises:
+        ConfigError: an argument, or a combination with the optimizer, cannot work.
+        PrecisionError: the optimizer would read a casted copy of a gradient.
+    """
+    options = CaptureOptions(
+        scope=Scope.parse(scope),
+        warmup_steps=warmup_steps,
+        microbatches=microbatches,
+        max_grad_norm=max_grad_norm,
+        skip_nonfinite=skip_nonfinite,
+        on_change=OnChange.parse(on_change),
+        max_graphs=max_graphs,
+        verify=verify,
+        undo_replays=UndoReplays.parse(undo_replays),
+    )
+    together = one_module(model)
+    inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]
+    refuse_other_types(together, loss_fn, mp_policy)
+    if iteration is None:
+        refuse_several(model, optimizer)
+    else:
+        refuse_beside_iteration(iteration, options)
+    if options.scope is not Scope.NONE:
+        refuse_parallel_wrapper(together)
+    for item in inner:
+        adopt_sharded_parameters(together, item)
+        refuse_clipping_of_scaled_gradients(item, options)
+        if iteration is None:
+            refuse_foreign_optimizer(together, item)
+    named_params = trainable_of_all(together, inner)
+    refuse_unreduced_parameters(together, named_params)
+    graph_backend = make_backend(backend, only_device(together, named_params))
+    if options.scope is not Scope.NONE:
+        refuse_compiled_modules(together, graph_backend.device)
+    adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])
+    if options.skip_nonfinite:
+        adapted.prepare_skipping(options.scope)
+    policy = precision_of(together, adapted, mp_policy)
+
+    def find_params() -> dict[str, nn.Parameter]:
+        found = trainable_of_all(together, inner)
+        adapted.check(found, policy, options.scope)
+        return found
+
+    def make_iteration(gradients: PersistentGradients) -> AnyIteration:
+        loss = loss_fn or default_loss
+        if iteration is not None:
+            return CustomIteration(iteration, model, optimizer, gradients, loss_fn=loss)
+        return Iteration(
+            together,
+            adapted,
+            gradients,
+            loss_fn=loss,
+            max_grad_norm=options.max_grad_norm,
+            skip_nonfinite=options.skip_nonfinite,
+        )
+
+    engine = Engine(
+        together,
+        adapted,
+        graph_backend,
+        find_params=find_params,
+        make_iteration=make_iteration,
+        policy=policy,
+        options=options,
+    )
+    return CapturedStep(engine, options, _arguments_of(example_batch))
+
+
+def _arguments_of(example: object) -> ExampleBatch | None:
+    """Return positional and keyword arguments of an example batch, None if there is none."""
+    if example is None:
+        return None
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}

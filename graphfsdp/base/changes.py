@@ -1,0 +1,67 @@
+"""What has changed between two replays although the graph has it baked in, in structured form."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphfsdp.errors import GuardError
+
+_MAX_SHOWN = 8
+
+
+class ChangeKind(enum.Enum):
+    """What sort of thing has changed."""
+
+    ADDRESS = "address"  # a tensor lies in other memory, or is another object
+    LAYOUT = "layout"  # same memory, other shape, strides or dtype
+    REQUIRES_GRAD = "requires_grad"
+    STRUCTURE = "structure"  # a module, parameter or buffer was added, removed or replaced
+    MODE = "mode"  # train or eval
+    HOOK = "hook"
+    ATTRIBUTE = "attribute"  # a number, string or generator that a module holds
+    OPTIMIZER_STATE = "optimizer_state"
+    GROUPS = "groups"  # the optimizer's parameter groups
+    BAKED_VALUE = "baked_value"  # a number in a parameter group
+    SETTING = "setting"  # a switch of torch, such as autocast
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is not as it was when the iteration was captured.
+
+    Attributes:
+        kind: What sort of thing.
+        name: The thing, by its full name.
+        old: What it was.
+        new: What it is now.
+        remedy: What to do, other than to capture again.
+    """
+
+    kind: ChangeKind
+    name: str
+    old: str
+    new: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.old} when the iteration was captured, and is now {self.new}"
+
+
+def refuse(changes: Sequence[Change]) -> None:
+    """Raise if anything has changed.
+
+    Raises:
+        GuardError: names each change with old, new and remedy; ``changes`` holds all of them.
+    """
+    if not changes:
+        return
+    remedies = "; ".join(dict.fromkeys(change.remedy for change in changes[:_MAX_SHOWN]))
+    lines = [str(change) for change in changes[:_MAX_SHOWN]]
+    if len(changes) > _MAX_SHOWN:
+        lines.append(f"and {len(changes) - _MAX_SHOWN} more")
+    text = lines[0] if len(lines) == 1 else "\n  " + "\n  ".join(lines) + "\n"
+    raise GuardError(
+        f"a replay would not see this, so it was not run: {text}. "
+        f"Remedy: {remedies}; or capture again",
+        changes,
+    )

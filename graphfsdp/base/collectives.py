@@ -1,0 +1,262 @@
+"""Every collective that graphfsdp issues, each as one operator that says what it writes.
+
+Note [Collectives as operators]: c10d's own operators write tensors without saying so in their
+schemas, and gloo finishes a reduce-scatter inside ``Work.wait``, where a recorder sees copies of
+its scratch memory. Here issue and wait are one operator with declared mutation, so a recording
+holds one node for each, and a replay issues them in the recorded order on every rank.
+
+Note [Issue and wait apart]: a collective that is given a ticket is only issued. What is to be
+waited for lies on the ticket, an empty tensor that is made for this one collective, and ``wait_``
+takes it off again, so nothing outlives the iteration and no table of handles is kept anywhere.
+``wait_`` says that it reads the input and writes the output once more: whoever plans memory from
+what operators touch keeps both until then. On a CPU the handle is gloo's Work. On CUDA it is an
+event on the stream that the collective was issued on, and the wait is the current stream's.
+
+Shapes: R = ranks of the group; S = elements of one rank's shard.
+"""
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphfsdp.base.streams import Lane
+from graphfsdp.errors import ConfigError, PhaseError
+
+_REDUCTIONS = ("sum", "mean", "max")
+
+# A registration lives as long as its library object.
+_LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")
+_TICKET = "Tensor(b!)? ticket=None"
+_LIBRARY.define(f"all_gather_(Tensor(a!) output, Tensor input, str group, {_TICKET}) -> ()")
+_LIBRARY.define(
+    f"reduce_scatter_(Tensor(a!) output, Tensor input, str group, str reduction, {_TICKET}) -> ()"
+)
+_LIBRARY.define(f"all_reduce_(Tensor(a!) tensor, str group, str reduction, {_TICKET}) -> ()")
+_LIBRARY.define("broadcast_(Tensor(a!) tensor, str group, int source) -> ()")
+_LIBRARY.define("wait_(Tensor(a!) output, Tensor input, Tensor(b!) ticket) -> ()")
+
+
+def _renamed(new: str, old: str) -> Callable[..., Any]:
+    """Return a function of torch.distributed by its newer name where torch has that."""
+    function: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
+    return function
+
+
+_all_gather_single = _renamed("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter_single = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def _group_of(name: str) -> dist.ProcessGroup:
+    resolve: Callable[[str], dist.ProcessGroup]
+    resolve = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined, assignment]
+    return resolve(name)
+
+
+def _reduce_op(reduction: str) -> Any:
+    return {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}[
+        reduction
+    ]
+
+
+def _all_gather(output: Tensor, input: Tensor, group: str, ticket: Tensor | None = None) -> None:  # noqa: A002
+    _issue(partial(_all_gather_single, output, input, group=_group_of(group)), ticket)
+
+
+def _reduce_scatter(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    group: str,
+    reduction: str,
+    ticket: Tensor | None = None,
+) -> None:
+    operation = _reduce_op(reduction)
+    _issue(
+        partial(_reduce_scatter_single, output, input, op=operation, group=_group_of(group)), ticket
+    )
+
+
+def _all_reduce(tensor: Tensor, group: str, reduction: str, ticket: Tensor | None = None) -> None:
+    operation = _reduce_op(reduction)
+    _issue(partial(dist.all_reduce, tensor, op=operation, group=_group_of(group)), ticket)
+
+
+def _issue(collective: Callable[..., Any], ticket: Tensor | None) -> None:
+    """Run a collective, or begin it and leave on the ticket what is to be waited for."""
+    if ticket is None:
+        collective()
+        return
+    handle: Any = ticket
+    if ticket.is_cuda:
+        # Queued on the current stream, a side stream. Not run on a GPU yet.
+        collective()
+        handle.under_way = torch.cuda.current_stream(ticket.device).record_event()
+    else:
+        handle.under_way = collective(async_op=True)
+
+
+def _wait(output: Tensor, input: Tensor, ticket: Tensor) -> None:  # noqa: A002
+    under_way = vars(ticket).pop("under_way", None)
+    if under_way is None:
+        raise PhaseError("a collective was waited for that is not under way")
+    if ticket.is_cuda:
+        torch.cuda.current_stream(ticket.device).wait_event(under_way)
+    else:
+        under_way.wait()
+
+
+def _broadcast(tensor: Tensor, group: str, source: int) -> None:
+    dist.broadcast(tensor, group_src=source, group=_group_of(group))
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("all_gather_", _all_gather, _key)
+    _LIBRARY.impl("reduce_scatter_", _reduce_scatter, _key)
+    _LIBRARY.impl("all_reduce_", _all_reduce, _key)
+    _LIBRARY.impl("broadcast_", _broadcast, _key)
+    _LIBRARY.impl("wait_", _wait, _key)
+
+
+def _nothing(*_args: Any) -> None:
+    """Do nothing: tensors on the meta device have no contents that ranks could exchange."""
+
+
+for _name in ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_"):
+    _LIBRARY.impl(_name, _nothing, "Meta")
+
+
+class Transfer:
+    """A collective that is under way; the memory that it uses lives as long as this."""
+
+    def __init__(self, output: Tensor, source: Tensor) -> None:
+        self._output = output
+        self._source = source
+        self.ticket: Tensor = output.new_empty(0)
+
+    def wait(self) -> None:
+        """Wait until the output is there: on CUDA the current stream waits, on a CPU the host.
+
+        Capture: one node.
+        """
+        torch.ops.graphfsdp.wait_(self._output, self._source, self.ticket)
+
+
+def all_gather_(
+    output: Tensor,  # [R * S] written: the shards of all ranks in rank order
+    shard: Tensor,  # [S] this rank's part, of the same dtype
+    group: dist.ProcessGroup,
+    transfer: Transfer | None = None,
+) -> None:
+    """Gather every rank's shard into one buffer.
+
+    Args:
+        output: [R * S].
+        shard: [S].
+        group: The ranks.
+        transfer: Of output and shard, to be waited for; None waits here.
+
+    Capture: one node; the wait is inside, or another one.
+    """
+    torch.ops.graphfsdp.all_gather_(output, shard, group.group_name, _ticket_of(transfer))
+
+
+def reduce_scatter_(
+    output: Tensor,  # [S] written: this rank's part of the reduction
+    full: Tensor,  # [R * S] what this rank contributes; never memory of ``output``
+    group: dist.ProcessGroup,
+    *,
+    reduction: str = "mean",
+    transfer: Transfer | None = None,
+) -> None:
+    """Reduce the full buffers of all ranks, and keep this rank's part.
+
+    Args:
+        output: [S].
+        full: [R * S].
+        group: The ranks.
+        reduction: "mean" or "sum" over ranks.
+        transfer: Of output and full, to be waited for; None waits here.
+
+    Raises:
+        ConfigError: output and input share memory, or the reduction is unknown.
+
+    Capture: one node; the wait is inside, or another one.
+    """
+    _check_reduction(reduction)
+    if output.untyped_storage()._cdata == full.untyped_storage()._cdata:
+        raise ConfigError(
+            "the output of a reduce-scatter lies in its own input; gloo and NCCL may read the "
+            "input after they have begun to write. Remedy: separate storages"
+        )
+    ticket = _ticket_of(transfer)
+    torch.ops.graphfsdp.reduce_scatter_(output, full, group.group_name, reduction, ticket)
+
+
+def all_reduce_(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    reduction: str = "mean",
+    transfer: Transfer | None = None,
+) -> None:
+    """Reduce a tensor over all ranks, in place.
+
+    Args:
+        tensor: [...] any shape, the same on all ranks.
+        group: The ranks.
+        reduction: "mean", "sum" or "max".
+        transfer: Of the tensor and itself, to be waited for; None waits here.
+
+    Raises:
+        ConfigError: the reduction is unknown.
+
+    Capture: one node; the wait is inside, or another one.
+    """
+    _check_reduction(reduction)
+    torch.ops.graphfsdp.all_reduce_(tensor, group.group_name, reduction, _ticket_of(transfer))
+
+
+def broadcast_(tensor: Tensor, group: dist.ProcessGroup, *, source: int = 0) -> None:
+    """Give every rank the tensor of one rank, in place.
+
+    Args:
+        tensor: [...] any shape, the same on all ranks.
+        group: The ranks.
+        source: Rank within the group that has the value.
+    """
+    torch.ops.graphfsdp.broadcast_(tensor, group.group_name, source)
+
+
+def under_way(
+    lane: Lane | None, output: Tensor, source: Tensor, issue: Callable[[Transfer | None], None]
+) -> Generator[None, None, None]:
+    """Run a collective in two parts: up to the yield it is begun, after it waited for.
+
+    Args:
+        lane: Where it runs meanwhile; None runs it as a whole, without a yield.
+        output: What it writes.
+        source: What it reads.
+        issue: Issues it, given what ``transfer`` is to be.
+    """
+    if lane is None:
+        issue(None)
+        return
+    transfer = Transfer(output, source)
+    with lane.begun():
+        issue(transfer)
+    try:
+        yield
+    finally:
+        transfer.wait()  # also where the caller has given up: the memory is still in use
+
+
+def _ticket_of(transfer: Transfer | None) -> Tensor | None:
+    return None if transfer is None else transfer.ticket
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ConfigError(f"unknown reduction {reduction!r}; expected one of {_REDUCTIONS}")

@@ -1,0 +1,23 @@
+"""Keeps the cyclic garbage collector out of recordings and measurements."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Collect now, and then not before the body is over.
+
+    Whatever a finaliser does in the middle of a recording would become a part of the graph: an
+    operator of a user's ``__del__`` would run in every replay, and freeing CUDA memory is not
+    permitted in a capture. Into a measurement it would come at any time.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,149 @@
+"""Plain parts of DTensors, for code that must work with both and need not import either."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# One group for each mesh axis that a tensor is sharded over; () where each rank holds all of it.
+RankGroups = tuple[dist.ProcessGroup, ...]
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, without importing torch.distributed."""
+    return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a DTensor, detached; a plain tensor is returned as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    dtensor: Any = tensor.detach()
+    local: Tensor = dtensor.to_local()
+    return local
+
+
+def sharding_groups(tensor: Tensor) -> RankGroups:
+    """Return the ranks that hold the other parts of a DTensor, a group per sharded mesh axis.
+
+    None of them for a plain tensor, and where each rank holds all of it.
+    """
+    if not is_dtensor(tensor):
+        return ()
+    dtensor: Any = tensor
+    mesh = dtensor.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, place in enumerate(dtensor.placements)
+        if not place.is_replicate()
+    )
+
+
+def mesh_groups(tensor: Tensor) -> RankGroups:
+    """Return a group for each axis of a DTensor's mesh, also where ranks hold the same."""
+    if not is_dtensor(tensor):
+        return ()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+
+
+def num_meshes(tensors: Iterable[Tensor]) -> int:
+    """Return on how many meshes tensors lie; plain ones count as one more."""
+    return len({getattr(tensor, "device_mesh", None) for tensor in tensors})
+
+
+def wrap_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return ``local`` as a DTensor with the mesh, placements and shape of ``like``.
+
+    Args:
+        local: This rank's part; the result is a view of it.
+        like: A DTensor, or a plain tensor, for which ``local`` is returned as it is.
+    """
+    return _wrap(local, like, like.shape, like.stride())
+
+
+def wrap_rows_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return ``local`` as a DTensor with the mesh, placements and number of rows of ``like``.
+
+    Args:
+        local: [rows, ...] this rank's part, with rows of any shape; the result is a view of it.
+        like: [rows, ...] a DTensor that is whole or sharded by rows, or a plain tensor, for which
+            ``local`` is returned as it is.
+    """
+    row = local.shape[1:]
+    strides = [math.prod(row[axis:]) for axis in range(len(row) + 1)]
+    return _wrap(local, like, torch.Size((*like.shape[:1], *row)), tuple(strides))
+
+
+def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    if not is_dtensor(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    dtensor: Any = like
+    if local.device.type not in (dtensor.device_mesh.device_type, "meta"):
+        return _wrap_elsewhere(local, dtensor, shape, stride)
+    wrapped = DTensor.from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
+    return can_be_copied(wrapped)
+
+
+def can_be_copied(tensor: Tensor) -> Tensor:
+    """Return a DTensor that ``copy.deepcopy`` and ``torch.save`` take.
+
+    It shares memory with the other one, and the count of writes. torch gives a DTensor the storage
+    offset of its local part, though it has no storage, and tells from a data pointer of zero that
+    it has none: so it reads the storage of those whose local part begins in the middle of a buffer.
+
+    Args:
+        tensor: A plain one is returned as it is.
+    """
+    if not is_dtensor(tensor) or tensor.storage_offset() == 0:
+        return tensor
+    with _WithoutOffset():  # type: ignore[no-untyped-call]
+        return tensor.detach()
+
+
+class _WithoutOffset(TorchDispatchMode):
+    """Returns other DTensors in the place of those that an operator makes, over the same memory.
+
+    What happens here is below autograd, which counts writes into the result as into the argument.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        result = func(*args, **(kwargs or {}))
+        nowhere = torch.empty(0, dtype=result.dtype, device=result.device)
+        same: Any = DTensor(nowhere, result._spec, requires_grad=False)
+        same._local_tensor = result._local_tensor
+        return same
+
+
+def _wrap_elsewhere(local: Tensor, like: Any, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """Return a DTensor whose local part is not on the mesh's device, such as offloaded state.
+
+    ``from_local`` would move it there. torch's own FSDP2 makes its offloaded parameters so.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)

@@ -1,0 +1,108 @@
+"""One 1-D storage and the views into it that stay at their addresses for ever."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from graphfsdp.base.host_memory import zeros_flat
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.layout import alignment_numel
+
+
+@dataclass(frozen=True)
+class FlatSlot:
+    """Where one tensor lies in a flat buffer. Integers only.
+
+    Attributes:
+        offset: First element in the buffer.
+        shape: Shape of the view.
+        stride: Strides of the view, in elements.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the view."""
+        return math.prod(self.shape)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether a tensor of these strides fills a stretch of memory without gap or overlap."""
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if size == 0:
+            return True
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major strides of a shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class FlatBuffer:
+    """Views for a list of tensors in one zero-filled 1-D storage.
+
+    A view has its tensor's shape, and its strides too where these are dense (channels_last
+    weights), so that elementwise kernels can run over the flat storage of both.
+
+    Attributes:
+        flat: [E] the storage as one tensor, padding included.
+        slots: Where each view lies.
+        views: One view per given tensor, in the same order.
+    """
+
+    flat: Tensor
+    slots: tuple[FlatSlot, ...]
+    views: tuple[Tensor, ...]
+
+    def __init__(self, like: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the storage.
+
+        Args:
+            like: Tensors whose shapes and strides the views take.
+            dtype: Element type of the storage.
+            device: Where it lies.
+        """
+        alignment = alignment_numel(dtype.itemsize)
+        slots = []
+        end = 0
+        for tensor in like:
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            if not is_dense(shape, stride):
+                stride = contiguous_stride(shape)
+            slots.append(FlatSlot(end, shape, stride))
+            end = -(-(end + slots[-1].numel) // alignment) * alignment
+        self.slots = tuple(slots)
+        self.flat = zeros_flat(end, dtype, device)
+        self.views = tuple(
+            self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in slots
+        )
+        self._validate()
+
+    def _validate(self) -> None:
+        for before, after in pairwise(self.slots):
+            if before.offset + before.numel > after.offset:
+                raise ConfigError(f"flat buffer slots overlap: {before} and {after}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the storage in bytes."""
+        return self.flat.numel() * self.flat.element_size()

@@ -1,0 +1,142 @@
+"""Plans fixed places for buffers whose lifetimes are known: interval colouring, integers only."""
+
+import random
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 64  # what torch's allocator gives, so that no kernel sees other addresses
+_GOOD = 1.02  # bytes of a plan over the most bytes alive at which no better one is looked for
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """How long a buffer is needed.
+
+    Attributes:
+        start: First step that touches it.
+        end: Last step that touches it; in that step it may not share its place.
+        num_bytes: Its size.
+    """
+
+    start: int
+    end: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where each buffer lies.
+
+    Attributes:
+        offsets: First byte of each buffer, in the order of the lifetimes.
+        num_bytes: Bytes of the whole.
+        peak_bytes: The most bytes that live at a time; no plan can be smaller.
+    """
+
+    offsets: tuple[int, ...]
+    num_bytes: int
+    peak_bytes: int
+
+
+def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> MemoryPlan:
+    """Place every buffer so that no two that live at a time overlap.
+
+    Greedy: one after the other, each at the lowest offset that is free during its life. Which
+    order is best depends on the program, so a few are tried (the last of them is the left-edge
+    algorithm's) and the smallest result is taken.
+
+    Args:
+        lifetimes: Of the buffers.
+        num_retries: Further orders, as long as the result is more than 2 % above ``peak_bytes``:
+            what came to lie on top is placed earlier.
+
+    Returns:
+        The plan. Finding the smallest possible one is NP-hard; on recorded training iterations
+        this one is mostly within a few percent of ``peak_bytes``.
+
+    Source: Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference",
+        greedy by size; the same as offset calculation in two-dimensional strip packing.
+    """
+    sizes = [_aligned(lifetime.num_bytes) for lifetime in lifetimes]
+    peak = _peak(lifetimes, sizes)
+    orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
+        lambda index: (-sizes[index], lifetimes[index].start),
+        lambda index: (lifetimes[index].start - lifetimes[index].end, -sizes[index]),
+        lambda index: (lifetimes[index].start, -sizes[index]),
+    )
+    tried = []
+    for order in orders:
+        sequence = sorted(range(len(sizes)), key=order)
+        offsets = _place(lifetimes, sizes, sequence)
+        total = max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
+        tried.append((total, offsets, sequence))
+        if total == peak:
+            break
+    total, offsets, sequence = min(tried, key=lambda attempt: attempt[0])
+    if num_retries and total > _GOOD * peak:
+        total, offsets = _retry(lifetimes, sizes, (total, offsets, sequence), peak, num_retries)
+    return MemoryPlan(tuple(offsets), total, peak)
+
+
+def _retry(
+    lifetimes: Sequence[Lifetime],
+    sizes: Sequence[int],
+    start: tuple[int, list[int], list[int]],
+    peak: int,
+    num_retries: int,
+) -> tuple[int, list[int]]:
+    """Place what lies on top earlier, again and again; return the best bytes and offsets.
+
+    Source: Joslin and Clements 1999, "Squeaky wheel optimization" (arXiv:1105.5454).
+    """
+    best, best_offsets, sequence = start
+    total, offsets = best, best_offsets
+    chance = random.Random(0)  # the same plan each time
+    for _ in range(num_retries):
+        tops = [i for i in sequence if sizes[i] and offsets[i] + sizes[i] == total]
+        moved = chance.choice(tops)
+        place = sequence.index(moved)
+        sequence.insert(chance.randrange(place) if place else 0, sequence.pop(place))
+        offsets = _place(lifetimes, sizes, sequence)
+        total = max(o + s for o, s in zip(offsets, sizes, strict=True))
+        if total < best:
+            best, best_offsets = total, offsets
+        if best <= _GOOD * peak:
+            break
+    return best, best_offsets
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _peak(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> int:
+    changes: dict[int, int] = {}
+    for lifetime, size in zip(lifetimes, sizes, strict=True):
+        changes[lifetime.start] = changes.get(lifetime.start, 0) + size
+        changes[lifetime.end + 1] = changes.get(lifetime.end + 1, 0) - size
+    level = peak = 0
+    for step in sorted(changes):
+        level += changes[step]
+        peak = max(peak, level)
+    return peak
+
+
+def _place(lifetimes: Sequence[Lifetime], sizes: Sequence[int], order: Sequence[int]) -> list[int]:
+    offsets = [0] * len(sizes)
+    placed: list[tuple[int, int, int, int]] = []  # offset, end offset, start, end; by offset
+    for index in order:
+        size, start, end = sizes[index], lifetimes[index].start, lifetimes[index].end
+        if size == 0:
+            continue
+        offset = 0
+        for low, high, first, last in placed:
+            if first > end or last < start:
+                continue
+            if low - offset >= size:
+                break
+            offset = max(offset, high)
+        offsets[index] = offset
+        insort(placed, (offset, offset + size, start, end))
+    return offsets

@@ -1,0 +1,90 @@
+"""The global gradient norm, over tensors that ranks share in different ways."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from graphfsdp.base.collectives import all_reduce_
+from graphfsdp.base.dtensors import RankGroups
+
+
+def global_norm(
+    whole: Sequence[Tensor],  # [...] each, the same on every rank
+    sharded: Mapping[RankGroups, Sequence[Tensor]],  # [...] each, this rank's part
+    device: torch.device,
+) -> Tensor:
+    """Return [] float32, the 2-norm over all elements of all tensors on all ranks.
+
+    Every rank must name the same groups in the same order, also one that holds no row of any
+    tensor.
+
+    Args:
+        whole: Gradients that are not sharded.
+        sharded: Gradients by the groups of ranks that hold the other parts: one group, or
+            several where a gradient is cut over several mesh axes. What is the same on all
+            ranks of a group must not name it, so that it counts once.
+        device: Where the result lies.
+
+    Capture: no host sync; one collective per group.
+    Source: torch.nn.utils.clip_grad_norm_, whose arithmetic this repeats where nothing is
+        sharded: norm per tensor, then the norm of these.
+    """
+    total = _local_norm(whole, device)
+    if not sharded:
+        return total.float()
+    squares = {(): total.double().square()} | {
+        groups: _local_norm(tensors, device).double().square()
+        for groups, tensors in sharded.items()
+    }
+    return reduce_parts(squares, torch.add, reduction="sum").sqrt().float()
+
+
+def reduce_parts(
+    parts: Mapping[RankGroups, Tensor],  # [] each
+    join: Callable[[Tensor, Tensor], Tensor],
+    *,
+    reduction: str,
+) -> Tensor:
+    """Return [], one number out of the numbers of all ranks.
+
+    Args:
+        parts: This rank's numbers by the groups of ranks that have others; () for a number that
+            all ranks have in common. The same keys in the same order on every rank.
+        join: Makes one number out of two of this rank.
+        reduction: Makes one number out of those of a group: "sum" or "max".
+
+    Capture: no host sync; one collective per group.
+    """
+    found: dict[RankGroups, Tensor] = {(): parts[()]} if () in parts else {}
+    waiting = {groups: part for groups, part in parts.items() if groups}
+    while waiting:
+        # What is cut over several axes is reduced over the last one first, and then goes along
+        # with what is cut over the others alone.
+        depth = max(map(len, waiting))
+        group = next(groups for groups in waiting if len(groups) == depth)[-1]
+        ready = [groups for groups in waiting if groups[-1] is group]
+        packed = torch.stack([waiting.pop(groups) for groups in ready])
+        all_reduce_(packed, group, reduction=reduction)
+        for groups, part in zip(ready, packed, strict=True):
+            rest = groups[:-1]
+            held = waiting if rest else found
+            held[rest] = join(held[rest], part) if rest in held else part
+    return found[()]
+
+
+def _local_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(list(tensors), 2, _norm_dtype(tensors))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the dtype in which squares are summed, None for the tensors' own."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if torch.float64 in dtypes:
+        return torch.float64
+    # Naming the dtype costs a cast per tensor even where it is float32 already.
+    return None if dtypes == {torch.float32} else torch.float32

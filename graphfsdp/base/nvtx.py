@@ -1,0 +1,52 @@
+"""Names for stretches of the host's time: NVTX ranges on CUDA, and torch's profiler where it runs.
+
+For NVTX the `nvtx` package where installed, else torch's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch._C._profiler import _RecordFunctionFast
+
+# Before each name in torch's profiler, where operators are events like any other.
+RANGE_PREFIX = "graphfsdp: "
+
+
+class _RangeFactory(Protocol):
+    def __call__(self, name: str) -> AbstractContextManager[object]: ...
+
+
+def _no_range(name: str) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+@cache
+def _factory() -> _RangeFactory:
+    # A range costs microseconds even when no profiler listens, and a CPU-only machine has none.
+    if not torch.cuda.is_available():
+        return _no_range
+    try:
+        import nvtx
+    except ImportError:
+        return lambda name: torch.cuda.nvtx.range(name)
+    return lambda name: nvtx.annotate(name, domain="graphfsdp")
+
+
+@contextmanager
+def _profiled(name: str) -> Iterator[None]:
+    # Not torch.profiler.record_function, which is an operator: a recording would hold it.
+    with _factory()(name), _RecordFunctionFast(RANGE_PREFIX + name):
+        yield
+
+
+def nvtx_range(name: str) -> AbstractContextManager[object]:
+    """Return a context manager that shows as ``name`` in a profiler's timeline.
+
+    Capture: host side only; inside a recording it marks the host's time, not the kernels'.
+    """
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return _profiled(name)
+    return _factory()(name)

@@ -1,0 +1,329 @@
+"""Activation recomputation that draws nothing twice, so that a graph can hold it."""
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphfsdp.errors import GraphFSDPError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ZERO_OR_ONE = ("aten::bernoulli", "aten::bernoulli_")
+# They write their running statistics without saying so in their schema.
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+_STATISTICS = slice(3, 5)
+_OWN_REFERENCES = 2  # to a storage: by the tensor here, and by Python's storage object
+
+
+def recompute(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function now, and again in the backward pass instead of keeping what it computed.
+
+    Like ``torch.utils.checkpoint.checkpoint``, but the second call draws no random numbers: what
+    the first one drew is kept. So nothing needs the state of a generator, which a graph cannot
+    read or set, and results and gradients equal those without recomputation bit for bit. What the
+    function does to other people's tensors (BatchNorm's running statistics, a counter) happens
+    in the first call only.
+
+    Kept are the results of random operators: of a dropout on a CPU its mask, a byte per element,
+    and of CUDA's fused dropout its mask and its output.
+
+    Args:
+        function: A module or function of tensors. It must compute the same each time.
+        *args: Its arguments.
+        **kwargs: Likewise.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        GraphFSDPError: in the backward pass: the second call drew other random numbers than the
+            first.
+
+    Capture: no host sync, no generator state. The second call is recorded where it runs, in the
+        backward pass.
+    Source: Chen et al. 2016 (arXiv:1604.06174) for recomputation.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    call = cast("Callable[..., R]", checkpoint)
+    options = {"preserve_rng_state": False, "context_fn": recompute_contexts}
+    return call(function, *args, use_reentrant=False, **options, **kwargs)
+
+
+def recompute_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of the first and of the later calls, for code that calls torch's own.
+
+    Pass it where a library calls ``torch.utils.checkpoint.checkpoint``, as Hugging Face does::
+
+        model.activation_checkpointing_enable(  # gradient_checkpointing_enable before version 5
+            {
+                "use_reentrant": False,
+                "preserve_rng_state": False,
+                "context_fn": graphfsdp.recompute_contexts,
+            }
+        )
+
+    Capture: see ``recompute``.
+    """
+    drawn: list[_Drawn] = []
+    return _Keep(drawn), _Repeat(drawn)
+
+
+class _Kept:
+    """One result of a random operator: an alias while nobody writes to it, else a copy."""
+
+    def __init__(self, tensor: Tensor, *, as_bits: bool, copy: bool) -> None:
+        self._dtype = tensor.dtype
+        self.storage = None if as_bits or copy else _storage(tensor)
+        if as_bits:
+            self._contents = tensor.to(torch.bool)
+        else:
+            self._contents = tensor.clone() if copy else tensor.detach()
+        self._is_copy = copy
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether somebody else holds the memory, too."""
+        return (
+            self.storage is not None and torch._C._storage_Use_Count(self.storage) > _OWN_REFERENCES
+        )
+
+    def own(self) -> None:
+        """Copy the contents: somebody may write to them."""
+        self._contents = self._contents.clone()
+        self._is_copy, self.storage = True, None
+
+    def write_to(self, target: Tensor) -> None:
+        target.copy_(self._contents)
+
+    def tensor(self) -> Tensor:
+        """Return the result as the first call had it."""
+        if self._contents.dtype != self._dtype:
+            return self._contents.to(self._dtype)
+        # The second call writes where the first one did.
+        return self._contents.clone() if self._is_copy else self._contents.detach()
+
+
+class _Drawn:
+    """What one random operator returned, and wrote to its arguments.
+
+    Attributes:
+        op: The operator.
+        written: What it left in the arguments that it writes.
+        results: By leaf of what it returned: an index into the written arguments, a new tensor,
+            or whatever else it was.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, result: Any, written: Sequence[Tensor]) -> None:
+        as_bits = op._schema.name in _ZERO_OR_ONE
+        self.op = op
+        self.written = [_Kept(tensor, as_bits=as_bits, copy=True) for tensor in written]
+        leaves, self._spec = pytree.tree_flatten(result)
+        positions = {id(tensor): index for index, tensor in enumerate(written)}
+        self.results: list[Any] = [
+            positions[id(leaf)]
+            if id(leaf) in positions
+            else _Kept(leaf, as_bits=as_bits, copy=False)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+
+    def aliases(self) -> Iterator[_Kept]:
+        """Yield the results that are no copies yet."""
+        for kept in self.results:
+            if isinstance(kept, _Kept) and kept.storage is not None:
+                yield kept
+
+    def repeat(self, written: Sequence[Tensor], is_own: Callable[[Tensor], bool]) -> Any:
+        """Return what the operator returned, and write what it wrote into tensors of this call."""
+        for kept, tensor in zip(self.written, written, strict=True):
+            if is_own(tensor):
+                kept.write_to(tensor)
+        leaves = [
+            written[item]
+            if isinstance(item, int)
+            else item.tensor()
+            if isinstance(item, _Kept)
+            else item
+            for item in self.results
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class _Mode(TorchDispatchMode, abc.ABC):
+    """Shows every operator to a subclass, wrapper tensors being taken apart first."""
+
+    def __init__(self, drawn: list[_Drawn]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn = drawn
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(_takes_itself_apart(kind) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        return self.on_op(func, args, kwargs, _written(func, args, kwargs))
+
+    @abc.abstractmethod
+    def on_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        written: Sequence[Tensor],
+    ) -> Any:
+        """Take an operator call, and return its result."""
+
+
+class _Keep(_Mode):
+    """The first call: keeps what random operators draw."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        # What the function returns may be written to by those who get it.
+        for drawn in self._drawn:
+            for kept in drawn.aliases():
+                if kept.is_shared:
+                    kept.own()
+
+    def on_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        written: Sequence[Tensor],
+    ) -> Any:
+        if written and self._drawn:
+            storages = {_storage(tensor) for tensor in written}
+            for drawn in self._drawn:
+                for kept in drawn.aliases():
+                    if kept.storage in storages:
+                        kept.own()
+        result = op(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            self._drawn.append(_Drawn(op, result, written))
+        return result
+
+
+class _Repeat(_Mode):
+    """A later call: draws nothing, and leaves the tensors that were there before alone."""
+
+    def __init__(self, drawn: list[_Drawn]) -> None:
+        super().__init__(drawn)
+        self._next = 0
+        self._own: set[int] = set()  # storages that this call has made
+
+    def __enter__(self) -> Self:
+        self._next = 0
+        self._own.clear()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def on_op(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        written: Sequence[Tensor],
+    ) -> Any:
+        inputs = {_storage(leaf) for leaf in _tensors((args, kwargs))}
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            result = self._next_drawn(op).repeat(written, self._is_own)
+        elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
+            result = _arguments_of(op, args, kwargs)
+        else:
+            if op._schema.name in _BATCH_NORMS:
+                copies = [None if stat is None else stat.clone() for stat in args[_STATISTICS]]
+                args = (*args[: _STATISTICS.start], *copies, *args[_STATISTICS.stop :])
+            result = op(*args, **kwargs)
+        made = (_storage(leaf) for leaf in _tensors(result))
+        self._own.update(storage for storage in made if storage and storage not in inputs)
+        return result
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._own
+
+    def _next_drawn(self, op: torch._ops.OpOverload) -> _Drawn:
+        drawn = self._drawn[self._next] if self._next < len(self._drawn) else None
+        if drawn is None or drawn.op is not op:
+            first = "nothing more" if drawn is None else f"with {drawn.op}"
+            raise GraphFSDPError(
+                f"the function given to graphfsdp.recompute drew {first} in its first call, and "
+                f"draws with {op} as number {self._next + 1} in the backward pass. Remedy: it "
+                "must do the same in every call"
+            )
+        self._next += 1
+        return drawn
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Return what tells one storage from another; None for what lies in several (sparse)."""
+    if tensor.layout is not torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _takes_itself_apart(kind: type) -> bool:
+    handler = getattr(kind, "__torch_dispatch__", None)
+    return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
+
+
+def _written(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the arguments that an operator writes."""
+    if not op._schema.is_mutable:
+        return []
+    return [
+        tensor
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+    ]
+
+
+def _only_writes(op: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator changes values and returns nothing but what it was given."""
+    if op.namespace != "aten" or torch.Tag.inplace_view in op.tags:
+        return False
+    returns = op._schema.returns
+    return all(ret.alias_info is not None and ret.alias_info.is_write for ret in returns)
+
+
+def _arguments_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the arguments that an operator of that kind would return."""
+    by_alias = {
+        _alias_name(argument): args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+    }
+    found = [by_alias[_alias_name(value)] for value in op._schema.returns]
+    return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def _alias_name(argument: torch._C.Argument) -> str | None:
+    info = argument.alias_info
+    return None if info is None else next(iter(info.before_set), None)

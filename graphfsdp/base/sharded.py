@@ -1,0 +1,75 @@
+"""What the capture leg asks of a model whose parameters are sharded; `fully_shard` answers it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.base.dtensors import RankGroups
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """Where the reduced gradient of one parameter lies for ever.
+
+    Attributes:
+        view: DTensor over this rank's rows of the persistent buffer, maybe none.
+        groups: The ranks that hold the other parts, a group for each mesh axis that it is cut
+            over; none if every rank holds the whole gradient.
+        decoupled: Bound to ``param.decoupled_grad`` instead of ``param.grad``.
+    """
+
+    view: Tensor
+    groups: RankGroups
+    decoupled: bool
+
+
+@runtime_checkable
+class ShardedModule(Protocol):
+    """A module that reduces gradients into persistent buffers of its own."""
+
+    def prepare_shards(self) -> None:
+        """Bring all shards to the addresses that they keep."""
+        ...
+
+    def set_is_last_microbatch(self, is_last: bool) -> None:
+        """Tell whether the coming backward pass ends the iteration."""
+        ...
+
+    def finish_microbatches(self) -> None:
+        """Reduce what still waits after the last backward pass of an iteration."""
+        ...
+
+    def abandon_iteration(self) -> None:
+        """Forget an iteration that an exception has ended somewhere in the middle."""
+        ...
+
+    def replaced_parameters(self) -> Mapping[int, nn.Parameter]:
+        """Return the sharded parameters by the id of the whole one that each has replaced."""
+        ...
+
+    def process_groups(self) -> Sequence[dist.ProcessGroup]:
+        """Return the groups of ranks that share the module, each once."""
+        ...
+
+    def main_grads(self) -> Mapping[nn.Parameter, MainGrad]:
+        """Return where the gradient of each parameter lies, units below included."""
+        ...
+
+
+def sharded_roots(model: nn.Module) -> list[ShardedModule]:
+    """Return the outermost sharded modules of a model."""
+    if isinstance(model, ShardedModule):
+        return [model]
+    return [root for child in model.children() for root in sharded_roots(child)]
+
+
+def main_grads_of(model: nn.Module) -> dict[nn.Parameter, MainGrad]:
+    """Return where the gradients of a model's sharded parameters lie, at their final addresses."""
+    found: dict[nn.Parameter, MainGrad] = {}
+    for root in sharded_roots(model):
+        root.prepare_shards()  # before anything remembers an address
+        found.update(root.main_grads())
+    return found

@@ -1,0 +1,53 @@
+"""Fork to a stream and join back; the same words do nothing on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@contextmanager
+def forked(stream: "torch.cuda.Stream | None") -> Iterator[None]:
+    """Run the body on ``stream``, ordered after the current stream and before what follows.
+
+    Args:
+        stream: The stream to fork to; None (a CPU) runs the body where it is.
+
+    Capture: legal inside one. CUDA rule: every stream that forks from a capturing stream must
+        join it before the capture ends (error 904 otherwise), hence the wait on the way out.
+    """
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where collectives run while others compute.
+
+    Attributes:
+        stream: A side stream; None on a CPU, where gloo's threads do the work.
+    """
+
+    stream: "torch.cuda.Stream | None" = None
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Run the body on the lane, ordered after the current stream; nobody waits for it yet.
+
+        Capture: legal inside one if what is begun here is waited for before it ends.
+        """
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield

@@ -1,0 +1,182 @@
+"""``graphfsdp check``: what a graph could not hold of a training program, before it is run."""
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adapters.precision_table import rich_table
+from graphfsdp.preflight.report import CheckReport
+from graphfsdp.preflight.script import ScriptCheck, ScriptError
+
+_EXIT_HAZARDS = 1
+_EXPECTED = "SCRIPT.py, -m MODULE or MODULE:FUNCTION"
+_DESCRIPTION = """\
+Run one training iteration under the rules of a capture and report everything that a graph
+cannot hold: host reads, shapes that depend on data, numbers that would be frozen, ... Each with
+the line of your program, the reason and the remedy. Nothing is trained, no file is written.
+
+A SCRIPT.py runs unchanged up to the first call of the step that graphfsdp.capture returned; that
+call is checked, and the script ends there (its `finally` blocks and context managers run).
+
+MODULE:FUNCTION and FILE.py:FUNCTION need no call of capture: the function returns (model,
+optimizer, batch), (model, optimizer, batch, loss_fn), or a dict of graphfsdp.check's arguments.
+"""
+_EPILOG = """\
+examples:
+  graphfsdp check train.py --config small.toml
+  graphfsdp check --json=hazards.json --ignore gradient train.py
+  graphfsdp check --device cpu train_on_gpu.py       # on a machine without a GPU
+  graphfsdp check -m my_project.train --steps 10
+  graphfsdp check --precision-table                  # optimizers, versions and dtypes
+  graphfsdp check my_project.setup:small
+
+  # my_project/setup.py
+  def small():
+      model = Model()
+      return model, FusedAdam(model.parameters()), (tokens, targets), loss_fn
+
+exit code: 0 no hazard, 1 hazards, 2 the check could not run.
+"""
+
+
+def run_check(arguments: Sequence[str]) -> int:
+    """Check what the words after ``graphfsdp check`` name, and print the report.
+
+    Args:
+        arguments: Those words.
+
+    Returns:
+        0 if there is no hazard, else 1.
+
+    Raises:
+        ConfigError: the check could not run.
+    """
+    if "--precision-table" in arguments[:1]:
+        Console().print(rich_table())
+        return 0
+    given = _parse(arguments)
+    how = ScriptCheck(target=given.target, ignore=given.ignore, on_cpu=given.device == "cpu")
+    # The program's own output must not get into JSON that another program reads.
+    aside = contextlib.redirect_stdout(sys.stderr) if given.json == "-" else None
+    try:
+        with aside or contextlib.nullcontext():
+            report = _report(how, given)
+    except ScriptError as error:
+        if error.cause is not None:
+            _show_traceback(error.cause)
+        raise
+    _show(report, given.json)
+    return 0 if report.ok else _EXIT_HAZARDS
+
+
+def _report(how: ScriptCheck, given: argparse.Namespace) -> CheckReport:
+    name, *rest = given.target_and_arguments
+    if given.module:
+        return how.run_script(name, rest, is_module=True)
+    if Path(name).is_file():
+        return how.run_script(name, rest, is_module=False)
+    if ":" in name:
+        if rest:
+            raise ConfigError(f"{name} takes no arguments, got {' '.join(rest)}")
+        return how.run_function(name)
+    raise ConfigError(
+        f"there is no file {name!r}; expected SCRIPT.py, -m MODULE or MODULE:FUNCTION"
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="graphfsdp check",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json",
+        metavar="=FILE",
+        nargs="?",
+        const="-",
+        help="the report as JSON, to a file (--json=FILE) or, without one, to the standard output",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        choices=[kind.value for kind in HazardKind],
+        metavar="KIND",
+        help="leave out a kind of hazard, as the report names it; may be given several times",
+    )
+    parser.add_argument(
+        "--target",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cuda (the default): also what only a GPU would refuse; cpu: what the CPU refuses",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu",),
+        help="give the program the CPU where it asks for a GPU (calls of torch.cuda excepted)",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
+    parser.add_argument(
+        "target_and_arguments",
+        metavar="SCRIPT.py [ARGUMENT ...] | MODULE:FUNCTION",
+        nargs=argparse.REMAINDER,
+        help="what to check, and the script's own arguments",
+    )
+    # A bare --json must not swallow the script's name.
+    words = ["--json=-" if word == "--json" else word for word in _ours(arguments)]
+    given = parser.parse_args([*words, *arguments[len(words) :]])
+    if not given.target_and_arguments:
+        raise ConfigError(f"nothing to check; expected {_EXPECTED}")
+    return given
+
+
+def _ours(arguments: Sequence[str]) -> list[str]:
+    """Return the words before the target: what follows it belongs to the script."""
+    taking = ("--ignore", "--target", "--device")
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-"):
+        index += 2 if arguments[index] in taking else 1
+    return list(arguments[:index])
+
+
+def _show(report: CheckReport, json: str | None) -> None:
+    if json == "-":
+        sys.stdout.write(report.to_json_text() + "\n")
+        return
+    if json is not None:
+        try:
+            Path(json).write_text(report.to_json_text() + "\n", encoding="utf-8")
+        except OSError as error:  # not exit code 1, which says that there are hazards
+            reason = error.strerror or str(error)
+            raise ConfigError(f"--json={json}: cannot be written ({reason})") from None
+    if os.environ.get("LOCAL_RANK", "0") != "0" and report.ok:
+        return  # of several ranks, those that found something speak, and the first
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(report)
+    else:
+        sys.stdout.write(f"{report}\n")
+
+
+def _show_traceback(error: BaseException) -> None:
+    """Print where the user's program failed, without the frames that ran it."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and _runs_programs(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    sys.stderr.write("".join(traceback.format_exception(type(error), error, trace)))
+
+
+def _runs_programs(file: str) -> bool:
+    return file.startswith("<frozen") or Path(file).parent == Path(__file__).parent

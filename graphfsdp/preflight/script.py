@@ -1,0 +1,249 @@
+"""Checks a program that was not written for it: its first captured step, or a function of it."""
+
+import contextlib
+import importlib
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from graphfsdp._capture.phase import Phase
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.capture_hook import CapturedCall, answering
+from graphfsdp.config import Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.preflight.check import check_call
+from graphfsdp.preflight.cpu_instead import CpuInstead
+from graphfsdp.preflight.report import CheckReport
+
+_OPTIONS = ("loss_fn", "iteration", "scope", "microbatches", "max_grad_norm", "mp_policy")
+_NO_CUDA = ("CUDA", "NVIDIA", "accelerator")
+
+
+class ScriptError(ConfigError):
+    """A program did not get as far as a check.
+
+    Attributes:
+        cause: The exception that the program ended with, None if it ended well.
+    """
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class _CheckedExit(SystemExit):
+    """Ends a script after its check; no error, and no Exception that it could catch by accident."""
+
+
+@dataclass(frozen=True)
+class ScriptCheck:
+    """How programs are checked.
+
+    Attributes:
+        target: Whose rules count; see ``graphfsdp.check``.
+        ignore: Kinds of hazards to leave out.
+        on_cpu: Where the program asks for a GPU, give it the CPU.
+    """
+
+    target: str = "cuda"
+    ignore: Sequence[HazardKind | str] = ()
+    on_cpu: bool = False
+
+    def run_script(self, name: str, arguments: Sequence[str], *, is_module: bool) -> CheckReport:
+        """Run a script up to the first call of its captured step, and check that iteration.
+
+        Args:
+            name: Path of a Python file, or dotted name of a module.
+            arguments: What the program finds in ``sys.argv`` after its name.
+            is_module: ``name`` is a module, run as ``python -m`` does.
+
+        Raises:
+            ScriptError: the script ended or failed before that call.
+        """
+        flight = _Flight(self)
+        folder = "" if is_module else str(Path(name).resolve().parent)
+        try:
+            with _as_program([name, *arguments], folder), self._device(), answering(flight.answer):
+                if is_module:
+                    runpy.run_module(name, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(name, run_name="__main__")
+        except _CheckedExit:
+            pass
+        except SystemExit as done:
+            if not flight.reports:
+                _refuse_end(f"ended with exit code {done.code}", flight)
+        except Exception as error:  # whatever somebody else's program raises
+            if not flight.reports:
+                _refuse_failure(error, self)
+        if not flight.reports:
+            _refuse_end("ran to its end", flight)
+        return flight.reports[0]
+
+    def run_function(self, name: str) -> CheckReport:
+        """Call a function that returns what ``graphfsdp.check`` takes, and check that.
+
+        Args:
+            name: ``module:function`` or ``file.py:function``. It returns (model, optimizer,
+                batch), (model, optimizer, batch, loss_fn), or a mapping with these and any other
+                arguments of ``graphfsdp.check``. A batch that is a tuple is the positional
+                arguments, a mapping the keyword arguments, anything else the one argument.
+
+        Raises:
+            ScriptError: there is no such function, it fails, or it returns something else.
+        """
+        try:
+            with _as_program([name], str(Path.cwd())), self._device():
+                made = _arguments_of(_find(name)())
+                batch = made.pop("batch")
+                args = batch if isinstance(batch, tuple) else (batch,)
+                kwargs: Mapping[str, Any] = {}
+                if isinstance(batch, Mapping):
+                    args, kwargs = (), batch
+                model, optimizer = made.pop("model"), made.pop("optimizer")
+                options = {"target": self.target, "ignore": self.ignore, **made}
+                return check_call(model, optimizer, args, kwargs, **options)
+        except ScriptError:
+            raise
+        except Exception as error:  # whatever somebody else's function raises
+            _refuse_failure(error, self)
+
+    def _device(self) -> contextlib.AbstractContextManager[object]:
+        return CpuInstead() if self.on_cpu else contextlib.nullcontext()
+
+
+@dataclass
+class _Flight:
+    """One run of a script.
+
+    Attributes:
+        how: How to check.
+        num_steps: Steps that it has captured.
+        reports: What was found; at most one.
+    """
+
+    how: ScriptCheck
+    num_steps: int = 0
+    reports: list[CheckReport] = field(default_factory=list)
+
+    def answer(self, call: CapturedCall) -> "_StandIn":
+        """Answer a call of ``graphfsdp.capture``."""
+        self.num_steps += 1
+        return _StandIn(self, call)
+
+
+class _StandIn:
+    """What a script gets in place of a captured step; its first call ends the script."""
+
+    phase = Phase.WARMUP
+    grad_norm = None
+
+    def __init__(self, flight: _Flight, call: CapturedCall) -> None:
+        self._flight = flight
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        options = {key: self._call.options[key] for key in _OPTIONS if key in self._call.options}
+        if Scope.parse(options.get("scope", Scope.FULL_ITERATION)) is Scope.NONE:
+            options["scope"] = Scope.FULL_ITERATION
+        if not self._flight.reports:
+            how = self._flight.how
+            report = check_call(
+                self._call.model,
+                self._call.optimizer,
+                args,
+                kwargs,
+                target=how.target,
+                ignore=how.ignore,
+                **options,
+            )
+            self._flight.reports.append(report)
+        raise _CheckedExit(0)
+
+    def close(self) -> None:
+        """Do nothing; there is no graph."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _as_program(argv: list[str], folder: str) -> Iterator[None]:
+    """Let a program find its arguments and its neighbours."""
+    saved_argv, saved_path = sys.argv, list(sys.path)
+    sys.argv = argv
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.argv = saved_argv
+        sys.path[:] = saved_path
+
+
+def _find(name: str) -> Any:
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ScriptError(f"there is no file {place!r}")
+        found = runpy.run_path(place, run_name=Path(place).stem).get(attribute)
+    else:
+        try:
+            found = getattr(importlib.import_module(place), attribute, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise
+            raise ScriptError(f"there is no module {place!r} to import from here") from None
+    if not callable(found):
+        raise ScriptError(f"{place!r} has no function {attribute!r}")
+    return found
+
+
+def _arguments_of(made: object) -> dict[str, Any]:
+    names = ("model", "optimizer", "batch", "loss_fn")
+    if isinstance(made, Mapping):
+        found = dict(made)
+    elif isinstance(made, tuple) and len(made) in (3, 4):
+        found = dict(zip(names, made, strict=False))
+    else:
+        found = {}
+    missing = [name for name in names[:3] if name not in found]
+    if missing:
+        raise ScriptError(
+            f"the function returned a {type(made).__name__}; expected (model, optimizer, batch), "
+            "(model, optimizer, batch, loss_fn), or a mapping with these keys and other arguments "
+            "of graphfsdp.check"
+        )
+    return found
+
+
+def _refuse_end(how: str, flight: _Flight) -> NoReturn:
+    if flight.num_steps:
+        what = "captured a step, but did not call it"
+        remedy = "let it run at least one iteration"
+    else:
+        what = "did not call graphfsdp.capture"
+        remedy = (
+            "check a script that calls step = graphfsdp.capture(model, optimizer, ...), or write "
+            "a function that returns (model, optimizer, batch, loss_fn) and check MODULE:FUNCTION"
+        )
+    raise ScriptError(f"the program {how} and {what}. Remedy: {remedy}")
+
+
+def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    message = f"the program failed before a check: {type(error).__name__}: {first}"
+    if any(word in str(error) for word in _NO_CUDA):
+        message += (
+            ". Remedy: it calls torch.cuda directly, which --device cpu cannot answer; make that "
+            "depend on torch.cuda.is_available()"
+            if how.on_cpu
+            else ". Remedy: --device cpu, which gives the program the CPU where it asks for "
+            "'cuda'; or choose the device by torch.cuda.is_available()"
+        )
+    raise ScriptError(message, error) from error

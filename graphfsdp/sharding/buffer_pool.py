@@ -1,0 +1,305 @@
+"""Fixed places for the whole buffers of units that live only for a while.
+
+Note [Lifetimes by reference]: nobody says when a buffer is free. A place is free when nobody but
+the pool refers to its storage any more, and that is looked up whenever memory is asked for: so
+the pool sees what a model, autograd or a communication thread still holds, an alias that a user
+keeps is never overwritten, and what cannot have its place is allocated as ever. Each place has a
+storage of its own, over memory that it shares with places of other times.
+
+Note [Steps]: time is counted in requests. An iteration is traced, and the places of the next ones
+are planned from which buffers were alive at which request. Another order of units, a unit that
+is left out, a forward pass for evaluation: whatever finds its place taken is allocated, and
+the iteration after that is traced and planned anew. A plan that goes on not to fit is remade ever
+more rarely. gloo's threads let go of a buffer a little late; while an iteration is traced for a
+plan, the pool waits for them.
+
+Note [Recordings]: on a CPU, whatever runs under a dispatch mode gets fresh memory, since a
+recording plans all of its memory by itself, with these buffers among it (capture/
+program_memory.py, by the same algorithm), and what undoes a warm-up would copy the pool. A CUDA
+graph holds the addresses of the places, so a plan that was used in a capture is kept. Not run on
+a GPU yet.
+"""
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphfsdp.base.host_memory import advise_huge_pages
+from graphfsdp.base.memory_plan import Lifetime, plan_memory
+
+ALIGNMENT_BYTES = 512  # as the caching allocator of CUDA
+_MAX_REQUESTS = 1 << 14  # of an iteration; a longer one is not planned
+_RELEASE_S = 0.01
+_OWN_REFERENCES = 1  # to the storage of a place that nobody uses
+
+_Key = tuple[Hashable, int]  # who asks, and for the how-manyth time in this iteration
+
+
+@dataclass(eq=False)
+class _Place:
+    """A stretch of the pool.
+
+    Attributes:
+        storage: Over the stretch, and nothing else.
+        num_bytes: What it was planned for.
+        neighbours: Places that share some of its memory.
+    """
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    neighbours: "list[_Place]"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody uses it."""
+        return torch._C._storage_Use_Count(self.storage._cdata) <= _OWN_REFERENCES
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor over it, with a version counter of its own."""
+        fresh = torch.empty(0, dtype=dtype, device=self.storage.device)
+        return fresh.set_(self.storage, 0, (numel,), (1,))
+
+
+@dataclass
+class _Request:
+    """A buffer that was asked for.
+
+    Attributes:
+        key: Who asked.
+        num_bytes: Its size.
+        device: Where it lies.
+        start: Number of the request.
+        end: Last request at which it was alive; None as long as it is.
+        place: Where it lies in the pool; None if it was allocated.
+        reference: Its storage if it was allocated.
+    """
+
+    key: _Key
+    num_bytes: int
+    device: torch.device
+    start: int
+    end: int | None
+    place: _Place | None
+    reference: StorageWeakRef | None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody still refers to it."""
+        if self.place is not None:
+            return not self.place.is_free
+        return self.reference is not None and not self.reference.expired()
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """What a pool has come to.
+
+    Attributes:
+        num_bytes: Bytes of the pool.
+        peak_bytes: The most bytes of the planned iteration that were alive at a time: no pool for
+            it can be smaller.
+        num_plans: How often places were planned.
+        num_hits: Requests that got their place, since the last plan.
+        num_misses: Requests that were allocated, since the last plan.
+    """
+
+    num_bytes: int
+    peak_bytes: int
+    num_plans: int
+    num_hits: int
+    num_misses: int
+
+
+class BufferPool:
+    """Memory of the whole weights and gradients of all units under one root."""
+
+    def __init__(self) -> None:
+        self._places: dict[_Key, _Place] = {}
+        self._stream: int | None = None  # the CUDA stream that the plan is for
+        self._kept: list[dict[_Key, _Place]] = []  # plans that a CUDA graph refers to
+        self._requests: list[_Request] = []
+        self._alive: list[_Request] = []
+        self._counts: dict[Hashable, int] = {}
+        self._is_traced = False
+        self._num_requests = 0
+        self._num_plans = self._num_bytes = self._peak_bytes = 0
+        self._num_hits = self._num_misses = 0
+        self._missed = False  # in this iteration
+        self._is_planned_from = False  # this iteration, if its requests do not get their places
+        self._patience = self._num_waited = 0
+
+    @property
+    def stats(self) -> PoolStats:
+        """What the pool has come to."""
+        return PoolStats(
+            self._num_bytes, self._peak_bytes, self._num_plans, self._num_hits, self._num_misses
+        )
+
+    def begin(self, *, trains: bool) -> None:
+        """Begin an iteration: plan from the last one if that did not fit.
+
+        Args:
+            trains: False for a forward pass alone, which is served but not planned for.
+        """
+        missed = self._is_traced and self._missed
+        if missed and self._is_planned_from and len(self._requests) < _MAX_REQUESTS:
+            self._plan()
+            missed = False
+        if missed:
+            self._num_waited += 1
+        self._requests, self._alive, self._counts = [], [], {}
+        self._num_requests = 0
+        self._is_traced, self._missed = trains, False
+        if trains:
+            wanted = self._num_plans == 0 or (missed and self._num_waited > self._patience)
+            self._is_planned_from = wanted
+
+    def take(self, owner: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory with undefined contents.
+
+        Args:
+            owner: Who asks; the same in each iteration.
+            numel: Number of elements.
+            dtype: Their dtype.
+            device: Where they are.
+
+        Returns:
+            [numel], the caller's as long as anybody refers to it.
+
+        Capture: on CUDA memory from before the capture where there is a place; else, and on a CPU
+            always, an allocation inside it.
+        """
+        if not numel or _is_recorded_on_cpu(device):
+            return torch.empty(numel, dtype=dtype, device=device)
+        key = (owner, self._counts.get(owner, 0))
+        self._counts[owner] = key[1] + 1
+        num_bytes = numel * dtype.itemsize
+        place = self._place_for(key, num_bytes, device)
+        if place is None:
+            tensor = torch.empty(numel, dtype=dtype, device=device)
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._num_misses += 1
+            self._missed = True
+        else:
+            tensor, reference = place.tensor(numel, dtype), None
+            self._num_hits += 1
+        if self._is_traced and len(self._requests) < _MAX_REQUESTS:
+            self._note(_Request(key, num_bytes, device, 0, None, place, reference))
+        return tensor
+
+    def dropped(self, owner: Hashable) -> None:
+        """Note that the owner needs its last buffer no more; others may still refer to it.
+
+        Args:
+            owner: Who asked for it.
+        """
+        if not self._is_planned_from:
+            return
+        deadline = time.monotonic() + _RELEASE_S
+        for request in self._alive:
+            while request.key[0] == owner and request.device.type == "cpu" and request.is_alive:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_RELEASE_S / 50)
+
+    def _place_for(self, key: _Key, num_bytes: int, device: torch.device) -> _Place | None:
+        place = self._places.get(key)
+        if place is None or place.num_bytes != num_bytes or place.storage.device != device:
+            return None
+        if _stream_of(device) != self._stream:
+            return None  # nothing orders what this stream does after what the other one did
+        if not (place.is_free and all(other.is_free for other in place.neighbours)):
+            return None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._keep()
+        return place
+
+    def _keep(self) -> None:
+        if not any(kept is self._places for kept in self._kept):
+            self._kept.append(self._places)
+
+    def _note(self, request: _Request) -> None:
+        request.start = self._num_requests
+        self._end_the_dead()
+        self._num_requests += 1
+        self._requests.append(request)
+        self._alive.append(request)
+
+    def _end_the_dead(self) -> None:
+        alive = []
+        for request in self._alive:
+            if request.is_alive:
+                alive.append(request)
+            else:
+                request.end = self._num_requests - 1
+        self._alive = alive
+
+    def _plan(self) -> None:
+        """Find places for the buffers of the iteration that is over."""
+        self._end_the_dead()
+        last = self._num_requests
+        self._places = {}
+        self._num_bytes = self._peak_bytes = 0
+        for device in dict.fromkeys(request.device for request in self._requests):
+            requests = [request for request in self._requests if request.device == device]
+            self._plan_on(device, requests, last)
+            self._stream = _stream_of(device)
+        self._num_plans += 1
+        self._num_hits = self._num_misses = 0
+        self._num_waited, self._patience = 0, 2 * self._patience + (self._num_plans > 2)
+
+    def _plan_on(self, device: torch.device, requests: Sequence[_Request], last: int) -> None:
+        # What outlives the iteration is there at the beginning of the next one as well.
+        lifetimes = [
+            Lifetime(
+                0 if request.end is None else request.start,
+                last if request.end is None else request.end,
+                -(-request.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
+            )
+            for request in requests
+        ]
+        plan = plan_memory(lifetimes, num_retries=max(20, 20000 // (1 + len(lifetimes))))
+        memory = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        advise_huge_pages(memory.untyped_storage())
+        placed: list[tuple[int, int, _Place]] = []
+        for request, lifetime, start in zip(requests, lifetimes, plan.offsets, strict=True):
+            end = start + lifetime.num_bytes
+            storage = _storage_over(memory[start : start + request.num_bytes])
+            place = _Place(storage, request.num_bytes, [])
+            for low, high, other in placed:
+                if low < end and start < high:
+                    place.neighbours.append(other)
+                    other.neighbours.append(place)
+            placed.append((start, end, place))
+            self._places[request.key] = place
+        self._num_bytes += plan.num_bytes
+        self._peak_bytes += plan.peak_bytes
+
+
+def take(
+    pool: BufferPool | None, owner: Hashable, numel: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return memory from a pool, or an allocation if there is none; see BufferPool.take."""
+    if pool is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return pool.take(owner, numel, dtype, device)
+
+
+def _storage_over(memory: Tensor) -> torch.UntypedStorage:
+    """Return a storage of its own over a stretch of memory, which it keeps alive."""
+    if memory.is_meta:  # there is nothing to share
+        return torch.empty_like(memory).untyped_storage()
+    shared: Tensor = torch.utils.dlpack.from_dlpack(memory)  # DLPack's way to share it
+    return shared.untyped_storage()
+
+
+def _is_recorded_on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu" and torch._C._len_torch_dispatch_stack() > 0
+
+
+def _stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

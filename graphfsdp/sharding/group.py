@@ -1,0 +1,337 @@
+"""The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
+
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.layout import Slot
+from graphfsdp.sharding.materialize.meta_tensors import become
+from graphfsdp.sharding.mesh import UnitMesh
+from graphfsdp.sharding.model_axes import ModelAxes, find_model_axes, join_meshes
+from graphfsdp.sharding.sharded_parameter import (
+    IS_SHARDED,
+    refuse_gradient_hooks,
+    replacement,
+    watch_gradient,
+)
+from graphfsdp.sharding.unit_plan import BufferPlan, ParameterKind, plan_buffers
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """One parameter of a unit.
+
+    Attributes:
+        name: Full name within the unit's module.
+        param: What the optimizer and the user see: a DTensor over this rank's main weights.
+        whole: What the module held before, if somebody still does.
+        owners: The modules and attribute names that hold it (several where it is tied).
+        buffer: The flat buffer that it lies in.
+        slot: Where it lies there.
+        axes: How model parallelism has cut it; the buffer holds this rank's part of that.
+        main_grad: DTensor over this rank's main grads, maybe of no row; None if frozen.
+        awaited: The whole parameter on the meta device whose values are still to come; None once
+            there are values.
+    """
+
+    name: str
+    param: nn.Parameter
+    whole: "weakref.ref[nn.Parameter]"
+    owners: list[tuple[nn.Module, str]]
+    buffer: ShardBuffer
+    slot: Slot
+    axes: ModelAxes | None = None
+    main_grad: DTensor | None = None
+    awaited: nn.Parameter | None = None
+
+    def as_seen(self, tensor: Tensor) -> Tensor:
+        """Return a whole weight as the module computes with it."""
+        return tensor if self.axes is None else self.axes.as_seen(tensor)
+
+    @property
+    def initial_shape(self) -> tuple[int, ...]:
+        """Shape of what its module's initialisation sets: whole over tensor-parallel ranks too."""
+        whole = self.axes is not None and self.axes.wraps
+        return self.axes.shape if whole and self.axes is not None else self.slot.shape
+
+    def load(self, initial: Tensor) -> None:
+        """Keep this rank's rows of a value of the initial shape."""
+        part = initial
+        if self.axes is not None and self.axes.wraps:
+            for dim, size in enumerate(self.slot.shape):
+                part = part.narrow(dim, self.axes.offset(dim), size)
+        self.buffer.load_slot(self.slot, part)
+
+    @property
+    def grad_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks that hold other elements of the gradient, one for each mesh axis."""
+        over_model = () if self.axes is None else self.axes.groups
+        over_data = self.buffer.mesh.cut_groups if self.buffer.sharded else ()
+        return (*over_model, *over_data)
+
+    def offsets(self) -> tuple[int, ...]:
+        """Return where this rank's part begins in the whole parameter, along each dim."""
+        first = self.buffer.local_rows(self.slot).first_row
+        inside = (first, *[0] * (len(self.slot.shape) - 1)) if self.slot.shape else ()
+        if self.axes is None:
+            return inside
+        return tuple(at + self.axes.offset(dim) for dim, at in enumerate(inside))
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How a unit is sharded; see ``fully_shard``."""
+
+    mesh: UnitMesh
+    strategy: ShardingStrategy
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+    overlap: OverlapPolicy
+    buffer_pool: bool
+    reduction: str = "mean"
+
+
+class ShardGroup:
+    """The buffers and parameters of one unit.
+
+    Attributes:
+        name: Full name of the unit's module, set when the root is known; "" until then.
+        managed: Its parameters.
+        buffers: Its flat buffers.
+    """
+
+    name: str
+    managed: list[ManagedParameter]
+    buffers: list[ShardBuffer]
+
+    def __init__(self, module: nn.Module, options: UnitOptions) -> None:
+        """Take over the parameters of a module that no unit below it has taken.
+
+        Raises:
+            ConfigError: a parameter cannot be sharded.
+        """
+        self.name = ""
+        self.options = options
+        self.managed = []
+        self.buffers = []
+        found = _free_parameters(module)
+        axes = {
+            name: find_model_axes(name, param, options.mesh.experts)
+            for name, (param, _) in found.items()
+        }
+        self._axes = {name: held for name, held in axes.items() if held is not None}
+        self._meshes = {
+            name: join_meshes(options.mesh.mesh, held.mesh, name)
+            for name, held in self._axes.items()
+        }
+        kinds = {
+            name: ParameterKind(tuple(local_part(p).shape), p.dtype, p.requires_grad, str(p.device))
+            for name, (p, _) in found.items()
+        }
+        plans = plan_buffers(
+            kinds,
+            policy=options.policy,
+            strategy=options.strategy,
+            num_ranks=options.mesh.num_parts,
+        )
+        for plan in plans:
+            self._take(found, plan)
+
+    def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
+        options = self.options
+        whole, _ = found[plan.names[0]]
+        buffer = ShardBuffer(
+            plan.layout,
+            dtypes=plan.dtypes,
+            device=whole.device,
+            mesh=options.mesh,
+            strategy=plan.strategy,
+            trainable=plan.trainable,
+        )
+        self.buffers.append(buffer)
+        with torch.no_grad():
+            buffer.load([local_part(found[name][0]) for name in plan.names])
+        for name, slot in zip(plan.names, plan.layout.slots, strict=True):
+            whole, owners = found[name]
+            view = self._as_dtensor(buffer.local_view(buffer.main, slot), name, buffer, slot)
+            param = replacement(whole, view, name)
+            setattr(whole, _TAKEN_AS, name)
+            for owner, attribute in owners:
+                owner._parameters[attribute] = param
+            axes = self._axes.get(name)
+            item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot, axes)
+            item.awaited = whole if whole.is_meta else None
+            self.managed.append(item)
+            buffer.params.append(param)
+
+    def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> DTensor:
+        """Return this rank's rows of a parameter, or of its gradient, as what they are part of."""
+        mesh, places = self.options.mesh.mesh, buffer.placements(slot)
+        shape = slot.shape
+        axes = self._axes.get(name)
+        if axes is not None:
+            mesh, places, shape = self._meshes[name], [*axes.placements, *places], axes.shape
+        return DTensor.from_local(
+            local,
+            mesh,
+            places,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
+        )
+
+    def bind_views(self) -> None:
+        """Point every parameter at where the main weights lie now, and make its gradient view."""
+        for item in self.managed:
+            local = item.buffer.local_view(item.buffer.main, item.slot)
+            dtensor: Any = item.param
+            if dtensor.device == local.device:
+                dtensor._local_tensor = local
+            else:  # it was on the meta device
+                new = self._as_dtensor(local, item.name, item.buffer, item.slot)
+                become(dtensor, nn.Parameter(new, dtensor.requires_grad), self.full_name(item))
+                watch_gradient(dtensor, self.full_name(item))
+            item.main_grad = None
+            if item.buffer.grad is not None:
+                # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
+                # must find the same list on every rank.
+                view = item.buffer.local_view(item.buffer.grad, item.slot)
+                item.main_grad = self._as_dtensor(view, item.name, item.buffer, item.slot)
+
+    def check_memory(self) -> None:
+        """Refuse parameters that were moved out of the unit's buffers.
+
+        Raises:
+            ConfigError: a parameter's shard lies elsewhere; training would go on with the old one.
+                Or it has a hook that nobody would call.
+        """
+        for item in self.managed:
+            if item.awaited is not None:
+                raise ConfigError(
+                    f"parameter {self.full_name(item)!r} was made on the meta device and has no "
+                    "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
+                    "model), before the first forward pass"
+                )
+            refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
+            local: Tensor = item.param._local_tensor  # type: ignore[attr-defined]
+            if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
+                raise ConfigError(
+                    f"parameter {self.full_name(item)!r} does not lie in the "
+                    "buffers of its unit any more (module.to(), param.data = ..., or "
+                    "load_state_dict(assign=True) after fully_shard). Remedy: move and cast the "
+                    "model before fully_shard, and load with assign=False"
+                )
+
+    @property
+    def awaits_values(self) -> bool:
+        """Whether some parameter was made on the meta device and has no values yet."""
+        return any(item.awaited is not None for item in self.managed)
+
+    def full_name(self, item: ManagedParameter) -> str:
+        """Return the name of a parameter from the root on, as far as the root is known."""
+        return f"{self.name}.{item.name}".lstrip(".")
+
+    def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
+        """Yield every parameter with its whole, gathered weight; gathers what is not here."""
+        for buffer in self.buffers:
+            buffer.unshard()
+        for item in self.managed:
+            assert item.buffer.full is not None
+            yield item, item.buffer.full_view(item.buffer.full, item.slot)
+
+    def reshard(self, *, outside: bool = False) -> None:
+        """Drop the gathered weights of every buffer; see ``ShardBuffer.reshard``."""
+        for buffer in self.buffers:
+            buffer.reshard(outside=outside)
+
+    def describe(self) -> list[str]:
+        """Return one line per parameter with all that must be equal on every rank."""
+        options = self.options
+        kind = f"{options.strategy.value}, reshard_after_forward={options.reshard_after_forward}"
+        if options.mesh.outer is not None:
+            kind += f", {options.mesh.num_outer} outer ranks"
+            kind += " with a part of the optimizer each" if options.mesh.cuts_outside else ""
+        kind += "" if options.overlap.separate_communicators else ", one communicator"
+        lines = [f"unit {self.name!r} ({kind})"]
+        for item in self.managed:
+            dtypes = item.buffer.dtypes
+            lines.append(
+                self.full_name(item)
+                + f" of shape {item.slot.shape}"
+                + ("" if item.axes is None else f" of {item.axes.shape}")
+                + f" at {item.slot.offset}, main weight {dtypes.main}, "
+                f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
+                f"{'trainable' if item.buffer.trainable else 'frozen'}"
+                f"{'' if item.awaited is None else ', without values'}"
+            )
+        return lines
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Every group of ranks that this rank shares the unit with, each once."""
+        over_model = (group for axes in self._axes.values() for group in axes.all_groups)
+        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+
+    @property
+    def equal_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks have the same values while whole: not those of experts."""
+        over_model = (
+            group for axes in self._axes.values() if axes.wraps for group in axes.all_groups
+        )
+        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+
+    @property
+    def is_old(self) -> bool:
+        """Whether somebody has written weights since they were gathered."""
+        return any(buffer.is_old for buffer in self.buffers)
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether weights are being gathered ahead of their use."""
+        return any(buffer.is_prefetched for buffer in self.buffers)
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients of a backward pass wait for their reduction."""
+        return any(buffer.has_pending_gradients for buffer in self.buffers)
+
+    @property
+    def trainable(self) -> list[ManagedParameter]:
+        """The parameters that get gradients."""
+        return [item for item in self.managed if item.buffer.trainable]
+
+
+# On a whole parameter: its name in the unit that has taken it over.
+_TAKEN_AS = "_graphfsdp_taken_as"
+_Found = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
+
+
+def _free_parameters(module: nn.Module) -> dict[str, _Found]:
+    """Return the parameters that are not sharded yet, each once, with all that hold them."""
+    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for module_name, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if param is None or hasattr(param, IS_SHARDED):
+                continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            if hasattr(param, _TAKEN_AS):
+                raise ConfigError(
+                    f"parameter {full_name!r} is tied to {getattr(param, _TAKEN_AS)!r}, which "
+                    "another unit has taken over. Remedy: let one unit hold both modules (wrap "
+                    "neither of them, or a common parent)"
+                )
+            refuse_gradient_hooks(param, functools.partial(str, full_name))
+            found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
+    return {name: (param, owners) for name, param, owners in found.values()}

@@ -1,0 +1,269 @@
+"""`materialize`: memory and values for a model that was built on the meta device.
+
+Note [Unit by unit]: modules are initialised in the order in which constructors run, whatever the
+units are. A unit's parameters are whole from its first module to its last one, then the first
+rank's values go to all ranks and each keeps its rows. So what is whole at a time is what is whole
+in a forward pass of ZeRO-3: the unit that is worked on, and those around it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.base.collectives import broadcast_
+from graphfsdp.base.rank_agreement import RankAgreement
+from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.errors import ConfigError, GraphFSDPError
+from graphfsdp.sharding.materialize.init_order import InitOrder, Stop
+from graphfsdp.sharding.materialize.initializers import keeping
+from graphfsdp.sharding.materialize.meta_tensors import give_memory, give_up_memory, is_partly_unset
+from graphfsdp.sharding.materialize.whole_unit import WholeUnit, unset_message
+from graphfsdp.sharding.model_shards import ModelShards
+from graphfsdp.sharding.module import FSDPModule, class_name, shards_of, unit_of
+from graphfsdp.sharding.unit import Unit, UnitPhase
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    init: Callable[[nn.Module], object] | None = None,
+) -> nn.Module:
+    """Give memory and values to everything of a model that is on the meta device.
+
+    Every rank calls it, after ``fully_shard`` and before the first forward pass::
+
+        with torch.device("meta"):
+            model = GPT(config)
+        for block in model.blocks:
+            graphfsdp.fully_shard(block)
+        graphfsdp.fully_shard(model)
+        graphfsdp.materialize(model)
+
+    Each module that holds something on the meta device is initialised as its constructor would:
+    by its ``reset_parameters`` or ``_reset_parameters``, then by the ``_init_weights(module)`` of
+    itself or the nearest module around it (Hugging Face's models), in whose place ``init`` comes
+    if it is given. The order is that of constructors and of ``nn.Module.apply``. Every rank
+    draws; the values of the first one go to all. Never more is whole at a time than one unit and
+    those around it.
+
+    What is not on the meta device keeps its values and its identity, even where an initialisation
+    writes to it; buffers that lie elsewhere are moved to the device. Parameters that were on it
+    keep their identity and attributes too, and stay tied. After ``graphfsdp.load`` with
+    ``strict=False``, only what the checkpoint lacked is initialised.
+
+    Args:
+        model: Sharded, in whole or in part, or not at all.
+        device: Where to; None is the device of the units' mesh, or torch's default device.
+        init: Sets what the module that it is given holds itself, as for ``nn.Module.apply``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: a module has no initialisation, or it does not set everything; named.
+        GraphFSDPError: an initialisation failed on some rank; all ranks raise. The model can
+            still be materialised afterwards.
+    """
+    if not isinstance(model, nn.Module) or (init is not None and not callable(init)):
+        raise ConfigError(
+            "materialize takes a torch.nn.Module, and as init a function of a module; got "
+            f"{type(model).__name__} and {type(init).__name__}"
+        )
+    shards = [shards_of(root) for root in sharded_roots(model)]
+    units = _units_of(model)
+    target = target_device(device, units)
+    with torch.device(target), torch.no_grad():
+        _Materialization(InitOrder.of(model, units, init), units, shards, target).run()
+    return model
+
+
+class _Materialization:
+    """One call of ``materialize``."""
+
+    def __init__(
+        self,
+        order: InitOrder,
+        units: Sequence[Unit],
+        shards: Sequence[ModelShards],
+        device: torch.device,
+    ) -> None:
+        self._order = order
+        self._units = units
+        self._shards = shards
+        self._device = device
+        self._agreement = RankAgreement(_groups(units), device)
+        self._failure: Exception | None = None
+        self._open: dict[int, WholeUnit] = {}
+        self._setters = {id(stop.module) for stop in order.stops}
+        self._done: set[int] = set()  # keys of the tensors that some module has set
+
+    def run(self) -> None:
+        """Give memory, initialise, and share the first rank's values."""
+        self._agreement.refuse_differences(
+            "parameters and buffers without values", self._order.names()
+        )
+        self._attempt("", self._order.check)
+        self._agree()
+        finished = False
+        try:
+            self._attempt("", self._give_memory)
+            self._agree()
+            for stop in self._order.stops:
+                for unit in stop.opens:
+                    self._make_whole(unit)
+                self._attempt(f"the initialisation of {stop}", partial(self._initialize, stop))
+                for unit in stop.closes:
+                    self._shard(unit)
+            self._attempt("", self._check_plain)
+            self._agree()
+            for entry in self._order.plain.values():
+                _broadcast(entry.tensor(), self._agreement.groups)
+            finished = True
+        finally:
+            if not finished:
+                self._undo()
+
+    def _attempt(self, what: str, do: Callable[[], object]) -> None:
+        """Do something unless something has failed: the other ranks wait in collectives."""
+        if self._failure is not None:
+            return
+        try:
+            do()
+        except Exception as error:  # of whatever kind: it is told to all ranks, then raised
+            self._failure = error
+            if what and not isinstance(error, GraphFSDPError):
+                self._failure = GraphFSDPError(f"{what} failed: {type(error).__name__}: {error}")
+                self._failure.__cause__ = error
+
+    def _agree(self) -> None:
+        self._agreement.go_on(self._failure)
+
+    def _give_memory(self) -> None:
+        for shards in self._shards:
+            shards.move_to(self._device)
+        for entry in self._order.plain.values():
+            give_memory(entry.tensor(), self._device, entry.name)
+        for entry in self._order.kept.values():
+            if entry.is_buffer and entry.tensor().device != self._device:
+                give_memory(entry.tensor(), self._device, entry.name)
+
+    def _make_whole(self, unit: Unit) -> None:
+        whole = self._open[id(unit)] = WholeUnit(unit, self._setters)
+        self._attempt("", partial(whole.allocate, self._device))
+        if whole.needs_values:
+            self._agree()
+            whole.gather_others()
+
+    def _initialize(self, stop: Stop) -> None:
+        earlier = [entry for entry in stop.entries if entry.key in self._done]
+        kept = set(self._order.kept)
+        if stop.own is not None and len(earlier) < len(stop.entries):
+            # What is tied keeps the values of the module that comes first, as in constructors.
+            with keeping(stop.module, kept | {id(entry.tensor()) for entry in earlier}):
+                stop.own()
+        if stop.of_model is not None:
+            with keeping(stop.module, kept):
+                stop.of_model()
+        self._done |= {entry.key for entry in stop.entries}
+
+    def _shard(self, unit: Unit) -> None:
+        whole = self._open[id(unit)]
+        self._attempt("", whole.collect)
+        self._agree()
+        for flat in whole.flats:
+            _broadcast(flat, self._equal_groups(unit))
+        whole.store()
+        whole.close()
+        del self._open[id(unit)]
+
+    def _equal_groups(self, unit: Unit) -> list[dist.ProcessGroup]:
+        """Return the groups of ranks that get the same values for a unit.
+
+        Ranks that another unit is cut over by tensor parallelism hold this one in duplicate.
+        Experts are others on each rank of their axis.
+        """
+        if unit.group.options.mesh.experts is not None:
+            return list(unit.group.equal_groups)
+        alike = [other for other in self._units if other.group.options.mesh.experts is None]
+        return list(dict.fromkeys(g for other in alike for g in other.group.equal_groups))
+
+    def _check_plain(self) -> None:
+        for entry in self._order.plain.values():
+            if is_partly_unset(entry.tensor()):
+                raise ConfigError(unset_message(repr(entry.name), class_name(entry.module)))
+
+    def _undo(self) -> None:
+        """Leave the model so that it can be materialised once more."""
+        for whole in self._open.values():
+            whole.close()
+        self._open.clear()
+        for entry in self._order.plain.values():
+            if not entry.tensor().is_meta:
+                give_up_memory(entry.tensor(), entry.name)
+
+
+def _broadcast(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Give all ranks of a grid the values of its first one, in place, as bytes."""
+    if not tensor.numel():
+        return
+    packed = tensor.detach().contiguous()
+    for group in groups:  # the second axis spreads what the first has brought
+        broadcast_(packed.view(-1).view(torch.uint8), group)
+    if packed.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(packed)
+
+
+def _units_of(model: nn.Module) -> list[Unit]:
+    """Return the units in a model.
+
+    Raises:
+        ConfigError: one is not at rest.
+    """
+    members = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [unit_of(member) for member in members]
+    for unit in units:
+        if unit.pinned or unit.phase is not UnitPhase.IDLE:
+            raise ConfigError(
+                f"unit {unit.group.name!r} is unsharded, so it cannot be materialised. Remedy: "
+                "reshard() it first, and do not materialise inside a forward pass"
+            )
+    return units
+
+
+def target_device(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
+    """Return where to materialise, with an index if it is a GPU.
+
+    Raises:
+        ConfigError: on the meta device, or elsewhere than where shards have memory already.
+    """
+    if device is None and units:
+        device = units[0].group.options.mesh.mesh.device_type
+    target = torch.get_default_device() if device is None else torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    if target.type == "meta":
+        raise ConfigError(
+            "materialize cannot give memory on the meta device. Remedy: device='cpu' or 'cuda'"
+        )
+    for unit in units:
+        for item in unit.group.managed:
+            where = item.buffer.main.device
+            if item.awaited is not None and where not in (target, torch.device("meta")):
+                raise ConfigError(
+                    f"the shard of {unit.group.full_name(item)!r} lies on {where} already, not on "
+                    f"{target}. Remedy: materialize(model, device={str(where)!r})"
+                )
+    return target
+
+
+def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
+    """Return the groups of some units, each once; all ranks where there is no unit."""
+    found = {group: None for unit in units for group in unit.group.groups}
+    if not found and dist.is_available() and dist.is_initialized():
+        assert dist.group.WORLD is not None
+        found = {dist.group.WORLD: None}
+    return list(found)

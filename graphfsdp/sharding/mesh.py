@@ -1,0 +1,202 @@
+"""The axes of a mesh as a unit uses them: over which it is cut, and over which it is repeated.
+
+Words: the ranks of the *inner* axis each hold a part of the unit; the ranks of the *outer* axis
+each hold the same part, or cut it once more for the optimizer.
+"""
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.layout import BufferLayout, Slot
+from graphfsdp.sharding.row_shard import RowShard
+
+
+@dataclass(frozen=True)
+class UnitMesh:
+    """The ranks of a unit.
+
+    Attributes:
+        mesh: Of the parameters' DTensors: (inner,), or (outer, inner), or one axis with all ranks
+            where the optimizer's part is cut over both.
+        inner: Ranks that the unit is cut over.
+        outer: Ranks that hold the same part; None where no other rank does.
+        cuts_outside: Main weights, main grads and optimizer state are cut over the outer ranks
+            too.
+        experts: The axis along which each rank has other experts; None where there is none.
+    """
+
+    mesh: DeviceMesh
+    inner: dist.ProcessGroup
+    outer: dist.ProcessGroup | None = None
+    cuts_outside: bool = False
+    experts: DeviceMesh | None = None
+    _inner_rank: int = field(init=False, repr=False)
+    _outer_rank: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_inner_rank", self.inner.rank())
+        object.__setattr__(self, "_outer_rank", 0 if self.outer is None else self.outer.rank())
+
+    @property
+    def num_outer(self) -> int:
+        """Number of ranks of the outer axis."""
+        return 1 if self.outer is None else self.outer.size()
+
+    @property
+    def num_experts_ranks(self) -> int:
+        """Number of ranks that have other experts, but a part of the same batch."""
+        return 1 if self.experts is None else self.experts.size()
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts main weights and optimizer state are cut."""
+        return self.inner.size() * (self.num_outer if self.cuts_outside else 1)
+
+    @property
+    def part(self) -> int:
+        """Which of them this rank holds. The parts of an inner rank are neighbours."""
+        if not self.cuts_outside:
+            return self._inner_rank
+        return self._inner_rank * self.num_outer + self._outer_rank
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Every group of ranks that this rank shares the unit with."""
+        return (self.inner,) if self.outer is None else (self.inner, self.outer)
+
+    @property
+    def cut_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups that gradients are cut over: those whose ranks hold other elements."""
+        return self.groups if self.cuts_outside else (self.inner,)
+
+    def placements(self, layout: BufferLayout, slot: Slot, *, sharded: bool) -> list[Placement]:
+        """Return how a parameter lies on the mesh of the DTensors."""
+        if not sharded:
+            return [Replicate() for _ in range(self.mesh.ndim)]
+        borders = layout.borders(slot)
+        if not self.cuts_outside:
+            whole: list[Placement] = [Replicate() for _ in range(self.mesh.ndim - 1)]
+            return [*whole, RowShard(borders)]
+        # The mesh counts ranks along the inner axis first, the layout along the outer one.
+        num_inner, num_outer = self.inner.size(), self.num_outer
+        order = [i * num_outer + o for o in range(num_outer) for i in range(num_inner)]
+        return [RowShard(borders, order)]
+
+
+def find_axes(
+    mesh: DeviceMesh,
+    *,
+    shard_axis: str | None,
+    replicate_axis: str | None,
+    expert_axis: str | None,
+    cuts_outside: bool,
+) -> UnitMesh:
+    """Return the axes of a mesh that a unit uses.
+
+    Args:
+        mesh: 1-D, or 2-D as (outer, inner); with more axes, or where others are wanted, the axes
+            are named.
+        shard_axis: Name of the inner axis.
+        replicate_axis: Name of the outer axis.
+        expert_axis: Name of the axis along which each rank has other experts.
+        cuts_outside: See ``UnitMesh``.
+
+    Raises:
+        ConfigError: the mesh has other axes.
+    """
+    experts = None
+    if expert_axis is not None:
+        mesh, experts = _without(mesh, expert_axis, {shard_axis, replicate_axis})
+    chosen = _select(mesh, shard_axis, replicate_axis)
+    if chosen.ndim == 1:
+        if cuts_outside:
+            raise ConfigError(
+                "outer_strategy='optim' cuts optimizer state over a second mesh axis, but "
+                f"fully_shard was given {_axes(chosen)}. Remedy: a 2-D mesh (replicate, shard)"
+            )
+        return UnitMesh(chosen, chosen.get_group(), experts=experts)
+    outer, inner = chosen.get_group(0), chosen.get_group(1)
+    if outer.size() == 1:
+        return UnitMesh(chosen, inner, experts=experts)
+    if cuts_outside:
+        return UnitMesh(_flat(chosen), inner, outer, cuts_outside=True, experts=experts)
+    return UnitMesh(chosen, inner, outer, experts=experts)
+
+
+def _select(mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None) -> DeviceMesh:
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the mesh that fully_shard was given "
+            f"({mesh.mesh.tolist()}). Remedy: call it on the ranks of the mesh alone"
+        )
+    names = mesh.mesh_dim_names or ()
+    if shard_axis is None and replicate_axis is None:
+        if mesh.ndim <= 2:
+            return mesh
+        raise ConfigError(
+            f"fully_shard cannot tell which of {_axes(mesh)} to shard over. Remedy: name them "
+            "(shard_axis='dp_shard', replicate_axis='dp_replicate'), or pass those axes alone, "
+            "such as mesh['dp_replicate', 'dp_shard']"
+        )
+    if shard_axis is None:
+        raise ConfigError(
+            f"replicate_axis={replicate_axis!r} needs a shard_axis beside it. Remedy: for plain "
+            "data parallelism strategy='no_shard' and that axis as shard_axis"
+        )
+    wanted = (shard_axis,) if replicate_axis is None else (replicate_axis, shard_axis)
+    for name in wanted:
+        if name not in names:
+            raise ConfigError(f"the mesh has no axis {name!r}; it has {_axes(mesh)}")
+    if shard_axis == replicate_axis:
+        raise ConfigError(f"shard_axis and replicate_axis are both {shard_axis!r}")
+    if names == wanted:
+        return mesh
+    if names.index(wanted[0]) > names.index(wanted[-1]):
+        raise ConfigError(
+            f"replicate_axis {replicate_axis!r} must come before shard_axis {shard_axis!r} in the "
+            f"mesh; it has {_axes(mesh)}. Remedy: build the mesh with the axes in that order"
+        )
+    return mesh[wanted]
+
+
+def _without(
+    mesh: DeviceMesh, expert_axis: str, others: set[str | None]
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return a mesh without the axis of the experts, and that axis."""
+    names = mesh.mesh_dim_names or ()
+    if expert_axis not in names:
+        raise ConfigError(f"the mesh has no axis {expert_axis!r}; it has {_axes(mesh)}")
+    if expert_axis in others:
+        raise ConfigError(
+            f"expert_axis {expert_axis!r} is an axis to shard over or to replicate on as well"
+        )
+    rest = tuple(name for name in names if name != expert_axis)
+    if not rest:
+        raise ConfigError(
+            f"the mesh has the expert axis {expert_axis!r} alone. Remedy: a mesh with an axis to "
+            "shard over too, maybe of size 1"
+        )
+    return mesh[rest], mesh[expert_axis]
+
+
+def _flat(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of a 2-D mesh as one axis, row by row."""
+    if mesh.mesh_dim_names is None:
+        raise ConfigError(
+            "outer_strategy='optim' needs a mesh with named axes. Remedy: init_device_mesh(..., "
+            "mesh_dim_names=('dp_replicate', 'dp_shard'))"
+        )
+    flat: DeviceMesh = mesh._flatten("_".join(mesh.mesh_dim_names))
+    return flat
+
+
+def _axes(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names
+    return f"a mesh of shape {tuple(mesh.shape)} with " + (
+        f"the axes {names}" if names else "axes that have no names"
+    )

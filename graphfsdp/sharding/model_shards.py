@@ -1,0 +1,158 @@
+"""All units under one root: neighbours in memory, named, and checked against each other."""
+
+import weakref
+from collections.abc import Iterator
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.communicators import gather_group
+from graphfsdp.sharding.schedule import Schedule
+from graphfsdp.sharding.unit import Unit, UnitPhase
+from graphfsdp.sharding.unit_plan import neighbour_starts
+
+_Kind = tuple[torch.dtype, torch.device, bool]
+
+
+class ModelShards:
+    """The units of a model, with all shards of a kind in one storage.
+
+    Main weights of all units are neighbours in one storage per dtype, main grads likewise and in
+    the same order, so that an optimizer can run over the whole model in a handful of kernels.
+
+    Attributes:
+        units: Every unit, in the order of the modules.
+    """
+
+    def __init__(self, root: nn.Module, units: list[Unit]) -> None:
+        """Name the units, check them, and move their shards together.
+
+        Raises:
+            ConfigError: a parameter is held by two units, or a unit is in the middle of work.
+        """
+        self._root = weakref.ref(root)
+        self.units = units
+        names = {id(module): name for name, module in root.named_modules()}
+        for unit in units:
+            unit.group.name = names[id(unit.module)]
+        self._refuse_busy_units()
+        self._refuse_shared_parameters(root)
+        self._refuse_other_structure()
+        with torch.inference_mode(False):  # what is made here is trained later
+            self._move_together()
+            self._join_schedules()
+
+    def _join_schedules(self) -> None:
+        """Let all units go by one schedule, and give all-gathers communicators of their own."""
+        schedule = Schedule()
+        for unit in self.units:
+            unit.schedule = schedule
+            if unit.group.options.buffer_pool:
+                for buffer in unit.group.buffers:
+                    buffer.use_pool(schedule.pool)
+            if unit.group.options.overlap.separate_communicators:
+                for buffer in unit.group.buffers:
+                    if buffer.sharded:
+                        buffer.gather_group = gather_group(buffer.group)
+
+    def _refuse_busy_units(self) -> None:
+        for unit in self.units:
+            what = None
+            if unit.pinned or unit.phase is not UnitPhase.IDLE:
+                what = "is unsharded"
+            elif unit.group.has_pending_gradients:
+                what = "has gradients that wait for their reduction"
+            if what is not None:
+                raise ConfigError(
+                    f"the sharded model cannot be set up while unit {unit.group.name!r} {what}. "
+                    "Remedy: reshard() it, or finish the accumulation with a synchronised "
+                    "backward, before a module above it is wrapped or first called"
+                )
+
+    def _refuse_shared_parameters(self, root: nn.Module) -> None:
+        managed = {
+            id(item.param): (unit, item) for unit in self.units for item in unit.group.managed
+        }
+        for module_name, module in root.named_modules():
+            for name, param in module._parameters.items():
+                found = managed.get(id(param))
+                if found is None or (module, name) in found[1].owners:
+                    continue
+                here = f"{module_name}.{name}" if module_name else name
+                there = f"{found[0].group.name}.{found[1].name}".lstrip(".")
+                raise ConfigError(
+                    f"parameter {here!r} is the same as {there!r}, which unit "
+                    f"{found[0].group.name!r} has taken over; outside that unit it would be a "
+                    "shard. Remedy: let one unit hold both modules (wrap neither of them, or a "
+                    "common parent)"
+                )
+
+    def _refuse_other_structure(self) -> None:
+        """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
+        groups = {group: None for unit in self.units for group in unit.group.groups}
+        problem: str | None = None
+        for group in groups:
+            mine = [
+                line
+                for unit in self.units
+                if group in unit.group.groups
+                for line in unit.group.describe()
+            ]
+            # A rank that finds something goes on: those that share another group with it wait.
+            everyone: list[tuple[str | None, list[str]]] = [(None, [])] * group.size()
+            dist.all_gather_object(everyone, (problem, mine), group)
+            ranks = dist.get_process_group_ranks(group)
+            for rank, (theirs, lines) in zip(ranks, everyone, strict=True):
+                if problem is None and theirs is None and lines != everyone[0][1]:
+                    theirs = (
+                        f"rank {rank} holds another model than rank {ranks[0]}, so their "
+                        f"collectives would not fit together: "
+                        f"{_difference(everyone[0][1], lines, ranks[0])}. Remedy: build the same "
+                        "model with the same dtypes and units on every rank"
+                    )
+                problem = problem or theirs
+        if problem is not None:
+            raise ConfigError(problem)
+
+    def move_to(self, device: torch.device) -> None:
+        """Give memory on a device to the shards that are on the meta device, with all others."""
+        self._move_together(device)
+
+    def _move_together(self, in_place_of_meta: torch.device | None = None) -> None:
+        kinds: dict[_Kind, list[ShardBuffer]] = {}
+        for unit in self.units:
+            for buffer in unit.group.buffers:
+                device = buffer.main.device
+                if in_place_of_meta is not None and buffer.main.is_meta:
+                    device = in_place_of_meta
+                kind = (buffer.main.dtype, device, buffer.trainable)
+                kinds.setdefault(kind, []).append(buffer)
+        for (_, device, trainable), buffers in kinds.items():
+            mains = _cut([buffer.main for buffer in buffers], device)
+            grads: Iterator[Tensor | None] = iter([None] * len(buffers))
+            if trainable:
+                grads = _cut([b.grad for b in buffers if b.grad is not None], device)
+            for buffer, main, grad in zip(buffers, mains, grads, strict=True):
+                buffer.move(main, grad)
+        for unit in self.units:
+            unit.group.bind_views()
+
+
+def _difference(first: list[str], other: list[str], rank: int) -> str:
+    for line, theirs in zip_longest(first, other, fillvalue="nothing"):
+        if line != theirs:
+            return f"rank {rank} has {line}, the other has {theirs}"
+    return "they are equal"
+
+
+def _cut(tensors: list[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yield views of one new storage, as long as the given tensors, one after the other."""
+    numels = [tensor.numel() for tensor in tensors]
+    starts = neighbour_starts(numels, tensors[0].element_size())
+    flat = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=device)
+    for start, tensor in zip(starts, tensors, strict=False):
+        yield flat.narrow(0, start, tensor.numel())

@@ -1,0 +1,299 @@
+"""When units gather and reduce: ahead of their use, and while others compute.
+
+Note [Order of units]: which unit comes next is what came next the last time. A pass that takes
+another way (a unit is skipped, or runs twice) gathers for itself from there on, as without
+prefetch, and the way that it took is what the next pass goes by. All ranks run the same units, so
+all go by the same order. What was gathered for nobody is dropped when the pass ends.
+
+Note [Nothing survives a pass]: what begins in a forward pass is over when its outermost unit
+returns, what begins in a backward pass when autograd's last callback has run. On CUDA both side
+streams have then joined the current stream, so a capture may begin and end around the iteration.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from graphfsdp.base.streams import Lane
+from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.buffer_pool import BufferPool
+from graphfsdp.sharding.group import ShardGroup
+from graphfsdp.sharding.saved_weights import is_in_backward
+from graphfsdp.sharding.unreduced import Reducing
+
+# Whole gradient buffers that may be alive: one is being reduced, one is being filled.
+MAX_FULL_GRADS = 2
+
+
+class Scheduled(Protocol):
+    """What the schedule asks of a unit."""
+
+    @property
+    def group(self) -> ShardGroup:
+        """Its parameters and buffers."""
+        ...
+
+    def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None:
+        """Begin to gather one of the buffers if that is of use."""
+        ...
+
+
+Entry = tuple[Scheduled, ShardBuffer]
+
+
+class Order:
+    """The order in which buffers were gathered the last time."""
+
+    def __init__(self) -> None:
+        self._known: list[Entry] = []
+        self._seen: list[Entry] = []
+        self._follows = True
+
+    def begin(self) -> None:
+        """Begin a pass; what an unfinished one has seen is forgotten."""
+        self._seen, self._follows = [], True
+
+    def end(self) -> None:
+        """Remember the pass for the next one."""
+        self._known = self._seen
+        self.begin()
+
+    def note(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> list[Entry]:
+        """Note that buffers are used now, and return those of the unit that comes next, if known.
+
+        Buffers of the same unit that follow at once are returned too.
+        """
+        for buffer in buffers:
+            index = len(self._seen)
+            self._seen.append((unit, buffer))
+            if index >= len(self._known) or self._known[index][1] is not buffer:
+                self._follows = False
+        return list(self._next(unit)) if self._follows else []
+
+    def _next(self, unit: Scheduled) -> Iterator[Entry]:
+        following = None
+        for entry in self._known[len(self._seen) :]:
+            if entry[0] is not unit:
+                following = following or entry[0]
+                if entry[0] is not following:
+                    return
+            elif following is not None:
+                return
+            yield entry
+
+    @property
+    def known(self) -> Sequence[Entry]:
+        """What the next pass goes by."""
+        return self._known
+
+    def go_back(self, known: Sequence[Entry]) -> None:
+        """Forget the pass that runs, and go by what was known before it."""
+        self._known = list(known)
+        self.begin()
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A unit's gradients on their way.
+
+    Attributes:
+        unit: The unit.
+        steps: One for each buffer; see ShardBuffer.reduce.
+        done: Called when that is over.
+    """
+
+    unit: Scheduled
+    steps: Sequence[Reducing]
+    done: Callable[[], None] | None
+
+    def finish(self) -> None:
+        for step in self.steps:
+            for _ in step:
+                pass
+        if self.done is not None:
+            self.done()
+
+    def abandon(self) -> None:
+        for step in self.steps:
+            with suppress(RuntimeError):  # see Schedule.abandon
+                step.close()
+
+
+class Schedule:
+    """Prefetch and reductions of all units under one root.
+
+    Attributes:
+        pool: Memory for the buffers of units that were told to use it.
+        num_prefetches: Buffers whose gather was begun ahead of their use.
+        max_reductions: The most units whose gradients were on their way at a time.
+    """
+
+    def __init__(self) -> None:
+        """Prepare; nothing is known of the units yet."""
+        self._lanes: dict[tuple[str, torch.device], Lane] = {}
+        self._forwards: dict[
+            tuple[Scheduled, bool], Order
+        ] = {}  # by outermost unit; with gradients?
+        self._forward = Order()  # of the pass that runs
+        self._backward = Order()
+        self._inside: list[Scheduled] = []  # units whose forward runs, outermost first
+        self._prefetched: list[ShardBuffer] = []
+        self._reductions: deque[_Reduction] = deque()
+        self._task = -1  # the backward pass that is under way, by autograd's number
+        self._iteration_is_over = True
+        self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
+        self.pool = BufferPool()
+        self.num_prefetches = 0
+        self.max_reductions = 0
+
+    def enter_forward(self, unit: Scheduled) -> None:
+        """Note that a unit's forward begins."""
+        if is_in_backward():
+            return
+        if not self._inside:
+            self.settle()
+            key = (unit, torch.is_grad_enabled())
+            self._forward = self._forwards.setdefault(key, Order())
+            self._forward.begin()
+            if self._iteration_is_over:
+                orders = (*self._forwards.values(), self._backward)
+                self._known_before = {order: order.known for order in orders}
+                self.pool.begin(trains=torch.is_grad_enabled())
+                self._iteration_is_over = not torch.is_grad_enabled()
+        self._inside.append(unit)
+
+    def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:
+        """Begin to gather what comes after these buffers, which are whole now.
+
+        Args:
+            unit: The unit.
+            buffers: Those that had to be gathered.
+        """
+        if is_in_backward():
+            self._follow_backward()
+            upcoming = self._backward.note(unit, buffers) if buffers else []
+            wanted = unit.group.options.overlap.backward_prefetch
+        else:
+            # All of them: what was here already will have to be gathered in the next iteration.
+            upcoming = self._forward.note(unit, unit.group.buffers)
+            wanted = unit.group.options.overlap.forward_prefetch
+        if wanted:
+            self._prefetch(upcoming)
+
+    def leave_forward(self, unit: Scheduled) -> None:
+        """Note that a unit's forward has ended."""
+        if unit not in self._inside:
+            return
+        # Inner units that an exception has kept from leaving are outside now as well.
+        del self._inside[self._inside.index(unit) :]
+        if not self._inside:
+            self._forward.end()
+            self._drop_prefetched()
+
+    def make_room(self) -> None:
+        """Wait for reductions until one more whole gradient buffer may be made."""
+        while len(self._reductions) >= MAX_FULL_GRADS:
+            self._reductions.popleft().finish()
+
+    def reduce_lane(self, unit: Scheduled, buffer: ShardBuffer) -> Lane | None:
+        """Return where a unit's gradients are reduced; None if it waits for them."""
+        return self._lane("reduce", buffer) if unit.group.options.overlap.reduce_grads else None
+
+    def reduce(
+        self,
+        unit: Scheduled,
+        steps: Sequence[Reducing],
+        done: Callable[[], None] | None,
+    ) -> None:
+        """Begin to reduce a unit's gradients.
+
+        Args:
+            unit: The unit.
+            steps: One for each buffer; see ShardBuffer.reduce.
+            done: Called when that is over, before the backward pass is.
+        """
+        reduction = _Reduction(unit, steps, done)
+        if not unit.group.options.overlap.reduce_grads:
+            reduction.finish()
+            return
+        self._follow_backward()
+        for step in steps:
+            next(step, None)
+        self._reductions.append(reduction)
+        self.max_reductions = max(self.max_reductions, len(self._reductions))
+
+    def finish_reduction(self, unit: Scheduled) -> None:
+        """Wait for the gradients of one unit, and of those that began before it."""
+        while any(reduction.unit is unit for reduction in self._reductions):
+            self._reductions.popleft().finish()
+
+    def end_iteration(self) -> None:
+        """Note that the backward pass under way is the last one of an iteration."""
+        self._iteration_is_over = True
+
+    def settle(self) -> None:
+        """Wait for whatever is under way, and drop what nobody has used."""
+        self._task = -1
+        self._drop_prefetched()
+        while self._reductions:
+            self._reductions.popleft().finish()
+
+    def abandon(self) -> None:
+        """Forget an iteration that an exception has ended, here or on another rank.
+
+        All ranks go by the order that they knew before it: some may have come further than others.
+        """
+        self._task = -1
+        self._inside.clear()
+        for order in (*self._forwards.values(), self._backward):
+            order.go_back(self._known_before.get(order, ()))
+        self._iteration_is_over = True
+        while self._prefetched:
+            # Another rank may be gone: then its group is of no use any more, and whoever abandons
+            # the iteration has an error to tell already.
+            with suppress(RuntimeError):
+                self._prefetched.pop().drop_prefetched()
+        while self._reductions:
+            self._reductions.popleft().abandon()
+
+    def _lane(self, kind: str, buffer: ShardBuffer) -> Lane:
+        device = buffer.main.device
+        key = (kind, device)
+        if key not in self._lanes:
+            # Of high priority, so that a collective need not wait until kernels leave room.
+            on_gpu = device.type == "cuda"
+            stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+            self._lanes[key] = Lane(stream)
+        return self._lanes[key]
+
+    def _prefetch(self, entries: Sequence[Entry]) -> None:
+        for unit, buffer in entries:
+            before = buffer.is_prefetched
+            unit.prefetch(buffer, self._lane("gather", buffer))
+            if buffer.is_prefetched and not before:
+                self.num_prefetches += 1
+                self._prefetched.append(buffer)
+
+    def _drop_prefetched(self) -> None:
+        while self._prefetched:
+            self._prefetched.pop().drop_prefetched()
+
+    def _follow_backward(self) -> None:
+        """See to it that the backward pass under way ends with nothing left behind."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self._task != -1:
+            # A backward pass inside another one, or one that has failed.
+            self.settle()
+        self._task = task
+        self._backward.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward.end()
+        self.settle()

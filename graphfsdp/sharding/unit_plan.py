@@ -1,0 +1,148 @@
+"""Which flat buffers a unit gets, and how many bytes: from shapes alone, without any tensor."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.sharding.layout import BufferLayout, alignment_numel
+from graphfsdp.sharding.layout_plan import plan_unit
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """What decides which parameters may share a buffer, and the parameter's shape.
+
+    Attributes:
+        shape: Full shape.
+        dtype: As the module has it.
+        trainable: Whether it gets a gradient.
+        device: Where it lies, as text.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class BufferDtypes:
+    """Element types of the copies of one buffer.
+
+    Attributes:
+        compute: Gathered weights, which forward and backward compute with.
+        main: Weights that the optimizer updates.
+        grad: Main grads.
+        comm: What gradients are reduced in.
+    """
+
+    compute: torch.dtype
+    main: torch.dtype
+    grad: torch.dtype
+    comm: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> "BufferDtypes":
+        """Return the element types for parameters of a dtype under a policy."""
+        if not dtype.is_floating_point:
+            return cls(dtype, dtype, dtype, dtype)
+        main = policy.main_params_dtype or dtype
+        grad = policy.main_grads_dtype or main
+        return cls(
+            compute=policy.param_dtype or dtype,
+            main=main,
+            grad=grad,
+            comm=policy.grad_comm_dtype or grad,
+        )
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One flat buffer of a unit before it has memory.
+
+    Attributes:
+        layout: Where each parameter lies.
+        names: Full names within the unit of the parameters, in the order of the slots.
+        dtypes: Element types of its copies.
+        strategy: What is sharded; NO_SHARD for scalars, which have no rows to share out.
+        trainable: Whether its parameters get gradients.
+    """
+
+    layout: BufferLayout
+    names: tuple[str, ...]
+    dtypes: BufferDtypes
+    strategy: ShardingStrategy
+    trainable: bool
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only its part of the main weights."""
+        return self.strategy is not ShardingStrategy.NO_SHARD
+
+    @property
+    def main_numel(self) -> int:
+        """Elements of one rank's main weights, padding included."""
+        return self.layout.shard_numel if self.sharded else self.layout.total_numel
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered weights, padding included."""
+        return self.layout.total_numel * self.dtypes.compute.itemsize
+
+    @property
+    def full_grad_bytes(self) -> int:
+        """Bytes of the whole gradients that are reduced, padding included."""
+        return self.layout.total_numel * self.dtypes.comm.itemsize if self.trainable else 0
+
+
+def plan_buffers(
+    params: Mapping[str, ParameterKind],
+    *,
+    policy: MixedPrecisionPolicy,
+    strategy: ShardingStrategy,
+    num_ranks: int,
+) -> list[BufferPlan]:
+    """Return the flat buffers of one unit.
+
+    Args:
+        params: The unit's parameters by full name within it, each once.
+        policy: Dtypes of the copies.
+        strategy: What is sharded.
+        num_ranks: Ranks that share the unit.
+    """
+    kinds: dict[tuple[torch.dtype, str, bool, bool], list[str]] = {}
+    for name, param in params.items():
+        # A scalar has no rows to share out: every rank holds it.
+        kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0)
+        kinds.setdefault(kind, []).append(name)
+    plans = []
+    for (dtype, _, trainable, has_rows), names in kinds.items():
+        used = strategy if has_rows else ShardingStrategy.NO_SHARD
+        dtypes = BufferDtypes.of(dtype, policy)
+        layout = plan_unit(
+            [params[name].shape for name in names],
+            num_ranks=1 if used is ShardingStrategy.NO_SHARD else num_ranks,
+            itemsize=min(dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize),
+        )
+        for buffer in layout.buffers:
+            members = tuple(names[slot.index] for slot in buffer.slots)
+            plans.append(BufferPlan(buffer, members, dtypes, used, trainable))
+    return plans
+
+
+def neighbour_starts(numels: Sequence[int], itemsize: int) -> list[int]:
+    """Return where pieces of one storage start, in elements, and where the last one ends.
+
+    Each starts on a 16-byte border, which the layout of its buffer counts on.
+
+    Args:
+        numels: Elements of each piece.
+        itemsize: Bytes of an element.
+    """
+    step = alignment_numel(itemsize)
+    starts = [0]
+    for numel in numels:
+        starts.append(-(-(starts[-1] + numel) // step) * step)
+    return starts

@@ -1,0 +1,285 @@
+"""The update rules as in-place tensor code: the reference, and the fallback where no kernel fits.
+
+Shapes: [...] any shape, the same for all tensors of one parameter; [] is a 0-D tensor.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.fused.scaled_moments import dequantize, quantize_
+from graphfsdp.optim.fused.step_settings import Flags
+from graphfsdp.optim.fused.step_tensors import StepTensors
+
+HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+
+
+class AdamCoefficients(NamedTuple):
+    """The scalars of one update, each a [] float64 tensor on the device.
+
+    Attributes:
+        decay: Factor on the weight for decoupled decay, ``1 - lr * weight_decay``.
+        weight_decay: Share of the weight that L2 mode adds to the gradient.
+        one_minus_beta1: Weight of the new gradient in the first moment.
+        beta2: Weight of the old second moment.
+        one_minus_beta2: Weight of the new squared gradient in the second moment.
+        step_size: ``lr`` over the bias correction of the first moment.
+        root_correction2: Square root of the bias correction of the second moment.
+        eps: Added to the root of the corrected second moment.
+        lr: Learning rate.
+        beta1: Weight of the old first moment.
+        correction1: Bias correction of the first moment.
+        correction2: Bias correction of the second moment.
+    """
+
+    decay: Tensor
+    weight_decay: Tensor
+    one_minus_beta1: Tensor
+    beta2: Tensor
+    one_minus_beta2: Tensor
+    step_size: Tensor
+    root_correction2: Tensor
+    eps: Tensor
+    lr: Tensor
+    beta1: Tensor
+    correction1: Tensor
+    correction2: Tensor
+
+
+def adam_coefficients(
+    hyper_row: Tensor,  # [5] float64, one group's row of the table, see HYPER_COLUMNS
+    step: Tensor,  # [] float, updates done so far, this one included
+    flags: Flags,
+) -> AdamCoefficients:
+    """Compute the scalars of one update on the device, in float64.
+
+    float64 because ``1 - beta2`` and ``1 - beta2**step`` lose half of their digits in float32.
+
+    Args:
+        flags: Transformer Engine's arithmetic rounds every number of the table to float32 first.
+
+    Returns:
+        Twelve [] tensors.
+
+    Capture: no host sync; replays read the table and the step that they find.
+    """
+    if flags.te_math:
+        hyper_row = hyper_row.float().double()
+    lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
+    one = torch.ones_like(lr)
+    one_minus_beta2 = one - beta2
+    if flags.rule == "sgd":  # dampening spares the first gradient
+        one_minus_beta2 = torch.where(step > 1, one_minus_beta2, one)
+    correction1 = one - beta1**step if flags.bias_correction else one
+    correction2 = one - beta2**step if flags.bias_correction else one
+    return AdamCoefficients(
+        decay=one - lr * weight_decay,
+        weight_decay=weight_decay,
+        one_minus_beta1=one - beta1,
+        beta2=beta2,
+        one_minus_beta2=one_minus_beta2,
+        step_size=lr / correction1,
+        root_correction2=correction2.sqrt(),
+        eps=eps,
+        lr=lr,
+        beta1=beta1,
+        correction1=correction1,
+        correction2=correction2,
+    )
+
+
+@torch.no_grad()
+def adam_update_(
+    tensors: StepTensors,
+    coefficients: AdamCoefficients,  # [] float64 each
+    flags: Flags,
+    *,
+    grad_scale: Tensor | None = None,  # [] float, multiplies the gradient
+    found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
+) -> None:
+    """Apply one step to one parameter, in place.
+
+    The maths is in float32 whatever the storage is (in float64 for a float64 weight). With a main
+    weight, the model weight is only written: it becomes the rounded main weight.
+
+    Capture: no host sync; temporaries come from the graph's pool; all addresses stay fixed.
+    Source: Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); decoupled decay: Loshchilov & Hutter
+        2019, Algorithm 2 (arXiv:1711.05101); the largest second moment: Reddi et al. 2018,
+        Algorithm 2 (arXiv:1904.09237).
+    """
+    if found_inf is not None:
+        _update_unless(found_inf, tensors, coefficients, flags, grad_scale)
+        return
+    weight = _read_weight(tensors)
+    gradient = tensors.grad.to(weight.dtype)
+    if grad_scale is not None:
+        gradient = gradient * grad_scale
+    if flags.maximize:
+        gradient = -gradient
+    stores = (
+        (tensors.exp_avg, tensors.exp_avg_scale),
+        (tensors.exp_avg_sq, tensors.exp_avg_sq_scale),
+        (tensors.max_exp_avg_sq, tensors.max_exp_avg_sq_scale),
+    )
+    moments = [_read_moment(store, scale, weight.dtype) for store, scale in stores]
+    if flags.rule == "adam":
+        first, second, largest = moments
+        assert first is not None
+        assert second is not None
+        rule = _te_rule_ if flags.te_math else _torch_rule_
+        rule(_Values(weight, gradient, first, second, largest), coefficients, flags.adam_w_mode)
+    elif flags.rule == "sgd":
+        _sgd_rule_(weight, gradient, moments[0], coefficients, nesterov=flags.nesterov)
+    else:
+        assert moments[0] is not None
+        _lion_rule_(weight, gradient, moments[0], coefficients)
+    for index, (store, scale) in enumerate(stores):
+        _store_moment(store, scale, moments[index], positive=index > 0)
+    _store_weight(tensors, weight)
+
+
+def _update_unless(
+    found_inf: Tensor,
+    tensors: StepTensors,
+    coefficients: AdamCoefficients,
+    flags: Flags,
+    grad_scale: Tensor | None,
+) -> None:
+    """Update copies, then take them over unless the flag is set; arguments as above."""
+    copies = StepTensors(
+        *(store if store is None or store is tensors.grad else store.clone() for store in tensors)  # type: ignore[arg-type]
+    )
+    adam_update_(copies, coefficients, flags, grad_scale=grad_scale)
+    skip = found_inf != 0
+    for store, copy in zip(tensors, copies, strict=True):
+        if store is not None and copy is not None and store is not copy:
+            store.copy_(torch.where(skip, store, copy))
+
+
+class _Values(NamedTuple):
+    """What a rule works on, all of one wide dtype; all but the gradient are changed in place."""
+
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    largest: Tensor | None
+
+
+def _read_weight(tensors: StepTensors) -> Tensor:
+    """Return the weight that is updated, wide; a stored one where it is wide already."""
+    main = tensors.main_param
+    if main is not None and main.dtype == torch.int16:
+        return join_remainder(tensors.param, main)
+    stored = tensors.param if main is None else main
+    return stored.to(torch.promote_types(stored.dtype, torch.float32))
+
+
+def _store_weight(tensors: StepTensors, weight: Tensor) -> None:
+    main = tensors.main_param
+    if main is not None and main.dtype == torch.int16:
+        split_remainder_(tensors.param, main, weight)
+        return
+    for store in (main, tensors.param):
+        if store is not None and store is not weight:
+            store.copy_(weight)
+
+
+def _read_moment(store: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if store is None:
+        return None
+    return store.to(dtype) if scale is None else dequantize(store, scale)
+
+
+def _store_moment(
+    store: Tensor | None, scale: Tensor | None, value: Tensor | None, *, positive: bool
+) -> None:
+    if store is None or value is None:
+        return
+    if scale is not None:
+        quantize_(store, scale, value, positive=positive)
+    elif store is not value:
+        store.copy_(value)
+
+
+def _torch_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: bool) -> None:
+    """The order of operations of torch's own Adam."""
+    weight, gradient, first, second, largest = values
+    if adam_w_mode:
+        weight.mul_(coefficients.decay)
+    else:
+        gradient = gradient + weight * coefficients.weight_decay
+    first.add_((gradient - first) * coefficients.one_minus_beta1)
+    second.mul_(coefficients.beta2).add_(gradient * gradient * coefficients.one_minus_beta2)
+    denominator = _root(_keep_largest_(largest, second))
+    denominator = denominator.div_(coefficients.root_correction2).add_(coefficients.eps)
+    weight.sub_((first / denominator).mul_(coefficients.step_size))
+
+
+def _te_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: bool) -> None:
+    """The order of operations of Transformer Engine's multi-tensor Adam.
+
+    Source: transformer_engine/common/multi_tensor/adam.cu, as compiled with fused multiply-add.
+    """
+    weight, gradient, first, second, largest = values
+    at = AdamCoefficients(*(value.to(weight.dtype) for value in coefficients))
+    if not adam_w_mode:
+        gradient = _fma(at.weight_decay, weight, gradient)
+    first.copy_(_fma(at.one_minus_beta1, gradient, at.beta1 * first))
+    second.copy_(_fma(gradient, at.one_minus_beta2 * gradient, at.beta2 * second))
+    denominator = _root(_keep_largest_(largest, second) / at.correction2) + at.eps
+    update = (first / at.correction1) / denominator
+    if adam_w_mode:
+        update = _fma(weight, at.weight_decay, update)
+    weight.copy_(_fma(-update, at.lr, weight))
+
+
+def _keep_largest_(largest: Tensor | None, second: Tensor) -> Tensor:
+    """Return the moment to divide by, after taking over what has grown."""
+    return second if largest is None else torch.maximum(largest, second, out=largest)
+
+
+def _sgd_rule_(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum: Tensor | None,
+    coefficients: AdamCoefficients,
+    *,
+    nesterov: bool,
+) -> None:
+    """The order of operations of torch's own SGD.
+
+    Source: Sutskever et al. 2013, equations 3 and 4, in the form of torch.optim.SGD.
+    """
+    gradient = gradient + weight * coefficients.weight_decay
+    if momentum is not None:
+        momentum.mul_(coefficients.beta1).add_(gradient * coefficients.one_minus_beta2)
+        gradient = gradient + momentum * coefficients.beta1 if nesterov else momentum
+    weight.sub_(gradient * coefficients.lr)
+
+
+def _lion_rule_(
+    weight: Tensor, gradient: Tensor, momentum: Tensor, coefficients: AdamCoefficients
+) -> None:
+    """Lion: a step of the same length for each element.
+
+    Source: Chen et al. 2023, Algorithm 2 (arXiv:2302.06675).
+    """
+    mixed = momentum * coefficients.beta1 + gradient * coefficients.one_minus_beta1
+    weight.mul_(coefficients.decay).sub_(mixed.sign() * coefficients.lr)
+    momentum.mul_(coefficients.beta2).add_(gradient * coefficients.one_minus_beta2)
+
+
+def _root(value: Tensor) -> Tensor:
+    """Return the correctly rounded root, which torch's float32 one on the CPU is not."""
+    return value.double().sqrt().to(value.dtype)
+
+
+def _fma(left: Tensor, right: Tensor, add: Tensor) -> Tensor:
+    """Return ``left * right + add`` with an unrounded product.
+
+    The product of two float32 is exact in float64; the sum is rounded to float64 and to float32.
+    """
+    return (left.double() * right.double() + add.double()).to(add.dtype)

@@ -1,0 +1,138 @@
+"""Flat runs: stretches of neighbouring tensors that one kernel can treat as one tensor.
+
+Shapes: [...] any shape; [R] all elements of one run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# One parameter's tensors: weight, gradient, moments and so on, in a fixed order. None is a tensor
+# that does not take part.
+Bundle = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class FlatRun:
+    """Neighbouring bundles as one bundle of 1-D views.
+
+    Attributes:
+        tensors: One [R] view per column of the bundles, None where the column is None.
+        members: Index of each bundle in the list that was merged, in memory order.
+    """
+
+    tensors: Bundle
+    members: tuple[int, ...]
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether such a tensor fills one stretch of memory, each element once.
+
+    True for contiguous and for channels-last tensors; False for expanded ones and for slices
+    with gaps.
+    """
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether equal positions in memory order are equal indices.
+
+    The strides of dims of size one say nothing and are not compared.
+    """
+    return tensor.shape == other.shape and all(
+        a == b
+        for a, b, size in zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
+        if size != 1
+    )
+
+
+def flat_view(tensor: Tensor, numel: int | None = None) -> Tensor:
+    """Return the 1-D view, in memory order, that starts where ``tensor`` starts.
+
+    Args:
+        tensor: A dense tensor.
+        numel: Length of the view, the tensor's own by default. A longer view reaches into the
+            neighbours in the same storage.
+    """
+    length = tensor.numel() if numel is None else numel
+    return tensor.detach().as_strided((length,), (1,), tensor.storage_offset())
+
+
+def merge_neighbours(bundles: Sequence[Bundle]) -> list[FlatRun]:
+    """Merge bundles that are neighbours in every column into flat runs.
+
+    Two bundles are neighbours where, column by column, the second tensor starts right after the
+    first in the same storage, with the same dtype. Bundles of different groups must not be given
+    together. Only integers are looked at; no tensor is read or written.
+
+    Args:
+        bundles: Dense tensors; within a bundle all have the same shape and strides. Bundles
+            of zero-size tensors are skipped.
+
+    Returns:
+        The runs, in memory order of their first column.
+    """
+    spans = {
+        index: tuple(_span(tensor) for tensor in bundle)
+        for index, bundle in enumerate(bundles)
+        if _numel(bundle)
+    }
+    runs: list[list[int]] = []
+    previous: tuple[_Span | None, ...] | None = None
+    for index in sorted(spans, key=lambda i: _memory_order(spans[i])):
+        if previous is not None and _all_follow(previous, spans[index]):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+        previous = spans[index]
+    return [_make_run(bundles, members) for members in runs]
+
+
+# Where a tensor lies: storage address, dtype, first element, one past the last element.
+_Span = tuple[int, torch.dtype, int, int]
+
+
+def _span(tensor: Tensor | None) -> _Span | None:
+    if tensor is None:
+        return None
+    start = int(tensor.storage_offset())
+    return tensor.untyped_storage().data_ptr(), tensor.dtype, start, start + tensor.numel()
+
+
+def _numel(bundle: Bundle) -> int:
+    return next((tensor.numel() for tensor in bundle if tensor is not None), 0)
+
+
+def _memory_order(spans: tuple[_Span | None, ...]) -> tuple[int, int]:
+    first = next(span for span in spans if span is not None)
+    return first[0], first[2]
+
+
+def _all_follow(
+    before: tuple[_Span | None, ...],
+    after: tuple[_Span | None, ...],
+) -> bool:
+    for left, right in zip(before, after, strict=True):
+        if left is None or right is None:
+            if left is not right:
+                return False
+        elif left[:2] != right[:2] or left[3] != right[2]:
+            return False
+    return True
+
+
+def _make_run(bundles: Sequence[Bundle], members: list[int]) -> FlatRun:
+    numel = sum(_numel(bundles[index]) for index in members)
+    tensors = tuple(
+        None if tensor is None else flat_view(tensor, numel) for tensor in bundles[members[0]]
+    )
+    return FlatRun(tensors, tuple(members))

@@ -1,0 +1,238 @@
+"""Matching a saved optimizer state with FusedAdam's groups, all checks before any change."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp.base.dtensors import local_part
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.fused.scaled_moments import (
+    dequantize,
+    quantize_,
+    scale_of,
+    scale_shape,
+)
+from graphfsdp.optim.fused.step_members import parameter_name
+from graphfsdp.optim.fused.step_settings import StepSettings
+
+# Settings of other Adams that say how they run, not what they compute.
+_RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
+# Settings of groups elsewhere that are the whole optimizer's here; they are compared.
+_COMPARED = frozenset(
+    {"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay", "nesterov"}
+)
+_NOT_LOADED = _RUN_SETTINGS | _COMPARED | {"params", "param_names", "step"}
+
+Loaded = dict[Tensor, dict[str, Tensor] | None]
+
+
+def match_state_dict(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    settings: StepSettings,
+) -> Loaded:
+    """Find the saved state of each parameter.
+
+    Args:
+        state_dict: As ``Optimizer.state_dict`` makes it, of FusedAdam, of torch's Adam or AdamW,
+            or of the FusedAdam of Transformer Engine or apex, which count steps per group.
+        groups: The optimizer's groups.
+        settings: Those of the optimizer that loads.
+
+    Returns:
+        For each parameter the tensors ``step``, ``exp_avg``, ``exp_avg_sq`` and maybe
+        ``max_exp_avg_sq``, ``master_param`` and the scales of moments; None where nothing was
+        saved.
+
+    Raises:
+        ConfigError: something does not fit; it is named.
+    """
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ConfigError(
+            f"the saved state has {len(saved_groups)} parameter groups, "
+            f"this optimizer has {len(groups)}"
+        )
+    loaded: Loaded = {}
+    name_of = parameter_name(groups)
+    for row, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        _check_settings(saved, row, settings)
+        if len(saved["params"]) != len(group["params"]):
+            raise ConfigError(
+                f"parameter group {row} of the saved state has {len(saved['params'])} "
+                f"parameters, here it has {len(group['params'])}"
+            )
+        pairs = zip(group["params"], saved["params"], strict=True)
+        for position, (param, key) in enumerate(pairs):
+            entries = state_dict["state"].get(key)
+            loaded[param] = (
+                _match_entries(entries, saved, param, name_of(row, position), settings)
+                if entries
+                else None
+            )
+    return loaded
+
+
+def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> None:
+    """Copy what was saved into the state tensors that exist, which keep address and dtype.
+
+    Args:
+        loaded: From ``match_state_dict``.
+        states: The optimizer's state; parameters without any are left alone.
+    """
+    for param, source in loaded.items():
+        saved = source or {}
+        kept = states.get(param) or {}
+        for key, tensor in kept.items():
+            if key.endswith("_scale"):
+                continue  # goes with its moment
+            if key == "master_param":
+                _copy_main(param, tensor, saved.get(key))
+            elif scale_of(key) in kept or scale_of(key) in saved:
+                _copy_scaled(key, kept, saved)
+            elif key in saved:
+                tensor.copy_(saved[key])
+            else:  # saved before its first step
+                tensor.zero_()
+
+
+def _copy_scaled(key: str, kept: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy a moment that has scales where it was saved, where it is kept, or in both places."""
+    if key not in saved:
+        kept[key].zero_()  # saved before its first step: whatever the scales are
+        return
+    store, value = local_part(kept[key]), local_part(saved[key]).to(kept[key].device)
+    scale, value_scale = (tensors.get(scale_of(key)) for tensors in (kept, saved))
+    if scale is not None and value_scale is not None and store.dtype == value.dtype:
+        store.copy_(value)
+        local_part(scale).copy_(local_part(value_scale))
+        return
+    if value_scale is not None:
+        value = dequantize(value.contiguous(), local_part(value_scale).to(store.device))
+    if scale is not None:
+        positive = key.endswith("_sq")
+        quantize_(store, local_part(scale), value.float().contiguous(), positive=positive)
+    else:
+        store.copy_(value)
+
+
+def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
+    """Copy a main weight, whichever form it was saved in and is kept in.
+
+    A remainder that was saved belongs to the model weight that was saved with it, so that one
+    must be loaded before. A float32 main weight goes into model weight and remainder.
+    """
+    param, main = local_part(param.detach()), local_part(main)
+    saved = None if saved is None else local_part(saved).to(main.device)
+    kept_halves = main.dtype == torch.int16
+    saved_halves = saved is not None and saved.dtype == torch.int16
+    if saved is None and kept_halves:
+        main.zero_()
+    elif saved is None:
+        main.copy_(param)
+    elif kept_halves == saved_halves:
+        main.copy_(saved)
+    elif kept_halves:
+        split_remainder_(param, main, saved.float())
+    else:
+        main.copy_(join_remainder(param, saved))
+
+
+def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Take over the saved hyper-parameters; an lr that is a tensor here keeps its address."""
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        for key, value in saved.items():
+            if key in _NOT_LOADED:
+                continue
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                with torch.no_grad():
+                    current.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+            elif isinstance(value, Tensor):
+                group[key] = value.item()
+            else:
+                group[key] = tuple(value) if key == "betas" else value
+
+
+def _check_settings(saved: Mapping[str, Any], row: int, settings: StepSettings) -> None:
+    own = {
+        "amsgrad": settings.amsgrad,
+        "maximize": settings.flags.maximize,
+        "bias_correction": settings.flags.bias_correction,
+        "nesterov": settings.flags.nesterov,
+    }
+    for key, value in own.items():
+        if bool(saved.get(key, value)) != value:
+            raise ConfigError(
+                f"parameter group {row} was saved with {key}={bool(saved[key])}, this optimizer "
+                f"has {key}={value}; construct {_class_of(settings)} with "
+                f"{key}={bool(saved[key])}"
+            )
+    adam_w_mode = settings.flags.adam_w_mode
+    decoupled = saved.get("decoupled_weight_decay", adam_w_mode)
+    if bool(decoupled) != adam_w_mode and saved.get("weight_decay"):
+        raise ConfigError(
+            f"parameter group {row} was saved with decoupled_weight_decay={decoupled} and "
+            f"weight_decay={saved['weight_decay']}, this FusedAdam has "
+            f"adam_w_mode={adam_w_mode}: the same number means another decay; construct "
+            f"FusedAdam with adam_w_mode={bool(decoupled)}"
+        )
+
+
+def _class_of(settings: StepSettings) -> str:
+    return {"adam": "FusedAdam", "sgd": "FusedSGD", "lion": "FusedLion"}[settings.flags.rule]
+
+
+def _match_entries(
+    entries: Mapping[str, Any],
+    saved_group: Mapping[str, Any],
+    param: Tensor,
+    name: str,
+    settings: StepSettings,
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    step = entries.get("step", saved_group.get("step"))
+    if step is None and settings.flags.rule in ("sgd", "lion"):
+        step = 1.0  # elsewhere they count none; only the first step of SGD is unlike the others
+    if step is None:
+        raise ConfigError(f"the saved state of {name} has no 'step'")
+    found["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+    largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
+    for key in (*settings.moments, *largest, "master_param"):
+        value = entries.get(key)
+        if value is None:
+            if key == "master_param":
+                continue
+            raise ConfigError(f"the saved state of {name} has no {key!r}")
+        if value.shape != param.shape:
+            raise ConfigError(
+                f"the saved {key!r} of {name} has the shape {tuple(value.shape)}, "
+                f"expected {tuple(param.shape)}"
+            )
+        found[key] = value
+        if key != "master_param":
+            found |= _match_scale(entries, key, param, name)
+    return found
+
+
+def _match_scale(
+    entries: Mapping[str, Any], key: str, param: Tensor, name: str
+) -> dict[str, Tensor]:
+    """Return the saved scales of a moment, if it has some."""
+    scale = entries.get(scale_of(key))
+    if scale is None:
+        if entries[key].dtype.itemsize == 1:
+            raise ConfigError(
+                f"the saved {key!r} of {name} is in {entries[key].dtype}, but {scale_of(key)!r} "
+                "is missing; expected a state that FusedAdam has saved"
+            )
+        return {}
+    if scale.shape != scale_shape(param.shape):
+        raise ConfigError(
+            f"the saved {scale_of(key)!r} of {name} has the shape {tuple(scale.shape)}, "
+            f"expected {scale_shape(param.shape)}"
+        )
+    return {scale_of(key): scale}

@@ -1,0 +1,109 @@
+"""What steers a step on the device: gradient norm, clipping, the skip flag, the loss scale."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp.optim.fused.grad_norm import NormParts, clip_coefficient, grad_norm
+from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
+from graphfsdp.optim.fused.step_settings import StepSettings
+
+
+class StepControl:
+    """Device scalars around the fused operation; none of them is read on the host.
+
+    Attributes:
+        grad_scaler: The loss scale, or None.
+        skipped_steps: [] float32, steps that were skipped; its address stays after the first step.
+        grad_norm: [] float32, norm of the unscaled gradients in the last step that needed it.
+    """
+
+    def __init__(self, settings: StepSettings, grad_scaler: DeviceGradScaler | None) -> None:
+        """Make the scalars on the CPU; ``place`` moves them."""
+        self._settings = settings
+        self.grad_scaler = grad_scaler
+        self.skipped_steps = torch.zeros(())
+        self.grad_norm = torch.zeros(())
+
+    def place(self, device: torch.device | None) -> None:
+        """Move the scalars to where the first parameters are, if they are elsewhere.
+
+        Capture: copies from the host: never inside a capture.
+        """
+        if device is not None and self.skipped_steps.device != device:
+            self.skipped_steps = self.skipped_steps.to(device)
+            self.grad_norm = self.grad_norm.to(device)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every persistent tensor with a name for messages."""
+        yield "number of skipped steps", self.skipped_steps
+        yield "gradient norm", self.grad_norm
+        if self.grad_scaler is not None:
+            yield "loss scale", self.grad_scaler.scale
+            yield "number of finite steps at the loss scale", self.grad_scaler.num_finite
+
+    def restart(self) -> None:
+        """Forget the steps that were taken, in place; the loss scale stays."""
+        self.skipped_steps.zero_()
+        self.grad_norm.zero_()
+
+    def needs_norm(self, found_inf: Tensor | None) -> bool:
+        """Return whether a step has to know the norm of the gradients."""
+        checks = self._settings.skip_nonfinite and found_inf is None
+        return checks or self._settings.max_grad_norm is not None
+
+    def prepare(
+        self,
+        parts: NormParts | None,
+        grad_scale: Tensor | None,  # [] float
+        found_inf: Tensor | None,  # [] float
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what multiplies every gradient, and whether to skip, of this step.
+
+        Args:
+            parts: The gradients, where ``needs_norm`` says so.
+
+        Capture: no host sync; one collective for each group of ranks that shares gradients.
+        """
+        if self.grad_scaler is not None:
+            unscale = self.grad_scaler.scale.reciprocal()
+            grad_scale = unscale if grad_scale is None else grad_scale * unscale
+        if parts is None:
+            return grad_scale, found_inf
+        norm = grad_norm(parts, self.grad_norm.device, self._settings.norm_type)
+        if found_inf is None and self._settings.skip_nonfinite:
+            found_inf = norm.isfinite().logical_not_().to(torch.float32)
+        if grad_scale is not None:
+            norm = norm * grad_scale
+        self.grad_norm.copy_(norm)
+        if self._settings.max_grad_norm is not None:
+            coefficient = clip_coefficient(norm, self._settings.max_grad_norm)
+            grad_scale = coefficient if grad_scale is None else grad_scale * coefficient
+        return grad_scale, found_inf
+
+    def finish(self, found_inf: Tensor | None) -> None:
+        """Update the loss scale after the step.
+
+        Capture: no host sync.
+        """
+        if self.grad_scaler is not None and found_inf is not None:
+            self.grad_scaler.update(found_inf.to(torch.float32))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: skipped steps, and the state of the loss scale."""
+        found: dict[str, Any] = {"skipped_steps": self.skipped_steps}
+        if self.grad_scaler is not None:
+            found["grad_scaler"] = self.grad_scaler.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy saved values into the tensors that exist, so that a captured step goes on.
+
+        A loss scale is taken over where both sides have one.
+        """
+        self.skipped_steps.copy_(state_dict["skipped_steps"])
+        saved = state_dict.get("grad_scaler")
+        if self.grad_scaler is not None and saved is not None:
+            self.grad_scaler.load_state_dict(saved)

@@ -1,0 +1,231 @@
+"""The fused step on the CPU, with torch's vectorised kernels.
+
+Shapes: [...] any shape, the same for all tensors of one parameter or flat run.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from graphfsdp.optim.fused.flat_runs import flat_view
+from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.fused.scaled_moments import by_rows, dequantize, quantize_, rows_of
+from graphfsdp.optim.fused.step_args import StepArgs, advance, run_tensor_code
+from graphfsdp.optim.fused.step_settings import Flags
+from graphfsdp.optim.fused.step_tensors import Columns
+
+# Elements that are widened or scaled at a time: no more than an eighth of all, as the copies are
+# memory that a step needs besides; many enough for the overhead of a call not to count, and few
+# enough for the copies (4 MiB each) to stay in the last-level cache.
+_CHUNK_SHARE = 8
+_SMALLEST_CHUNK = 1 << 17
+_LARGEST_CHUNK = 1 << 20
+_FIRST_SCALE = Columns._fields.index("exp_avg_scales")
+
+
+def run_cpu(args: StepArgs) -> None:
+    """Run the step with torch's vectorised kernels, or as tensor code where they do not fit.
+
+    The table, the scale and the flag are read on the host, which is free here and happens anew
+    each time the node runs.
+    """
+    if not args.dense:
+        run_tensor_code(args)
+        return
+    if args.te_math or args.rule != "adam":
+        run_tensor_code(args, _chunks)
+        return
+    advance(args)
+    if args.found_inf is not None and args.found_inf.item() != 0:
+        return
+    if not args.columns.params:  # all are of zero size
+        return
+    wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
+    scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
+    as_is = scale == 1.0 and args.columns.grads[0].dtype == wide_dtype
+    scratch = _Scratch(wide_dtype, args.scratch)
+    # Stored as the kernel takes them, all tensors of a lane go into one call.
+    whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
+    rows = args.hyper.tolist()
+    start = 0
+    for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
+        if not size:
+            continue
+        # With infinitely many steps behind it, a moment needs no correction: beta**inf is 0.
+        step = args.steps[first].view(-1)[0] if args.bias_correction else torch.tensor(torch.inf)
+        lane = args.columns.part(start, start + size)
+        start += size
+        for part in [lane] if whole else _chunks(lane):
+            if not as_is:  # unnamed, so that it is freed before the next one is made
+                part = part._replace(grads=_scaled(part.grads, scale, scratch))
+            _update(part, step, rows[row], args.flags, wide_dtype)
+
+
+def _update(
+    part: Columns,  # gradients scaled and wide already
+    step: Tensor,  # [] float32
+    hyper_row: Sequence[float],  # [5] see HYPER_COLUMNS
+    flags: Flags,
+    wide_dtype: torch.dtype,
+) -> None:
+    """Widen what is stored otherwise, call torch's kernel, and store it again."""
+    lr, beta1, beta2, eps, weight_decay = hyper_row
+    main = part.main_params or None
+    weights = _main_weights(part.params, main, wide_dtype)
+    moments = (
+        (part.exp_avgs, part.exp_avg_scales, False),
+        (part.exp_avg_sqs, part.exp_avg_sq_scales, True),
+        (part.max_exp_avg_sqs, part.max_exp_avg_sq_scales, True),
+    )
+    first, second, largest = (_widen(stored, wide_dtype, scales) for stored, scales, _ in moments)
+    kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
+    kernel(
+        weights, part.grads, first, second, largest, [step] * len(weights),
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+        amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
+    )  # fmt: skip
+    for (stored, scales, positive), values in zip(moments, (first, second, largest), strict=True):
+        if scales:
+            for codes, scale, value in zip(stored, scales, values, strict=True):
+                quantize_(codes, scale, value, positive=positive)
+        elif values is not stored:
+            torch._foreach_copy_(stored, values)
+    _store_weights(part.params, main, weights)
+
+
+def _main_weights(
+    model: list[Tensor],
+    main: list[Tensor] | None,
+    wide_dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return what the kernel updates: stored tensors, or copies of the wide dtype."""
+    if main is None:
+        return _widen(model, wide_dtype)
+    if main[0].dtype == torch.int16:
+        return list(map(join_remainder, model, main))
+    return main
+
+
+def _store_weights(model: list[Tensor], main: list[Tensor] | None, weights: list[Tensor]) -> None:
+    if main is not None and main[0].dtype == torch.int16:
+        for param, remainder, weight in zip(model, main, weights, strict=True):
+            split_remainder_(param, remainder, weight)
+    elif weights is not model:
+        torch._foreach_copy_(model, weights)
+
+
+def _widen(
+    tensors: list[Tensor], dtype: torch.dtype, scales: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    if scales:
+        return list(map(dequantize, tensors, scales))
+    if not tensors or tensors[0].dtype == dtype:
+        return tensors
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+class _Scratch:
+    """Memory for one part's gradients after the other, made when the first one needs it.
+
+    Unless there is some: in a replay it lies where activations were.
+    """
+
+    def __init__(self, dtype: torch.dtype, memory: Tensor | None) -> None:
+        self.dtype = dtype
+        self._memory = torch.empty(0, dtype=dtype) if memory is None else memory.view(dtype)
+
+    def take(self, numel: int) -> Tensor:
+        """Return [numel], whose contents may be those of the last call."""
+        if self._memory.numel() < numel:
+            self._memory = torch.empty(numel, dtype=self.dtype)
+        return self._memory[:numel]
+
+
+def _scaled(grads: list[Tensor], scale: float, scratch: _Scratch) -> list[Tensor]:
+    """Return scaled gradients of the scratch's dtype, as slices of one tensor in memory order."""
+    sizes = [grad.numel() for grad in grads]
+    if _are_neighbours(grads, sizes):
+        joined = flat_view(grads[0], sum(sizes))
+        scaled = _scaled_into(joined, scale, scratch.take(joined.numel()))
+        return list(scaled.split_with_sizes(sizes)) if len(grads) > 1 else [scaled]
+    # Memory order: a permuted tensor would be copied in the order of its indices.
+    joined = _flatten_dense_tensors(
+        [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
+    )
+    target = joined if joined.dtype == scratch.dtype else scratch.take(joined.numel())
+    return list(_scaled_into(joined, scale, target).split_with_sizes(sizes))
+
+
+def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
+    """Tell whether dense tensors follow one another in one storage, as persistent gradients do."""
+    if len(grads) == 1:
+        return True
+    end = grads[0].data_ptr()
+    for grad, size in zip(grads, sizes, strict=True):
+        if grad.data_ptr() != end:
+            return False
+        end += size * grad.element_size()
+    # Addresses rise between these two, so that all lie in their storage.
+    return bool(grads[0].untyped_storage()._cdata == grads[-1].untyped_storage()._cdata)
+
+
+def _scaled_into(source: Tensor, scale: float, target: Tensor) -> Tensor:
+    if source.dtype == target.dtype:
+        return torch.mul(source, scale, out=target)
+    target.copy_(source)
+    return target if scale == 1.0 else target.mul_(scale)
+
+
+def _chunks(columns: Columns) -> Iterator[Columns]:
+    """Cut columns of dense tensors into parts of few elements, or of one row."""
+    sizes = [tensor.numel() for tensor in columns.params]
+    limit = _chunk_numel(sum(sizes))
+    if columns.exp_avg_scales or columns.exp_avg_sq_scales:
+        yield from _row_chunks(columns, limit)
+        return
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if start < index and total + size > limit:
+            yield columns.part(start, index)
+            start, total = index, 0
+        total += size
+        if total > limit:  # so this tensor alone is too large
+            flat = [[flat_view(column[index])] if column else [] for column in columns]
+            for offset in range(0, size, limit):
+                stop = offset + limit
+                yield Columns(*([view[offset:stop] for view in column] for column in flat))
+            start, total = index + 1, 0
+    if start < len(sizes):
+        yield columns.part(start, len(sizes))
+
+
+def _chunk_numel(total: int) -> int:
+    # A multiple, so that a tensor that is cut is cut between two vectors of the kernel.
+    share = total // _CHUNK_SHARE // _SMALLEST_CHUNK * _SMALLEST_CHUNK
+    return min(max(share, _SMALLEST_CHUNK), _LARGEST_CHUNK)
+
+
+def scratch_bytes(columns: Columns, lane_sizes: Sequence[int]) -> int:
+    """Return the memory that a step of dense tensors needs besides if it scales gradients."""
+    most, start = 0, 0
+    for size in lane_sizes:
+        total = sum(param.numel() for param in columns.params[start : start + size])
+        most = max(most, min(total, _chunk_numel(total)))
+        start += size
+    wide = [torch.promote_types(param.dtype, torch.float32) for param in columns.params[:1]]
+    return most * wide[0].itemsize if wide else 0
+
+
+def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
+    """Cut tensors between rows, since scales belong to rows."""
+    for index, param in enumerate(columns.params):
+        num_rows, row_numel = rows_of(param.shape)
+        views = [
+            [column[index] if kind >= _FIRST_SCALE else by_rows(column[index])] if column else []
+            for kind, column in enumerate(columns)
+        ]
+        step = max(1, limit // row_numel)
+        for row in range(0, num_rows, step):
+            yield Columns(*([view[row : row + step] for view in column] for column in views))

@@ -1,0 +1,244 @@
+"""Device tables of flat runs, and the launch of the Triton kernels that walk through them.
+
+Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphfsdp.optim.fused.scaled_moments import (
+    MOMENTS,
+    SCALE_BLOCK_NUMEL,
+    SMALLEST,
+    TOPS,
+    has_scales,
+    rows_of,
+)
+from graphfsdp.optim.fused.step_settings import Flags
+from graphfsdp.optim.fused.step_tensors import Dtypes, StepTensors
+
+# Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access
+# of 16 bytes to 16-bit numbers. With scales it is as many blocks of a row as are as long, the last
+# ones of a row being shorter.
+BLOCK_NUMEL = 1024
+SCALES_PER_BLOCK = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
+NUM_WARPS = 4
+
+# Columns of the run table; a missing tensor has address 0. The row's length says where the blocks
+# of scales are.
+ADDRESSES = StepTensors._fields
+RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "row_numel", "first_block")
+# Tensors that are read and written whole words at a time.
+_WIDE_COLUMNS = ("param", "grad", *MOMENTS, "main_param")
+LANE_COLUMNS = ("step", "row")
+# The fields of adam_math.AdamCoefficients.
+NUM_COEFFICIENTS = 12
+
+_KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+class Tables(NamedTuple):
+    """What the kernel knows about the runs, on the device.
+
+    Attributes:
+        lanes: [L, 2] int64, address of a step count and row of the hyper-parameter table.
+        runs: [R, 13] int64, see ``RUN_COLUMNS``; addresses are in bytes, multiples of 16.
+        block_to_run: [B] int32, the run that each block belongs to.
+        odd_runs: [R, 13] int64, the runs with an address, or with scales a row, that is none.
+        odd_block_to_run: [B] int32, the same for those.
+    """
+
+    lanes: Tensor
+    runs: Tensor
+    block_to_run: Tensor
+    odd_runs: Tensor
+    odd_block_to_run: Tensor
+
+
+@functools.cache
+def is_available() -> bool:
+    """Return whether Triton can be imported; it is not imported for that."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def supports(dtypes: Dtypes) -> bool:
+    """Return whether the kernel knows these storage dtypes."""
+    floats = [dtypes.param, dtypes.grad]
+    if dtypes.main_param != torch.int16:
+        floats.append(dtypes.main_param or dtypes.param)
+    moments = (dtypes.exp_avg, dtypes.exp_avg_sq)
+    return all(dtype in _KERNEL_DTYPES for dtype in floats) and all(
+        dtype is None or dtype in _KERNEL_DTYPES or has_scales(dtype) for dtype in moments
+    )
+
+
+def make_tables(
+    runs: Sequence[StepTensors],
+    lane_of_run: Sequence[int],
+    lanes: Sequence[tuple[Tensor, int]],  # first step count of the lane; its row
+    device: torch.device,
+) -> Tables:
+    """Build the tables of one launch.
+
+    Args:
+        lane_of_run: Index in ``lanes`` of each run.
+        device: Where the kernel runs.
+
+    Returns:
+        The tables; they hold addresses, so they are stale when a tensor moves.
+
+    Capture: copies from the host: never inside a capture, but in warm-up.
+    """
+    even: list[list[int]] = []
+    odd: list[list[int]] = []
+    for run, lane in zip(runs, lane_of_run, strict=True):
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in run]
+        row_numel = rows_of(run.param.shape)[1]
+        wide = [run._fields.index(name) for name in _WIDE_COLUMNS]
+        on_border = not any(addresses[column] % 16 for column in wide)
+        if run.is_scaled:
+            on_border = on_border and row_numel % 16 == 0
+        (even if on_border else odd).append([*addresses, run.param.numel(), lane, row_numel])
+    is_scaled = any(run.is_scaled for run in runs)
+    lane_table = np.array([[step.data_ptr(), row] for step, row in lanes], dtype=np.int64)
+    arrays = [lane_table, *_run_arrays(even, is_scaled), *_run_arrays(odd, is_scaled)]
+    return Tables(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def _run_arrays(
+    rows: list[list[int]], is_scaled: bool
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    table = np.zeros((len(rows), len(RUN_COLUMNS)), dtype=np.int64)
+    if rows:
+        table[:, :-1] = rows
+    numel, row_numel = (table[:, RUN_COLUMNS.index(name)] for name in ("numel", "row_numel"))
+    num_blocks = -(-numel // BLOCK_NUMEL)
+    if is_scaled:
+        num_scales = numel // np.maximum(row_numel, 1) * -(-row_numel // SCALE_BLOCK_NUMEL)
+        num_blocks = -(-num_scales // SCALES_PER_BLOCK)
+    table[:, -1] = np.cumsum(num_blocks) - num_blocks
+    return table, np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks)
+
+
+def launch(
+    tables: Tables,
+    dtypes: Dtypes,
+    hyper: Tensor,  # [G, 5] float64
+    grad_scale: Tensor | None,  # [] float, multiplies every gradient
+    found_inf: Tensor | None,  # [] float, nothing is changed unless it is zero
+    flags: Flags,
+) -> None:
+    """Update all runs of one dtype combination: one small kernel for the scalars, one for all.
+
+    Runs with an address that is no multiple of 16, if any, need a second launch of the latter.
+    The step counts must have been advanced already.
+
+    Capture: no host sync, no copy from the host; the addresses in the tables, the tables
+        themselves and ``hyper`` must stay.
+    """
+    kernels = _kernels()
+    coefficients = torch.empty(
+        (tables.lanes.shape[0], NUM_COEFFICIENTS), dtype=torch.float32, device=hyper.device
+    )
+    scale = coefficients if grad_scale is None else grad_scale.to(torch.float32)
+    skip = coefficients if found_inf is None else found_inf.to(torch.float32)
+    with torch.cuda.device_of(hyper):
+        kernels.coefficients_kernel[(tables.lanes.shape[0],)](
+            tables.lanes,
+            hyper,
+            coefficients,
+            ADAM_W_MODE=flags.adam_w_mode,
+            BIAS_CORRECTION=flags.bias_correction,
+            TE_MATH=flags.te_math,
+            RULE=flags.rule,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        for runs, block_to_run, aligned in (
+            (tables.runs, tables.block_to_run, True),
+            (tables.odd_runs, tables.odd_block_to_run, False),
+        ):
+            if not runs.shape[0]:
+                continue
+            kernels.update_kernel[(block_to_run.shape[0],)](
+                runs,
+                block_to_run,
+                coefficients,
+                scale,
+                skip,
+                **constants(
+                    dtypes,
+                    flags,
+                    has_scale=grad_scale is not None,
+                    has_skip=found_inf is not None,
+                    aligned=aligned,
+                ),
+                num_warps=NUM_WARPS,
+                enable_fp_fusion=False,
+            )
+
+
+def constants(
+    dtypes: Dtypes,
+    flags: Flags,
+    *,
+    has_scale: bool,
+    has_skip: bool,
+    aligned: bool,
+) -> dict[str, Any]:
+    """Return the compile-time arguments of the update kernel."""
+    language = _kernels().tl
+    names = {
+        None: "float32",
+        torch.float32: "float32",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+        torch.int16: "int16",
+        # Its bits are made and read by hand: GPUs before sm_89 have no instruction for them.
+        torch.float8_e4m3fn: "uint8",
+    }
+    halves = dtypes.main_param == torch.int16
+    moments = {"FIRST": dtypes.exp_avg, "SECOND": dtypes.exp_avg_sq}
+    return {
+        # With remainders, the model weight is the upper half of an integer.
+        "PARAM_DTYPE": language.int16 if halves else getattr(language, names[dtypes.param]),
+        "GRAD_DTYPE": getattr(language, names[dtypes.grad]),
+        "FIRST_DTYPE": getattr(language, names[dtypes.exp_avg]),
+        "SECOND_DTYPE": getattr(language, names[dtypes.exp_avg_sq]),
+        "MAIN_DTYPE": getattr(language, names[dtypes.main_param]),
+        "HAS_MAIN": dtypes.main_param is not None and not halves,
+        "HALVES": halves,
+        # What the largest element of a block is stored as; 0: there are no scales.
+        **{
+            f"{name}_TOP": TOPS[dtype] if has_scales(dtype) else 0.0
+            for name, dtype in moments.items()
+        },
+        "SECOND_SMALLEST": SMALLEST[dtypes.exp_avg_sq] if has_scales(dtypes.exp_avg_sq) else 0.0,
+        "HAS_FIRST": dtypes.exp_avg is not None,
+        "RULE": flags.rule,
+        "NESTEROV": flags.nesterov,
+        "SCALED": any(map(has_scales, moments.values())),
+        "SCALE_BLOCK_NUMEL": SCALE_BLOCK_NUMEL,
+        "AMSGRAD": dtypes.max_exp_avg_sq is not None,
+        "HAS_SCALE": has_scale,
+        "HAS_SKIP": has_skip,
+        "ADAM_W_MODE": flags.adam_w_mode,
+        "MAXIMIZE": flags.maximize,
+        "TE_MATH": flags.te_math,
+        "ALIGNED": aligned,
+        "BLOCK_NUMEL": BLOCK_NUMEL,
+        "PART_NUMEL": SCALE_BLOCK_NUMEL,
+    }
+
+
+def _kernels() -> Any:
+    # Late, so that importing graphfsdp.optim needs no Triton.
+    from graphfsdp.optim.fused import step_triton
+
+    return step_triton

@@ -1,0 +1,155 @@
+"""The settings of a fused optimizer that hold for all groups, and the dtypes that follow."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.fused.rules import RULES
+from graphfsdp.optim.fused.scaled_moments import SCALE_BLOCK_NUMEL, fits_scales, has_scales
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_NORM_TYPES = (2.0, float("inf"))
+MATHS = ("torch", "te")
+
+
+class Flags(NamedTuple):
+    """Settings that change the update rule.
+
+    Attributes:
+        adam_w_mode: Decoupled weight decay; otherwise decay is added to the gradient.
+        bias_correction: Correct both moments for their start at zero.
+        maximize: Climb instead of descending.
+        te_math: Transformer Engine's order of operations and float32-rounded betas.
+        rule: A key of ``rules.RULES``.
+        nesterov: Look ahead along the momentum.
+    """
+
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+    maximize: bool = False
+    te_math: bool = False
+    rule: str = "adam"
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What the constructor of an optimizer was told; see ``FusedAdam`` and ``sgd``, ``lion``.
+
+    Raises:
+        ConfigError: a setting is unknown, or two of them clash.
+    """
+
+    flags: Flags
+    use_decoupled_grad: bool
+    master_weights: bool
+    store_param_remainders: bool
+    skip_nonfinite: bool
+    max_grad_norm: float | None
+    norm_type: float
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    amsgrad: bool = False
+    has_moments: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in _MOMENT_DTYPES:
+                raise ConfigError(
+                    f"{name} must be torch.float32, torch.bfloat16, torch.float16 or "
+                    f"torch.float8_e4m3fn (or torch.uint8, Transformer Engine's word for it), "
+                    f"got {dtype}"
+                )
+        if self.store_param_remainders and not self.master_weights:
+            raise ConfigError(
+                "store_param_remainders=True stores main weights in a smaller form; expected "
+                "master_weights=True, got False"
+            )
+
+        if self.norm_type not in _NORM_TYPES:
+            raise ConfigError(f"norm_type must be 2 or infinity, got {self.norm_type!r}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be a positive number, got {self.max_grad_norm}")
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the state tensors that average gradients, without amsgrad's."""
+        return RULES[self.flags.rule].moments if self.has_moments else ()
+
+    def main_weight_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the dtype of the weight that is updated for ``param``."""
+        wide = self.master_weights and param.dtype in _LOW_PRECISION
+        return torch.float32 if wide else param.dtype
+
+    def state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+        """Return the dtype of each state tensor of ``param`` except its step count and scales.
+
+        Args:
+            param: The parameter; a DTensor as it is, since its whole shape counts.
+        """
+        first, second = (
+            torch.float32 if has_scales(dtype) and not fits_scales(param) else dtype
+            for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        )
+        if param.dtype == torch.float64:
+            first = second = torch.float64
+        dtypes = dict(zip(self.moments, (first, second), strict=False))
+        if self.amsgrad:
+            dtypes["max_exp_avg_sq"] = second
+        main = self.main_weight_dtype(param)
+        if main != param.dtype:
+            halves = self.store_param_remainders and param.dtype == torch.bfloat16
+            dtypes["master_param"] = torch.int16 if halves else main
+        return dtypes
+
+    @property
+    def steers(self) -> bool:
+        """Whether a step depends on the norm of all gradients."""
+        return self.skip_nonfinite or self.max_grad_norm is not None
+
+    @property
+    def uses_scales(self) -> bool:
+        """Whether moments are stored with scales, where a parameter fits them."""
+        return has_scales(self.exp_avg_dtype) or has_scales(self.exp_avg_sq_dtype)
+
+
+def bytes_per_param(
+    settings: StepSettings, param_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> float:
+    """Return the bytes that one step reads and writes for each element of a parameter.
+
+    State tensors are read and written, gradients read. A model weight is read and written, or only
+    written where there is a float32 main weight. Scales are counted as for rows of a multiple of
+    256 elements. Clipping and the skip of non-finite gradients read the gradients once more; that
+    is not counted.
+    """
+    stored = settings.state_dtypes(torch.empty((0, SCALE_BLOCK_NUMEL), dtype=param_dtype))
+    both_ways = sum(
+        dtype.itemsize + has_scales(dtype) * torch.float32.itemsize / SCALE_BLOCK_NUMEL
+        for dtype in stored.values()
+    )
+    reads_param = stored.get("master_param", torch.int16) == torch.int16
+    return grad_dtype.itemsize + 2 * both_ways + (1 + reads_param) * param_dtype.itemsize
+
+
+def moment_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the storage dtype that a constructor's argument means."""
+    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+
+
+def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
+    """Refuse an unknown arithmetic mode or dtype of main weights.
+
+    Raises:
+        ConfigError: it is named, with what is expected.
+    """
+    if math not in MATHS:
+        raise ConfigError(f"math must be one of {', '.join(map(repr, MATHS))}; got {math!r}")
+    if master_weight_dtype != torch.float32:
+        raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")

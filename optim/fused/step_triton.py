@@ -1,0 +1,347 @@
+"""The Triton kernels of the fused optimizers; import this module only where Triton is wanted.
+
+Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803 - compile-time arguments are in capitals
+# Triton compiles this source itself: its arguments have no Python types.
+
+import triton
+import triton.language as tl
+
+from graphfsdp.optim.fused.step_triton_storage import (
+    load_moment,
+    load_weight,
+    store_moment,
+    store_weight,
+)
+
+
+@triton.jit
+def coefficients_kernel(
+    lanes_ptr,  # [L, 2] int64, address of a float32 step count; row of the table
+    hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
+    coefficients_ptr,  # [L, 12] float32, written
+    ADAM_W_MODE: tl.constexpr,
+    BIAS_CORRECTION: tl.constexpr,
+    TE_MATH: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """Compute one lane's scalars in float64, one program per lane.
+
+    Capture: reads the step counts and the table that a replay finds.
+    """
+    lane = tl.program_id(0)
+    step_ptr = tl.load(lanes_ptr + lane * 2).to(tl.pointer_type(tl.float32))
+    hyper = hyper_ptr + tl.load(lanes_ptr + lane * 2 + 1) * 5
+    lr = tl.load(hyper)
+    beta1 = tl.load(hyper + 1)
+    beta2 = tl.load(hyper + 2)
+    weight_decay = tl.load(hyper + 4)
+    if TE_MATH:
+        beta1 = beta1.to(tl.float32).to(tl.float64)
+        beta2 = beta2.to(tl.float32).to(tl.float64)
+    correction1 = beta1 * 0.0 + 1.0
+    correction2 = correction1
+    if BIAS_CORRECTION:
+        step = tl.load(step_ptr).to(tl.float64)
+        # beta**step. The smallest normal number stands for a beta of 0, whose log2 is infinite:
+        # any power of it is as good as 0.
+        correction1 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta1, 2.3e-308)))
+        correction2 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta2, 2.3e-308)))
+    one_minus_beta2 = 1.0 - beta2
+    if RULE == "sgd":  # dampening spares the first gradient
+        one_minus_beta2 = tl.where(tl.load(step_ptr) > 1.0, one_minus_beta2, 1.0)
+    decay = correction1 * 0.0 + 1.0
+    if ADAM_W_MODE:
+        decay = 1.0 - lr * weight_decay
+    out = coefficients_ptr + lane * 12
+    tl.store(out, decay.to(tl.float32))
+    tl.store(out + 1, weight_decay.to(tl.float32))
+    tl.store(out + 2, (1.0 - beta1).to(tl.float32))
+    tl.store(out + 3, beta2.to(tl.float32))
+    tl.store(out + 4, one_minus_beta2.to(tl.float32))
+    tl.store(out + 5, (lr / correction1).to(tl.float32))
+    tl.store(out + 6, tl.sqrt(correction2).to(tl.float32))
+    tl.store(out + 7, tl.load(hyper + 3).to(tl.float32))
+    tl.store(out + 8, lr.to(tl.float32))
+    tl.store(out + 9, beta1.to(tl.float32))
+    tl.store(out + 10, correction1.to(tl.float32))
+    tl.store(out + 11, correction2.to(tl.float32))
+
+
+@triton.jit
+def _update_moments(
+    weight,
+    grad,
+    first,
+    second,
+    coefficients_ptr,
+    ADAM_W_MODE: tl.constexpr,
+    TE_MATH: tl.constexpr,
+):
+    """Return the decayed weight and both moments."""
+    weight_decay = tl.load(coefficients_ptr + 1)
+    one_minus_beta1 = tl.load(coefficients_ptr + 2)
+    beta2 = tl.load(coefficients_ptr + 3)
+    one_minus_beta2 = tl.load(coefficients_ptr + 4)
+    if TE_MATH:
+        if not ADAM_W_MODE:
+            grad = tl.fma(weight, weight_decay, grad)
+        first = tl.fma(grad, one_minus_beta1, tl.load(coefficients_ptr + 9) * first)
+        second = tl.fma(grad, one_minus_beta2 * grad, beta2 * second)
+    else:
+        if ADAM_W_MODE:
+            weight = weight * tl.load(coefficients_ptr)
+        else:
+            grad = grad + weight * weight_decay
+        first = first + (grad - first) * one_minus_beta1
+        second = second * beta2 + grad * grad * one_minus_beta2
+    return weight, first, second
+
+
+@triton.jit
+def _update_weight(
+    weight,
+    first,
+    second,
+    coefficients_ptr,
+    ADAM_W_MODE: tl.constexpr,
+    TE_MATH: tl.constexpr,
+):
+    """Return the updated weight; ``second`` is the moment to divide by."""
+    eps = tl.load(coefficients_ptr + 7)
+    if TE_MATH:
+        lr = tl.load(coefficients_ptr + 8)
+        denominator = tl.sqrt_rn(tl.div_rn(second, tl.load(coefficients_ptr + 11))) + eps
+        update = tl.div_rn(tl.div_rn(first, tl.load(coefficients_ptr + 10)), denominator)
+        if ADAM_W_MODE:
+            update = tl.fma(weight, tl.load(coefficients_ptr + 1), update)
+        return tl.fma(-update, lr, weight)
+    else:
+        denominator = tl.div_rn(tl.sqrt_rn(second), tl.load(coefficients_ptr + 6)) + eps
+        return weight - tl.div_rn(first, denominator) * tl.load(coefficients_ptr + 5)
+
+
+@triton.jit
+def _update_by_momentum(
+    weight,
+    grad,
+    first,
+    coefficients_ptr,
+    RULE: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    NESTEROV: tl.constexpr,
+):
+    """Return weight and momentum after a step of SGD or Lion; see adam_math."""
+    lr = tl.load(coefficients_ptr + 8)
+    one_minus_beta2 = tl.load(coefficients_ptr + 4)
+    if RULE == "lion":
+        mixed = first * tl.load(coefficients_ptr + 9) + grad * tl.load(coefficients_ptr + 2)
+        sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, 0.0))
+        weight = weight * tl.load(coefficients_ptr) - sign * lr
+        first = first * tl.load(coefficients_ptr + 3) + grad * one_minus_beta2
+    else:
+        momentum = tl.load(coefficients_ptr + 9)
+        grad = grad + weight * tl.load(coefficients_ptr + 1)
+        if HAS_FIRST:
+            first = first * momentum + grad * one_minus_beta2
+            grad = grad + first * momentum if NESTEROV else first
+        weight = weight - grad * lr
+    return weight, first
+
+
+@triton.jit
+def _update_block(
+    pointers,
+    offsets,
+    mask,
+    blocks,
+    blocks_mask,
+    coefficients_ptr,
+    scale_ptr,
+    FIRST_TOP: tl.constexpr,
+    SECOND_TOP: tl.constexpr,
+    SECOND_SMALLEST: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_MAIN: tl.constexpr,
+    HALVES: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    ADAM_W_MODE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    TE_MATH: tl.constexpr,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+):
+    """Update some elements; ``mask`` is None where all of them are there."""
+    param, grad_ptr, first_ptr, second_ptr, largest_ptr, main, first_s, second_s, largest_s = (
+        pointers
+    )
+    grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
+    weight = load_weight(param, main, offsets, mask, HAS_MAIN, HALVES)
+    first = grad
+    if HAS_FIRST:
+        first = load_moment(first_ptr, first_s, offsets, mask, blocks, blocks_mask, FIRST_TOP)
+    if HAS_SCALE:
+        grad = grad * tl.load(scale_ptr)
+    if MAXIMIZE:
+        grad = -grad
+    if RULE == "adam":
+        second = load_moment(second_ptr, second_s, offsets, mask, blocks, blocks_mask, SECOND_TOP)
+        weight, first, second = _update_moments(
+            weight, grad, first, second, coefficients_ptr, ADAM_W_MODE, TE_MATH
+        )
+        divisor = second
+        if AMSGRAD:
+            largest = load_moment(
+                largest_ptr, largest_s, offsets, mask, blocks, blocks_mask, SECOND_TOP
+            )
+            # NaN stays NaN, as in torch.maximum.
+            divisor = tl.where((largest >= second) | (largest != largest), largest, second)
+            store_moment(
+                largest_ptr, largest_s, divisor, offsets, mask, blocks, blocks_mask,
+                SECOND_TOP, SECOND_SMALLEST,
+            )  # fmt: skip
+        weight = _update_weight(weight, first, divisor, coefficients_ptr, ADAM_W_MODE, TE_MATH)
+        store_moment(
+            second_ptr, second_s, second, offsets, mask, blocks, blocks_mask,
+            SECOND_TOP, SECOND_SMALLEST,
+        )  # fmt: skip
+    else:
+        weight, first = _update_by_momentum(
+            weight, grad, first, coefficients_ptr, RULE, HAS_FIRST, NESTEROV
+        )
+    if HAS_FIRST:
+        store_moment(first_ptr, first_s, first, offsets, mask, blocks, blocks_mask, FIRST_TOP, 0.0)
+    store_weight(param, main, weight, offsets, mask, HAS_MAIN, HALVES)
+
+
+@triton.jit
+def _load_pointers(
+    run,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    FIRST_DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    MAIN_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    param_ptr = tl.load(run).to(tl.pointer_type(PARAM_DTYPE))
+    grad_ptr = tl.load(run + 1).to(tl.pointer_type(GRAD_DTYPE))
+    first_ptr = tl.load(run + 2).to(tl.pointer_type(FIRST_DTYPE))
+    second_ptr = tl.load(run + 3).to(tl.pointer_type(SECOND_DTYPE))
+    largest_ptr = tl.load(run + 4).to(tl.pointer_type(SECOND_DTYPE))
+    main_ptr = tl.load(run + 5).to(tl.pointer_type(MAIN_DTYPE))
+    if ALIGNED:
+        # On the pointers: the compiler does not carry it over from the integers.
+        param_ptr = tl.multiple_of(param_ptr, 16)
+        grad_ptr = tl.multiple_of(grad_ptr, 16)
+        first_ptr = tl.multiple_of(first_ptr, 16)
+        second_ptr = tl.multiple_of(second_ptr, 16)
+        largest_ptr = tl.multiple_of(largest_ptr, 16)
+        main_ptr = tl.multiple_of(main_ptr, 16)
+    first_scale = tl.load(run + 6).to(tl.pointer_type(tl.float32))
+    second_scale = tl.load(run + 7).to(tl.pointer_type(tl.float32))
+    largest_scale = tl.load(run + 8).to(tl.pointer_type(tl.float32))
+    return (
+        param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr,
+        first_scale, second_scale, largest_scale,
+    )  # fmt: skip
+
+
+@triton.jit
+def update_kernel(
+    runs_ptr,  # [R, 13] int64, nine addresses, numel, lane, length of a row, first block
+    block_to_run_ptr,  # [B] int32
+    coefficients_ptr,  # [L, 12] float32
+    scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
+    skip_ptr,  # [] float32, nothing is changed unless it is zero; not read without HAS_SKIP
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    FIRST_DTYPE: tl.constexpr,
+    SECOND_DTYPE: tl.constexpr,
+    MAIN_DTYPE: tl.constexpr,
+    FIRST_TOP: tl.constexpr,
+    SECOND_TOP: tl.constexpr,
+    SECOND_SMALLEST: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_BLOCK_NUMEL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_MAIN: tl.constexpr,
+    HALVES: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    ADAM_W_MODE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    TE_MATH: tl.constexpr,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_NUMEL: tl.constexpr,
+    PART_NUMEL: tl.constexpr,
+):
+    """Update one block of one run: one read and one write of everything, no gradient write.
+
+    Capture: addresses come from the run table, so the table must stay as it is.
+    """
+    block = tl.program_id(0)
+    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 13
+    pointers = _load_pointers(
+        run, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
+    )
+    numel = tl.load(run + 9)
+    coefficients = coefficients_ptr + tl.load(run + 10) * 12
+    block -= tl.load(run + 12)
+    if HAS_SKIP:
+        # A run without elements: every load and store is masked off, so no memory is moved.
+        numel = tl.where(tl.load(skip_ptr) == 0.0, numel, 0)
+    if SCALED:
+        row_numel = tl.load(run + 11)
+        blocks_per_row = (row_numel + SCALE_BLOCK_NUMEL - 1) // SCALE_BLOCK_NUMEL
+        num_scales = numel // row_numel * blocks_per_row
+        num_blocks: tl.constexpr = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
+        first = block * num_blocks
+        is_full = (row_numel % SCALE_BLOCK_NUMEL == 0) & (first + num_blocks <= num_scales)
+    else:
+        start = block * BLOCK_NUMEL
+        is_full = start + BLOCK_NUMEL <= numel
+    # A full block needs no mask, and only without one can loads be 16 bytes wide.
+    if is_full:
+        if SCALED:
+            blocks = first + tl.arange(0, num_blocks)
+            firsts = blocks * SCALE_BLOCK_NUMEL  # rows are whole blocks, one after the other
+            if ALIGNED:
+                firsts = tl.multiple_of(firsts, 16)
+            offsets = firsts[:, None] + tl.arange(0, SCALE_BLOCK_NUMEL)[None, :]
+        else:
+            blocks = 0
+            offsets = start + tl.arange(0, BLOCK_NUMEL)
+        _update_block(
+            pointers, offsets, None, blocks, None, coefficients, scale_ptr,
+            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
+            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
+        )  # fmt: skip
+    else:
+        # In parts: as a whole it would need more registers than all the rest.
+        for part in range(BLOCK_NUMEL // PART_NUMEL):
+            if SCALED:
+                blocks = first + part + tl.arange(0, 1)
+                rows = blocks // blocks_per_row
+                starts = (blocks - rows * blocks_per_row) * SCALE_BLOCK_NUMEL
+                columns = starts[:, None] + tl.arange(0, SCALE_BLOCK_NUMEL)[None, :]
+                offsets = (rows * row_numel)[:, None] + columns
+                blocks_mask = blocks < num_scales
+                mask = blocks_mask[:, None] & (columns < row_numel)
+            else:
+                blocks = 0
+                blocks_mask = None
+                offsets = start + part * PART_NUMEL + tl.arange(0, PART_NUMEL)
+                mask = offsets < numel
+            _update_block(
+                pointers, offsets, mask, blocks, blocks_mask, coefficients, scale_ptr,
+                FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
+                HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
+            )  # fmt: skip

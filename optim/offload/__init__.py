@@ -1,0 +1,4 @@
+"""Optimizer state in the CPU's memory.
+
+Imports graphfsdp.base and fused.
+"""

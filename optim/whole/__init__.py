@@ -1,0 +1,4 @@
+"""Optimizers that need whole tensors: Muon and Adafactor.
+
+Imports graphfsdp.base and fused.
+"""

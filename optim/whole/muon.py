@@ -1,0 +1,227 @@
+"""Muon: momentum whose matrices are made orthogonal, always capturable, sharded or not.
+
+Shapes: A, B = rows and columns of a matrix; [] is a 0-D tensor.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from graphfsdp.base.dtensors import local_part, wrap_like
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.fused.adam_math import adam_coefficients, adam_update_
+from graphfsdp.optim.fused.number_checks import check_group, check_lr, check_number
+from graphfsdp.optim.fused.rules import Row, Rule
+from graphfsdp.optim.fused.step_settings import Flags
+from graphfsdp.optim.fused.step_tensors import StepTensors
+from graphfsdp.optim.whole.row_gather import gather_rows, own_rows
+from graphfsdp.optim.whole.tensor_optimizer import TensorMember, TensorOptimizer
+
+_ADJUSTMENTS = ("original", "match_rms_adamw")
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(TensorOptimizer):
+    """torch.optim.Muon with live numbers, and AdamW for what is no matrix of a hidden layer.
+
+    A group with ``use_muon=False`` (embeddings, norms, biases, the output layer) is stepped by
+    AdamW with the group's ``betas``; all others must hold matrices. Sharded matrices are gathered
+    for the orthogonalisation, all of them in one collective, in bfloat16.
+
+    State per parameter: ``momentum_buffer`` [A, B]; of AdamW ``step`` [] float32, ``exp_avg`` and
+    ``exp_avg_sq`` [...]. A sharded parameter whose gradient is missing counts as one of zeros.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        """Set up the optimizer.
+
+        Args:
+            params: Parameters, (name, parameter) pairs, or groups of either.
+            lr: Learning rate; a tensor must be on the parameters' device.
+            weight_decay: Fraction of the weight removed per unit of learning rate.
+            momentum: Share of the old momentum in the new one.
+            nesterov: Look ahead along the momentum.
+            ns_coefficients: Of the Newton-Schulz polynomial.
+            eps: The smallest norm to divide by; of AdamW, added to the root of the second moment.
+            ns_steps: Newton-Schulz iterations.
+            adjust_lr_fn: How lr follows the shape: "original" (also None), or "match_rms_adamw",
+                with which lr and decay of AdamW can be kept.
+            betas: Decay rates of AdamW's moments, for groups with ``use_muon=False``.
+
+        Raises:
+            ConfigError: a number is out of its range, or a parameter cannot be trained.
+        """
+        if adjust_lr_fn is not None and adjust_lr_fn not in _ADJUSTMENTS:
+            raise ConfigError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, got {adjust_lr_fn!r}")
+        if not 1 <= ns_steps < 100 or len(ns_coefficients) != 3:
+            raise ConfigError(
+                "expected three ns_coefficients and from 1 to 99 ns_steps, got "
+                f"{ns_coefficients} and {ns_steps}"
+            )
+        self._nesterov = nesterov
+        self._coefficients = tuple(ns_coefficients)
+        self._num_steps = ns_steps
+        self._adjust = adjust_lr_fn or "original"
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "eps": eps,
+            "betas": betas,
+            "use_muon": True,
+        }
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        own = ("_nesterov", "_coefficients", "_num_steps", "_adjust")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def _rule(self) -> Rule:
+        return _RULE
+
+    def _check_member(self, param: Tensor, group: Mapping[str, Any], name: str) -> None:
+        if not group["use_muon"]:
+            return
+        if param.dim() != 2:
+            raise ConfigError(
+                f"Muon makes matrices orthogonal, but {name} has the shape {tuple(param.shape)}. "
+                "Remedy: a group with use_muon=False, which AdamW steps on"
+            )
+        places = getattr(param, "placements", ())
+        if not all(place.is_replicate() or place.is_shard() for place in places):
+            raise ConfigError(
+                f"Muon gathers rows and columns, but {name} is a DTensor with {tuple(places)}; "
+                "expected Shard or Replicate"
+            )
+
+    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        local = local_part(param.detach())
+        dtype = torch.promote_types(local.dtype, torch.float32)
+
+        def zeros() -> Tensor:
+            return wrap_like(torch.zeros_like(local, dtype=dtype), param)
+
+        if group["use_muon"]:
+            return {"momentum_buffer": zeros()}
+        step = torch.zeros((), dtype=torch.float32, device=local.device)
+        return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+
+    def _update(
+        self,
+        members: list[TensorMember],
+        tables: Callable[[torch.device], Tensor],
+        grad_scale: Tensor | None,
+    ) -> None:
+        matrices = []
+        for member in members:
+            if self.param_groups[member.row]["use_muon"]:
+                matrices.append(member)
+            elif member.grad is not None:
+                _adam_step(member, tables(member.weight.device)[member.row], grad_scale)
+        by_device: dict[torch.device, list[TensorMember]] = {}
+        for member in matrices:
+            by_device.setdefault(member.weight.device, []).append(member)
+        for device, found in by_device.items():
+            table = tables(device)
+            rows = [self._direction(member, table[member.row], grad_scale) for member in found]
+            whole = gather_rows([member.param for member in found], rows)
+            for member, matrix in zip(found, whole, strict=True):
+                lr, _, _, eps, weight_decay = table[member.row].unbind()
+                update = own_rows(
+                    member.param, orthogonal(matrix, eps, self._coefficients, self._num_steps)
+                )
+                ratio = _shape_ratio(member.param.shape, self._adjust)
+                wide = member.weight.to(torch.promote_types(member.weight.dtype, torch.float32))
+                wide.mul_(1 - lr * weight_decay).sub_(update.to(wide.dtype) * (lr * ratio))
+                if wide is not member.weight:
+                    member.weight.copy_(wide)
+
+    def _direction(self, member: TensorMember, row: Tensor, grad_scale: Tensor | None) -> Tensor:
+        """Move the momentum, and return this rank's rows of what is to be made orthogonal."""
+        buffer = member.state["momentum_buffer"]
+        rest = 1 - row[1]
+        grad = torch.zeros_like(buffer) if member.grad is None else member.grad.to(buffer.dtype)
+        if grad_scale is not None:
+            grad = grad * grad_scale
+        buffer.add_((grad - buffer) * rest)
+        found = buffer - (buffer - grad) * rest if self._nesterov else buffer
+        return found.to(torch.bfloat16)
+
+
+def orthogonal(
+    matrix: Tensor,  # [A, B] bfloat16
+    eps: Tensor,  # [] float
+    coefficients: tuple[float, ...],
+    num_steps: int,
+) -> Tensor:
+    """Return a matrix with the same singular vectors and singular values near one.
+
+    Capture: no host sync.
+    Source: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if tall else matrix
+    found = found / torch.maximum(found.norm(), eps.to(found.dtype))
+    for _ in range(num_steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+def _adam_step(member: TensorMember, row: Tensor, grad_scale: Tensor | None) -> None:
+    assert member.grad is not None
+    step = member.state["step"].add_(1)
+    flags = Flags()
+    tensors = StepTensors(
+        member.weight, member.grad, member.state["exp_avg"], member.state["exp_avg_sq"]
+    )
+    adam_update_(tensors, adam_coefficients(row, step, flags), flags, grad_scale=grad_scale)
+
+
+def _shape_ratio(shape: torch.Size, adjustment: str) -> float:
+    """Return what lr is multiplied by.
+
+    Source: as above; for "match_rms_adamw" Liu et al. 2025 (arXiv:2502.16982), equation 4.
+    """
+    num_rows, num_columns = shape
+    if adjustment == "original":
+        return math.sqrt(max(1.0, num_rows / max(1, num_columns)))
+    return 0.2 * math.sqrt(max(num_rows, num_columns))
+
+
+def _read(group: Mapping[str, Any]) -> Row:
+    lr = None if isinstance(group["lr"], Tensor) else group["lr"]
+    first, second = (group["momentum"], 0.0) if group["use_muon"] else group["betas"]
+    return lr, first, second, group["eps"], group["weight_decay"]
+
+
+def _check(group: Mapping[str, Any], row: int) -> None:
+    if not group["use_muon"]:
+        check_group(group, row)
+        return
+    check_lr(group, row)
+    check_number("momentum", group["momentum"], f"of parameter group {row}", below_one=True)
+    for name in ("eps", "weight_decay"):
+        check_number(name, group[name], f"of parameter group {row}")
+
+
+_RULE = Rule("muon", ("momentum_buffer",), _read, _check)

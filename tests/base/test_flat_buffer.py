@@ -1,0 +1,102 @@
+"""One storage and its views: offsets, alignment, strides."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphfsdp.base.flat_buffer import (
+    FlatBuffer,
+    FlatSlot,
+    contiguous_stride,
+    is_dense,
+)
+from graphfsdp.sharding.layout import ALIGNMENT_BYTES
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@given(st.lists(shapes, max_size=6), st.sampled_from(DTYPES))
+def test_views_lie_apart_aligned_and_inside(
+    wanted: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    buffer = FlatBuffer([torch.empty(shape) for shape in wanted], dtype=dtype, device=CPU)
+    assert [tuple(view.shape) for view in buffer.views] == wanted
+    assert [slot.numel for slot in buffer.slots] == [math.prod(shape) for shape in wanted]
+    taken: set[int] = set()
+    for slot, view in zip(buffer.slots, buffer.views, strict=True):
+        places = set(range(slot.offset, slot.offset + slot.numel))
+        assert not places & taken
+        taken |= places
+        assert slot.offset * dtype.itemsize % ALIGNMENT_BYTES == 0
+        assert view.dtype == dtype
+        assert view.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
+        assert view.storage_offset() == slot.offset
+    assert max(taken, default=-1) < buffer.flat.numel()
+    padding = buffer.flat.numel() - len(taken)
+    assert padding * dtype.itemsize < ALIGNMENT_BYTES * max(len(wanted), 1)
+    assert buffer.num_bytes == buffer.flat.numel() * dtype.itemsize
+
+
+@given(st.lists(shapes, min_size=1, max_size=5))
+def test_writing_one_view_changes_no_other(wanted: list[tuple[int, ...]]) -> None:
+    buffer = FlatBuffer([torch.empty(shape) for shape in wanted], dtype=torch.float32, device=CPU)
+    assert not buffer.flat.any()
+    for index, view in enumerate(buffer.views):
+        view.fill_(index + 1.0)
+    for index, view in enumerate(buffer.views):
+        assert torch.equal(view, torch.full(wanted[index], index + 1.0))
+
+
+@given(shapes, st.randoms(use_true_random=False))
+def test_dense_strides_are_kept(shape: tuple[int, ...], random: object) -> None:
+    order = list(range(len(shape)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    tensor = torch.empty([shape[dim] for dim in order]).permute(inverse)
+    assert tuple(tensor.shape) == shape
+    assert is_dense(tensor.shape, tensor.stride())
+    (view,) = FlatBuffer([tensor], dtype=torch.float32, device=CPU).views
+    assert view.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(4, 6)[:, ::2],
+        torch.empty(4, 6)[:, :3],
+        torch.empty(1).expand(3),
+        torch.empty(2, 3, 4)[:, 1],
+        torch.empty(9).as_strided((3, 3), (2, 2)),
+    ],
+    ids=["steps", "columns", "expanded", "plane", "overlapping"],
+)
+def test_strides_with_gaps_or_overlaps_become_contiguous(tensor: Tensor) -> None:
+    assert not is_dense(tensor.shape, tensor.stride())
+    (view,) = FlatBuffer([tensor], dtype=torch.float32, device=CPU).views
+    assert view.shape == tensor.shape
+    assert view.is_contiguous()
+
+
+def test_channels_last_weights_keep_their_strides(device: torch.device) -> None:
+    weight = torch.empty(4, 3, 2, 2, device=device).to(memory_format=torch.channels_last)
+    bias = torch.empty(4, device=device)
+    views = FlatBuffer([bias, weight], dtype=torch.bfloat16, device=device).views
+    assert views[1].stride() == weight.stride()
+    assert views[1].is_contiguous(memory_format=torch.channels_last)
+    assert views[1].device.type == device.type
+
+
+@given(shapes)
+def test_contiguous_stride_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    assert contiguous_stride(shape) == torch.empty(shape).stride()
+
+
+def test_slots_are_integers_only() -> None:
+    (slot,) = FlatBuffer([torch.empty(2, 3)], dtype=torch.float32, device=CPU).slots
+    assert slot == FlatSlot(0, (2, 3), (3, 1))

@@ -1,0 +1,133 @@
+"""The global norm and clipping over whole and sharded tensors, on several ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.base.norms import global_norm
+from helpers import OpNames
+from ranks import RankPool, rank_device
+from sharding_helpers import STRATEGIES, batches, full_parameters, make_net, my_part, units
+
+CPU = torch.device("cpu")
+
+
+def group() -> dist.ProcessGroup:
+    found = dist.group.WORLD
+    assert found is not None
+    return found
+
+
+def tensors(
+    seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def norm_of(parts: list[Tensor]) -> float:
+    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
+
+
+def test_nothing_has_norm_zero() -> None:
+    norm = global_norm([], {}, CPU)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    assert norm.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_whole_tensors_have_torchs_norm(dtype: torch.dtype) -> None:
+    parts = tensors(0, (5, 3), (7,), (), (0, 2), dtype=dtype)
+    got = global_norm(parts, {}, CPU)
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(norm_of(parts), rel=2e-6)
+
+
+def test_float32_norm_has_the_bits_of_torchs_clip_grad_norm() -> None:
+    params = [nn.Parameter(torch.zeros_like(part)) for part in tensors(1, (5, 3), (7,), ())]
+    for param, grad in zip(params, tensors(2, (5, 3), (7,), ()), strict=True):
+        param.grad = grad.clone()
+    got = global_norm([param.grad for param in params if param.grad is not None], {}, CPU)
+    assert torch.equal(got, nn.utils.clip_grad_norm_(params, math.inf))
+
+
+def test_half_precision_does_not_overflow() -> None:
+    parts = [torch.full((100,), 6e4, dtype=torch.float16)]
+    assert global_norm(parts, {}, CPU).item() == pytest.approx(norm_of(parts), rel=1e-5)
+
+
+def mixed_norms() -> tuple[float, float, int]:
+    """Whole tensors on every rank, rows on each, and no row at all on the last rank."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    whole = tensors(7, (3, 3), (2,))
+    rows = [tensors(10 + r, (r + 1, 4), (r, 2)) if r != last else [] for r in range(last + 1)]
+    on = rank_device()
+    local = [part.to(on) for part in rows[rank]]
+    with OpNames() as seen:
+        got = global_norm([part.to(on) for part in whole], {(group(),): local}, on)
+    num_collectives = sum("all_reduce" in name for name in seen.names)
+    return (
+        float(got),
+        norm_of([*whole, *(part for parts in rows for part in parts)]),
+        num_collectives,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rows_of_all_ranks_count_once(request: pytest.FixtureRequest, num_ranks: int) -> None:
+    results = request.getfixturevalue(f"ranks{num_ranks}").run(mixed_norms)
+    for got, expected, num_collectives in results:
+        assert got == pytest.approx(expected, rel=2e-6)
+        assert num_collectives == 1
+        assert got == results[0][0], "ranks disagree"
+
+
+def special_values() -> list[float]:
+    """What one rank alone has is seen by all."""
+    found = []
+    for value in (math.inf, math.nan):
+        rows = [torch.tensor([1.0, value if dist.get_rank() == 1 else 2.0], device=rank_device())]
+        found.append(float(global_norm([], {(group(),): rows}, rank_device())))
+    return found
+
+
+def test_infinity_and_nan_reach_every_rank(ranks2: RankPool) -> None:
+    for infinity, nan in ranks2.run(special_values):
+        assert math.isinf(infinity)
+        assert math.isnan(nan)
+
+
+def clipped(strategy: str) -> None:
+    model = make_net(strategy)
+    model(*my_part(batches(1)[0])).backward()
+    plain = make_net(None)
+    whole = [part.to(rank_device()) for part in batches(1)[0]]
+    plain(*whole).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    got = graphfsdp.clip_grad_norm_(model, 0.1)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(graphfsdp.clip_grad_norm_(model, 1.0), got * 0 + 0.1)
+    sizes = {name: p.grad.norm() for name, p in plain.named_parameters() if p.grad is not None}
+    for unit in units(model):
+        for item in unit.group.trainable:
+            if item.param.grad is not None and not item.buffer.sharded:
+                name = f"{unit.group.name}.{item.name}".lstrip(".")
+                local = item.param.grad.to_local()  # type: ignore[attr-defined]
+                torch.testing.assert_close(local.norm(), sizes[name], rtol=1e-4, atol=1e-7)
+    before = full_parameters(model)
+    assert all(torch.equal(whole, before[name]) for name, whole in full_parameters(plain).items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clip_grad_norm_scales_the_gradients_of_all_ranks(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(clipped, strategy)
+
+
+def test_clipping_refuses_a_limit_that_is_not_positive() -> None:
+    with pytest.raises(graphfsdp.ConfigError, match="max_norm must be a positive number, got 0"):
+        graphfsdp.clip_grad_norm_(nn.Linear(2, 2), 0.0)

@@ -1,0 +1,293 @@
+"""``graphfsdp bench --profile`` and ``--nsys``: what a timeline says, and who named it."""
+
+import contextlib
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import graphfsdp
+from graphfsdp.base.nvtx import RANGE_PREFIX, nvtx_range
+from graphfsdp.bench.batches import batch_source
+from graphfsdp.bench.contender import Setting
+from graphfsdp.bench.contenders import find_contenders
+from graphfsdp.bench.measure import MeasureOptions, measure_case
+from graphfsdp.bench.options import parse_bench_arguments
+from graphfsdp.bench.profile_case import case_folder, profile_case
+from graphfsdp.bench.profile_events import STEP, events_of
+from graphfsdp.bench.profile_names import GraphNode, name_replays, replay_nodes
+from graphfsdp.bench.profile_records import ProfileRecord, describe_profile
+from graphfsdp.bench.profiling import nsys_range, profile_contender, summarise
+from graphfsdp.bench.record_files import from_data
+from graphfsdp.bench.run_contender import build_contender
+from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import FusedAdam
+
+CPU = torch.device("cpu")
+
+
+def event(name: str, start: float, end: float, category: str = "cpu_op", **more: Any) -> Any:
+    arguments = {key: more.pop(key) for key in ("correlation",) if key in more}
+    return {
+        **{"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1},
+        **{"ts": start, "dur": end - start, "args": arguments, **more},
+    }
+
+
+def summary(*events: Any, nodes: tuple[GraphNode, ...] = ()) -> ProfileRecord:
+    return summarise(
+        {"traceEvents": list(events)}, case="x", contender="y", trace_name="t", nodes=nodes
+    )
+
+
+def test_of_a_graphs_nodes_those_count_that_a_profiler_of_a_gpu_sees() -> None:
+    site = SimpleNamespace(phase=SimpleNamespace(value="forward"), module="0")
+    kernels = ("kernel gemm", "empty", "memcpy", "memset", "wait event")
+    nodes = [SimpleNamespace(kernels=kernels, site=site)]
+    report = SimpleNamespace(backend="cuda", nodes=lambda: nodes)
+    assert replay_nodes(report) == (GraphNode("forward", "0"),) * 3
+
+
+def test_operators_gaps_and_ranges_of_a_made_up_cpu_step() -> None:
+    found = summary(
+        event(STEP, 0, 1000, "user_annotation"),
+        event(RANGE_PREFIX + "eager", 100, 900),
+        event(RANGE_PREFIX + "forward", 150, 500),
+        event("aten::linear", 200, 400),
+        event("aten::addmm", 250, 390),
+        event(RANGE_PREFIX + "unshard ", 1200, 1202),
+        event("autograd::engine::evaluate_function: AddmmBackward0", 500, 800),
+        event("AddmmBackward0", 510, 790),
+        event("aten::mm", 600, 700),
+        event("aten::mm", 700, 720),
+        event(STEP, 1000, 2000, "user_annotation"),
+        event("aten::linear", 1000, 1100),
+    )
+    assert (found.what, found.num_steps, found.step_ms) == ("operators", 2, 1.0)
+    # linear 200, mm 120, linear 100: what autograd does around them is no operator.
+    assert found.busy_ms == pytest.approx(0.42 / 2)
+    assert found.gap_ms == pytest.approx(1.0 - 0.21)
+    assert found.num_kernels == 4 / 2
+    sums = {item.name: (item.ms, item.calls) for item in found.largest}
+    assert sums["aten::linear"] == pytest.approx(((300 - 140) / 2e3, 1.0))  # without its addmm
+    assert sums["aten::addmm"] == pytest.approx((140 / 2e3, 0.5))
+    assert sums["aten::mm"] == pytest.approx((120 / 2e3, 1.0))
+    gaps = [(gap.ms, gap.after, gap.before, gap.within) for gap in found.gaps]
+    assert gaps == [
+        (0.9, "aten::linear", "", ""),
+        (0.28, "aten::mm", "aten::linear", "eager"),
+        (0.2, "", "aten::linear", "eager"),
+        (0.2, "aten::linear", "aten::mm", "eager"),
+    ]
+    assert [(r.name, r.ms, r.calls) for r in found.ranges] == [
+        ("eager", 0.4, 0.5), ("forward", 0.175, 0.5), ("unshard (root)", 0.001, 0.5)
+    ]  # fmt: skip
+
+
+def test_a_gpu_is_busy_where_any_stream_is_and_kernels_do_not_lie_in_each_other() -> None:
+    found = summary(
+        event(STEP, 0, 10, "user_annotation"),
+        event(STEP, 0, 10, "gpu_user_annotation"),
+        event("aten::mm", 0, 9),
+        event("gemm", 20, 60, "kernel", tid=7),
+        event("reduce", 30, 50, "kernel", tid=8),
+        event("Memcpy DtoD", 70, 90, "gpu_memcpy", tid=7),
+    )
+    assert (found.what, found.num_steps, found.num_kernels) == ("kernels", 1, 3)
+    assert found.step_ms == pytest.approx(0.09)  # until the GPU is done
+    assert found.busy_ms == pytest.approx(0.06)
+    assert {k.name: k.ms for k in found.largest} == pytest.approx(
+        {"gemm": 0.04, "Memcpy DtoD": 0.02, "reduce": 0.02}
+    )
+    assert [(g.ms, g.after, g.before) for g in found.gaps] == [
+        (0.02, "", "gemm"), (0.01, "gemm", "Memcpy DtoD")
+    ]  # fmt: skip
+
+
+def test_no_more_than_ten_of_each_are_told_and_names_of_templates_are_cut() -> None:
+    many = [event(f"aten::op{i}" + "x" * 500, 20 * i, 20 * i + 10 - i / 10) for i in range(30)]
+    found = summary(event(STEP, 0, 600, "user_annotation"), *many)
+    assert len(found.largest) == len(found.gaps) == 10
+    assert found.largest[0].name.startswith("aten::op0x")
+    text = describe_profile(found)
+    assert max(map(len, text.splitlines())) < 250
+    assert "30 operators, 30 gaps" in text
+
+
+NODES = tuple(
+    GraphNode(phase, module)
+    for phase, module in [
+        ("forward", ""),
+        ("forward", "b"),
+        ("backward", "b"),
+        ("optimizer", None),
+    ]
+)
+
+
+def tracks(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
+    found: dict[str, list[tuple[str, float, float]]] = {"phases": [], "modules": []}
+    for data in trace["traceEvents"]:
+        if data["ph"] == "X" and data["cat"] in found:
+            found[data["cat"]].append((data["name"], data["ts"], data["ts"] + data["dur"]))
+    return found
+
+
+def test_kernels_of_a_graph_launch_get_phase_and_module_by_their_order() -> None:
+    trace = {
+        "traceEvents": [
+            event(STEP, 0, 10, "user_annotation"),
+            event("cudaGraphLaunch", 1, 2, "cuda_runtime", correlation=5),
+            *(event("k", 20 + 10 * i, 28 + 10 * i, "kernel", correlation=5) for i in range(4)),
+            event("k", 100, 110, "kernel", correlation=6),  # launched alone
+        ]
+    }
+    assert name_replays(trace, events_of(trace), NODES) == 4
+    assert tracks(trace) == {
+        "phases": [("forward", 20, 38), ("backward", 40, 48), ("optimizer", 50, 58)],
+        "modules": [("(root module)", 20, 28), ("b", 30, 48)],
+    }
+
+
+def test_replays_that_do_not_fit_to_the_graph_stay_without_names() -> None:
+    few = [event(RANGE_PREFIX + "replay", 0, 50), event("aten::mm", 1, 2)]
+    found = summary(event(STEP, 0, 100, "user_annotation"), *few, nodes=NODES)
+    assert found.num_named == 0
+    assert "cannot be told apart" in found.notes[0]
+    assert "note: " in describe_profile(found)
+
+
+def small_step(scope: str, device: torch.device) -> tuple[graphfsdp.CapturedStep, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).to(device)
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope=scope)
+    return step, torch.randn(4, 8, device=device)
+
+
+@pytest.mark.parametrize("scope", ["none", "forward_backward", "full_iteration"])
+def test_a_real_profile_names_phases_and_what_replays_run(scope: str, tmp_path: Path) -> None:
+    step, batch = small_step(scope, CPU)
+    with step:
+        for _ in range(5):
+            step(batch)
+        report = step.report()
+        nodes = replay_nodes(report) if report.num_captures else ()
+        record = profile_contender(
+            [lambda: step(batch)] * 3,
+            case="small", contender=scope, device=CPU, folder=tmp_path, nodes=nodes,
+        )  # fmt: skip
+    assert (record.num_steps, record.what) == (2, "operators")
+    assert 0 < record.busy_ms < record.step_ms
+    names = {item.name for item in record.ranges}
+    expected = {
+        "none": {"copy-in", "eager", "forward", "backward", "optimizer"},
+        "forward_backward": {"copy-in", "replay", "optimizer"},
+        "full_iteration": {"copy-in", "replay"},
+    }
+    assert expected[scope] <= names
+    assert all(item.calls == 1 for item in record.ranges if item.name in expected[scope])
+    trace = json.loads((tmp_path / f"{scope}.trace.json").read_text())
+    found = tracks(trace)
+    assert record.num_named == 2 * len(nodes)
+    if scope != "none":
+        runs = [phase for phase, _ in itertools.groupby(node.phase for node in nodes)]
+        assert runs[:2] == ["forward", "backward"]
+        assert ("optimizer" in runs) == (scope == "full_iteration")
+        assert [name for name, _, _ in found["phases"]] == 2 * runs
+        modules = [name for name, _, _ in found["modules"]]
+        assert modules == 2 * ["0", "1", "2", "2", "1", "0"]
+    read = from_data(ProfileRecord, json.loads((tmp_path / f"{scope}.json").read_text()))
+    assert read == record
+    assert "largest operators" in (tmp_path / f"{scope}.txt").read_text()
+
+
+def test_ranges_are_there_under_a_profiler_alone_and_no_recording_holds_them() -> None:
+    step, batch = small_step("full_iteration", CPU)
+    plain, _ = small_step("full_iteration", CPU)
+    with step, plain:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            for _ in range(5):
+                step(batch)
+        for _ in range(5):
+            plain(batch)
+        assert step.report().op_counts == plain.report().op_counts
+    seen = {item.name for item in profiler.events() or () if item.name.startswith(RANGE_PREFIX)}
+    phases = {"warm-up", "capture", "forward", "backward", "optimizer", "replay", "copy-in"}
+    assert seen >= {RANGE_PREFIX + name for name in phases}
+    with (
+        profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
+        nvtx_range("mine"),
+    ):
+        pass
+    assert [item.name for item in profiler.events() or ()] == [RANGE_PREFIX + "mine"]
+
+
+def test_the_benchmark_profiles_every_contender_and_its_numbers_stay(
+    device: torch.device, tmp_path: Path
+) -> None:
+    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device)
+    options = MeasureOptions(
+        seconds=0.2, roofline=False, random_tokens=True, profile=str(tmp_path / "profile")
+    )
+    specs = find_contenders(("eager", "full_iteration"))
+    result = measure_case(setting, specs, options, lambda phase, name, share: None)
+    folder = case_folder(str(tmp_path / "profile"), result.workload.key)
+    assert {path.name for path in folder.iterdir()} == {
+        f"{name}.{kind}"
+        for name in ("eager", "full_iteration") for kind in ("txt", "json", "trace.json")
+    }  # fmt: skip
+    assert [item.parity.bit_exact for item in result.contenders] == [True, True]
+
+
+def test_a_contender_that_fails_under_the_profiler_says_so_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), CPU)
+    case, source = batch_source(
+        setting.case, data=None, random_tokens=True, seed=0, device=CPU, rank=0
+    )
+    (spec,) = find_contenders(("eager",))
+    running = build_contender(spec, setting)
+    running.warm_up(source.take(0, 1), CPU)
+    monkeypatch.setattr(
+        running.contender, "train", lambda batch: (_ for _ in ()).throw(RuntimeError("no memory"))
+    )
+    profile_case([running], source.take(1, 2), 1, setting, folder=str(tmp_path), nsys=False)
+    text = (case_folder(str(tmp_path), case.key) / "eager.txt").read_text()
+    assert "eager has no profile: RuntimeError: no memory" in text
+
+
+def test_marks_for_nsys_are_around_the_steps_on_a_gpu_and_nowhere_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: calls.append("sync"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    with nsys_range(CPU) as marks:
+        assert not marks
+    assert calls == []
+    with contextlib.suppress(KeyError), nsys_range(torch.device("cuda", 0)) as marks:
+        assert marks
+        raise KeyError
+    assert calls == ["sync", "start", "sync", "stop"]
+
+
+def test_two_listeners_at_a_time_are_refused() -> None:
+    assert parse_bench_arguments(["--profile"]).profile
+    assert parse_bench_arguments(["--nsys"]).nsys
+    with pytest.raises(ConfigError, match="--profile and --nsys"):
+        parse_bench_arguments(["--profile", "--nsys"])

@@ -1,0 +1,322 @@
+"""The CPU backend: what a recording keeps, drops and writes, one operator at a time."""
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import graphfsdp
+from graphfsdp import CaptureError
+from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.cpu.graph import CpuGraphBackend
+from graphfsdp.optim import FusedAdam
+from helpers import Batch, Case, assert_same_run, run
+from recording import record
+from zoo import ZOO, features
+from zoo_models import WIDTH, Squared
+
+CPU = torch.device("cpu")
+
+
+def test_a_cpu_model_gets_the_cpu_backend() -> None:
+    assert isinstance(make_backend("auto", CPU), CpuGraphBackend)
+    assert isinstance(make_backend("cpu", CPU), CpuGraphBackend)
+
+
+def test_recording_runs_the_function_once_and_replay_never() -> None:
+    calls: list[None] = []
+    x = torch.arange(4.0)
+
+    def iterate() -> list[Tensor]:
+        calls.append(None)
+        return [x * 2]
+
+    graph, (first,) = record(iterate)
+    assert torch.equal(first, torch.arange(4.0) * 2)
+    for value in (1.0, 5.0, -3.0):
+        x.fill_(value)
+        (result,) = graph.replay()
+        assert torch.equal(result, torch.full((4,), 2 * value))
+    assert len(calls) == 1
+
+
+def test_existing_tensors_are_used_by_identity() -> None:
+    state = torch.zeros(3)
+
+    def iterate() -> list[Tensor]:
+        state.add_(1)
+        return [state.sum()]
+
+    graph, _ = record(iterate)
+    place = state.data_ptr()
+    for index in range(2, 8):
+        assert float(graph.replay()[0]) == 3 * index
+    assert state.tolist() == [7, 7, 7]
+    assert state.data_ptr() == place
+
+
+def test_what_nobody_reads_is_not_in_the_program() -> None:
+    x = torch.ones(3)
+
+    def iterate() -> list[Tensor]:
+        unused = x.sin()
+        unused.cos().add_(1)
+        return [x.exp()]
+
+    graph, _ = record(iterate)
+    assert graph.facts.op_counts == {"aten.exp.default": 1}
+    assert graph.facts.num_ops == 4
+
+
+def test_random_numbers_that_nobody_reads_are_drawn_all_the_same() -> None:
+    x = torch.ones(3)
+
+    def iterate() -> list[Tensor]:
+        torch.rand(5)
+        torch.nn.functional.dropout(x, 0.5)
+        return [x + torch.rand(3)]
+
+    torch.manual_seed(0)
+    expected = [iterate()[0] for _ in range(5)]
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    graph, first = record(iterate)
+    got = [first[0]] + [graph.replay()[0] for _ in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_of_ones_own_is_drawn_from_live() -> None:
+    generator = torch.Generator().manual_seed(5)
+    graph, first = record(lambda: [torch.rand(3, generator=generator)])
+    got = [first[0]] + [graph.replay()[0] for _ in range(3)]
+    twin = torch.Generator().manual_seed(5)
+    assert all(torch.equal(tensor, torch.rand(3, generator=twin)) for tensor in got)
+    generator.manual_seed(9)
+    twin.manual_seed(9)
+    assert torch.equal(graph.replay()[0], torch.rand(3, generator=twin))
+
+
+def test_views_of_existing_memory_cost_nothing_in_a_replay() -> None:
+    x = torch.randn(4, 6)
+    graph, _ = record(lambda: [x.t()[1:3].unsqueeze(0).expand(2, 2, 4).sum()])
+    assert graph.facts.op_counts == {"aten.sum.default": 1}
+    x.fill_(1)
+    assert float(graph.replay()[0]) == 16
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda y: y,
+    "view": lambda y: y[:, 1:],
+    "transposed": lambda y: y.t(),
+    "written_later": lambda y: y.add_(1),
+    "view_of_written": lambda y: y.mul_(3)[0],
+    "complex": lambda y: torch.complex(y, y).conj(),
+    "imaginary": lambda y: torch.complex(y, y * 2).conj().imag,
+    "other_dtype": lambda y: y.view(torch.int32),
+    "from_split": lambda y: y.split(2, dim=1)[1],
+    "from_unbind": lambda y: y.unbind(0)[2],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_outlives_the_iteration_is_updated_by_replays(name: str) -> None:
+    class Holder(nn.Module):
+        kept: Tensor
+
+    holder = Holder()
+    x = torch.randn(3, 4)
+
+    def iterate() -> list[Tensor]:
+        y = x * 2
+        holder.kept = KEPT[name](y)
+        return [y.sum()]
+
+    graph, _ = record(iterate, holder)
+    kept = holder.kept
+    assert graph.facts.num_escapes == 1
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert holder.kept is kept
+        seen = kept.clone()
+        expected = KEPT[name](x * 2)
+        assert torch.equal(seen.resolve_conj(), expected.resolve_conj())
+
+
+def test_a_kept_result_is_updated_and_the_callers_copy_is_not() -> None:
+    kept: list[Tensor] = []
+    x = torch.ones(2)
+
+    def iterate() -> list[Tensor]:
+        y = x * 2
+        kept[:] = [y]
+        return [y]
+
+    graph, (first,) = record(iterate)
+    x.fill_(5)
+    (second,) = graph.replay()
+    assert first.tolist() == [2, 2]
+    assert second.tolist() == [10, 10]
+    assert kept[0].tolist() == [10, 10]
+    x.fill_(1)
+    graph.replay()
+    assert second.tolist() == [10, 10]
+    assert kept[0].tolist() == [2, 2]
+
+
+def test_nothing_is_left_installed_after_a_recording() -> None:
+    def fail() -> list[Tensor]:
+        torch.ones(2).sum().item()
+        raise KeyError
+
+    seen: list[str] = []
+
+    def mine(frame: FrameType, event: str, arg: object) -> None:
+        seen.append(event)
+
+    for iterate in (lambda: [torch.ones(2)], fail):
+        sys.setprofile(mine)
+        try:
+            record(iterate)
+        except KeyError:
+            pass
+        finally:
+            left = sys.getprofile()
+            sys.setprofile(None)
+        assert left is mine
+        assert _get_current_dispatch_mode() is None
+        assert not torch.overrides._get_current_function_mode_stack()
+        assert not torch.nn.modules.module._global_forward_hooks
+        assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert "call" in seen, "the hook that was there did not go on being called"
+
+
+def test_a_recording_under_cprofile_works() -> None:
+    import cProfile
+
+    profile = cProfile.Profile()
+    profile.enable()
+    graph, _ = record(lambda: [torch.ones(2) * 2])
+    graph.replay()
+    profile.disable()
+    assert any(entry.code == "not a name" or entry.callcount for entry in profile.getstats())
+
+
+def test_a_failed_recording_takes_back_what_it_wrote() -> None:
+    state, untouched = torch.arange(6.0), torch.ones(2)
+    half = state[3:]
+    torch.manual_seed(0)
+    seed = torch.get_rng_state()
+
+    def iterate() -> list[Tensor]:
+        half.mul_(2)
+        state.t().add_(torch.rand(6))
+        state[0] = 7
+        torch.add(state, 1, out=state)
+        return [untouched[state[0].long()]] if state.sum().item() else []
+
+    with pytest.raises(CaptureError):
+        record(iterate)
+    assert torch.equal(state, torch.arange(6.0))
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_replay_works_on_another_thread() -> None:
+    x = torch.ones(3)
+    graph, _ = record(lambda: [(x * 2).sum()])
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(graph.replay()))
+    thread.start()
+    thread.join()
+    assert float(found[0]) == 6
+
+
+def test_replay_does_not_depend_on_the_surrounding_modes() -> None:
+    expected = run(ZOO["autocast"], "none", CPU)
+    got = run(ZOO["autocast"], "full_iteration", CPU)
+    assert_same_run(expected, got)
+    case = ZOO["mlp"]
+
+    def losses(scope: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = case.make()
+        step = graphfsdp.capture(model, FusedAdam(model.parameters()), scope=scope)
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for index in range(9):
+            with torch.set_grad_enabled(index % 2 == 0):
+                found.append(step(*case.batch(generator).args))
+        return found
+
+    for one, other in zip(losses("none"), losses("full_iteration"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_batch_that_the_model_writes_into_is_a_copy() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            loss: Tensor = self.layer(x).square().mean()
+            return loss
+
+    case = Case(Writes, features(WIDTH))
+    assert_same_run(run(case, "none", CPU), run(case, "full_iteration", CPU))
+    model = Writes()
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
+    x = torch.ones(4, WIDTH)
+    for _ in range(6):
+        step(x)
+        assert x.eq(1).all()
+
+
+def test_a_result_that_is_a_parameter_is_copied_out() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        layer = model.get_submodule("layers.0")
+        assert isinstance(layer, nn.Linear)
+        return model(x), {"weight": layer.weight, "row": layer.weight[0], "bias": layer.bias.data}
+
+    case = Case(lambda: Squared(nn.Linear(WIDTH, 3)), features(WIDTH), loss_fn)
+    got = run(case, "full_iteration", CPU)
+    assert_same_run(run(case, "none", CPU), got)
+    for before, after in zip(got.outputs, got.outputs[1:], strict=False):
+        assert not torch.equal(before[1], after[1])
+        assert torch.equal(after[1][0], after[2])
+
+
+def test_integer_and_boolean_batches_and_results() -> None:
+    def loss_fn(model: nn.Module, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = torch.nn.functional.one_hot(ids, WIDTH).float() * keep.unsqueeze(1)
+        loss: Tensor = model(x)
+        return loss, ids + keep, ~keep
+
+    def batch(generator: torch.Generator) -> Batch:
+        ids = torch.randint(0, WIDTH, (6,), generator=generator)
+        return Batch((ids, ids % 2 == 0))
+
+    case = Case(lambda: Squared(nn.Linear(WIDTH, 3)), batch, loss_fn)
+    assert_same_run(run(case, "none", CPU), run(case, "full_iteration", CPU))
+
+
+def test_a_scalar_loss_is_not_computed_in_memory_of_another_size(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Torch warns on stderr when an out= form resizes what it is given."""
+    x, y = torch.rand(256, 1, requires_grad=True), torch.rand(256, 1)
+
+    def iterate() -> list[Tensor]:
+        loss = nn.functional.mse_loss(x * 2, y)
+        return [(loss * 3).detach()]
+
+    graph, (expected,) = record(iterate)
+    assert torch.equal(graph.replay()[0], expected)
+    assert "resized" not in capfd.readouterr().err

@@ -1,0 +1,85 @@
+"""The end of a program on several ranks: no thread of gloo may need Python afterwards."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphfsdp._capture.cpu import gloo_threads
+from ranks import RankPool
+
+
+@pytest.mark.parametrize(
+    ("looks", "num_looks"),
+    [
+        ([["S", "S"]] * 5, 2),
+        ([["R", "S"], ["S", "S"], ["S", "R"], ["S", "S"], ["S", "S"], ["R", "R"]], 5),
+        ([[]] * 5, 2),
+    ],
+)
+def test_it_waits_until_all_workers_were_idle_twice(
+    looks: list[list[str]], num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(looks)
+    monkeypatch.setattr(gloo_threads, "_states", lambda: iter(next(left)))
+    gloo_threads.await_gloo_threads()
+    assert len(looks) - len(list(left)) == num_looks
+
+
+def find_workers() -> tuple[int, bool]:
+    value = torch.ones(100_000)
+    dist.all_reduce(value)
+    gloo_threads.await_gloo_threads()
+    states = list(gloo_threads._states())
+    return len(states), set(states) == {"S"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at threads on Linux only")
+def test_the_workers_of_gloo_are_found_by_their_name(ranks2: RankPool) -> None:
+    for num_workers, idle in ranks2.run(find_workers):
+        assert num_workers >= 2
+        assert idle
+
+
+FAILS = "raise KeyError('the end')"
+DESTROYS = "dist.destroy_process_group()"
+ENDS = [("", FAILS), (DESTROYS, f"step.close(); {DESTROYS}")]  # of the first rank, of the second
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_program_on_two_ranks_ends_in_peace_in_any_order(
+    ends: tuple[str, str], tmp_path: Path
+) -> None:
+    program = f"""
+        import sys, torch, torch.distributed as dist, graphfsdp
+        from graphfsdp.optim import FusedAdam
+        dist.init_process_group(
+            "gloo", init_method="file://{tmp_path}/store", rank=int(sys.argv[1]), world_size=2
+        )
+        model = torch.nn.Linear(3, 1)
+        graphfsdp.fully_shard(model)
+        step = graphfsdp.capture(
+            model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).sum(), warmup_steps=1
+        )
+        for _ in range(4):
+            step(torch.ones(2, 3))
+        print(step.phase.value)
+    """
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program) + end, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, end in enumerate(ends)
+    ]
+    for rank, end in zip(ranks, ends, strict=True):
+        out, err = rank.communicate(timeout=100)
+        assert out.split() == ["replay"], err
+        assert rank.returncode == int(end == FAILS), err
+        assert "terminate" not in err

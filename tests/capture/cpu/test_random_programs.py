@@ -1,0 +1,250 @@
+"""Random programs that write, alias, drop and draw: replayed, also with dead memory poisoned.
+
+A program works on registers, tensors of one shape that may share memory, and on handles, views of
+them that are only written through. The last register goes through a trained layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import graphfsdp.api
+from graphfsdp._capture.cpu.graph import CpuGraphBackend
+from helpers import Case, assert_same_run, run
+from zoo import ROWS, features
+
+WIDTH = 4
+NUM_CALLS = 12  # 1 warm-up, 1 capture, 10 replays
+
+
+@dataclass
+class Registers:
+    """What a program works on."""
+
+    net: Any
+    tensors: list[Tensor]
+    handles: list[Tensor] = field(default_factory=list)
+
+    def get(self, index: int) -> Tensor:
+        return self.tensors[index % len(self.tensors)]
+
+    def put(self, tensor: Tensor) -> None:
+        self.tensors.append(tensor)
+
+
+Operation = Callable[[Registers, int, int], object]
+
+
+def _state(r: Registers, a: int) -> Tensor:
+    state: Tensor = r.net.get_buffer(f"state{a % 2}")
+    return state
+
+
+def binary(r: Registers, a: int, b: int) -> None:
+    kinds = (torch.add, torch.sub, torch.maximum, torch.hypot, torch.atan2)
+    r.put(kinds[(a + b) % len(kinds)](r.get(a), r.get(b)))
+
+
+def unary(r: Registers, a: int, b: int) -> None:
+    kinds = (torch.tanh, torch.sin, torch.sigmoid, torch.neg, torch.clone, torch.square)
+    r.put(kinds[b % len(kinds)](r.get(a)).clamp(-4, 4))
+
+
+def write(r: Registers, a: int, b: int) -> None:
+    target, other = r.get(a), r.get(b)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: target.add_(other, alpha=0.5),
+        lambda: target.mul_(0.5).sub_(other),
+        lambda: target.copy_(other),
+        lambda: target.lerp_(other, 0.25),
+        lambda: target.tanh_(),
+        lambda: target.zero_(),
+    )
+    kinds[(a * 3 + b) % len(kinds)]()
+
+
+def alias(r: Registers, a: int, b: int) -> None:
+    source = r.get(a)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: source,
+        lambda: source.view_as(source),
+        lambda: source.t().t(),
+        lambda: source[:],
+        lambda: source.as_strided(source.shape, source.stride(), source.storage_offset()),
+        lambda: source.unsqueeze(0).squeeze(0),
+    )
+    r.put(kinds[b % len(kinds)]())
+
+
+def handle(r: Registers, a: int, b: int) -> None:
+    source = r.get(a)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: source[1 : 2 + b],
+        lambda: source[:, ::2],
+        lambda: source.t()[b % WIDTH],
+        lambda: source.diagonal(),
+        lambda: source.unfold(1, 2, 2)[b % ROWS],
+        lambda: source.narrow(0, b % ROWS, 1).squeeze(),
+        lambda: source[0:0],
+    )
+    r.handles.append(kinds[b % len(kinds)]())
+
+
+def write_handle(r: Registers, a: int, b: int) -> None:
+    if not r.handles:
+        return
+    target, mean = r.handles[a % len(r.handles)], r.get(b).mean()
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: target.fill_(0.25),
+        lambda: target.mul_(-0.5),
+        lambda: target.add_(mean),
+        lambda: target.copy_(mean),
+        lambda: target.uniform_(-1, 1),
+    )
+    kinds[b % len(kinds)]()
+
+
+def draw(r: Registers, a: int, b: int) -> None:
+    source = r.get(a)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: torch.rand_like(source),
+        lambda: torch.randn(ROWS, WIDTH),
+        lambda: functional.dropout(source, 0.3),
+        lambda: source.normal_(0.0, 0.5),
+        lambda: source + torch.bernoulli(torch.full_like(source, 0.5)),
+        lambda: source[torch.randperm(ROWS)],
+    )
+    r.put(kinds[b % len(kinds)]())
+
+
+def drop(r: Registers, a: int, b: int) -> None:
+    """Let go of a register, and of all handles, so that memory can be used again."""
+    if len(r.tensors) > 1:
+        del r.tensors[a % len(r.tensors)]
+    if b % 2:
+        r.handles.clear()
+
+
+def swap(r: Registers, a: int, b: int) -> None:
+    i, j = a % len(r.tensors), b % len(r.tensors)
+    r.tensors[i], r.tensors[j] = r.tensors[j], r.tensors[i]
+
+
+def layer(r: Registers, a: int, b: int) -> None:
+    r.put(r.net.layers[b % 2](r.get(a)).detach())
+
+
+def reduce(r: Registers, a: int, b: int) -> None:
+    source = r.get(a)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: source.softmax(dim=b % 2),
+        lambda: source.sort(dim=b % 2).values,
+        lambda: source.cumsum(dim=b % 2) * 0.2,
+        lambda: source - source.mean(dim=b % 2, keepdim=True),
+        lambda: functional.layer_norm(source, (WIDTH,)),
+        lambda: source @ source.t() @ source * 0.01,
+        lambda: torch.cat([source[3:], source[:3]]),
+        lambda: torch.where(source > 0, source, r.get(b)),
+    )
+    r.put(kinds[b % len(kinds)]().clamp(-4, 4))
+
+
+def write_state(r: Registers, a: int, b: int) -> None:
+    state = _state(r, a)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: state.lerp_(r.get(b).mean(dim=0).tanh(), 0.1),
+        lambda: state.copy_(r.get(b)[b % ROWS].clamp(-1, 1)),
+        lambda: state[1:].mul_(0.5),
+        lambda: state.copy_(state.flip(0)),
+    )
+    kinds[b % len(kinds)]()
+
+
+def read_state(r: Registers, a: int, b: int) -> None:
+    r.put(r.get(b) + _state(r, a) if b % 3 else _state(r, a).expand(ROWS, WIDTH).clone())
+
+
+def many(r: Registers, a: int, b: int) -> None:
+    """Operators that read or write several tensors at once."""
+    if b % 2:
+        first, second = r.get(a).clone(), r.get(b).clone()
+        torch._foreach_add_([first, second], [second.clone(), first.clone()], alpha=0.5)
+        r.put(first.clamp_(-4, 4))
+    else:
+        r.put(torch.stack([r.get(a), r.get(b)]).amax(dim=0))
+        low, high = r.get(a).aminmax(dim=1, keepdim=True)
+        r.put((r.get(b) - low).clamp(max=1) * high.tanh())
+
+
+OPERATIONS: dict[str, Operation] = {
+    operation.__name__: operation
+    for operation in (
+        *(binary, unary, write, alias, handle, write_handle, draw, drop, swap, layer, reduce),
+        *(write_state, read_state, many),
+    )
+}
+
+
+class Machine(nn.Module):
+    """Runs a program, and trains on what is left in the registers."""
+
+    def __init__(self, program: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.program = program
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        for index in range(2):
+            self.register_buffer(f"state{index}", torch.full((WIDTH,), 0.25 * index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        registers = Registers(self, [x.clone(), x * 0.5])
+        with torch.no_grad():
+            for name, first, second in self.program:
+                OPERATIONS[name](registers, first, second)
+        last, middle = registers.get(-1), registers.get(len(registers.tensors) // 2)
+        hidden = self.layers[0](last).tanh() + self.layers[1](middle.tanh() + x)
+        loss: Tensor = hidden.square().mean()
+        return loss
+
+
+steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 7), st.integers(0, 7))
+
+
+def check(program: list[tuple[str, int, int]], *, poisons: bool) -> None:
+    case = Case(lambda: Machine(program), features(WIDTH))
+    options: dict[str, Any] = {"num_steps": NUM_CALLS, "warmup_steps": 1}
+    expected = run(case, "none", torch.device("cpu"), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if poisons:
+            patch.setattr(
+                graphfsdp.api,
+                "make_backend",
+                lambda name, device: CpuGraphBackend(device, poisons=True),
+            )
+        got = run(case, "full_iteration", torch.device("cpu"), **options)
+    assert_same_run(expected, got)
+    assert got.report is not None
+    assert got.report.num_calls["replay"] == NUM_CALLS - 2
+
+
+@hypothesis.settings(max_examples=50, derandomize=True)
+@hypothesis.given(program=st.lists(steps, min_size=2, max_size=14), poisons=st.booleans())
+def test_random_programs_replay_as_eager_runs(
+    program: list[tuple[str, int, int]], poisons: bool
+) -> None:
+    check(program, poisons=poisons)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_every_form_of_an_operation_stands_poisoned_memory(name: str) -> None:
+    """All forms in one program, between operations that make and drop memory."""
+    program = [("handle", 0, 1), ("handle", 1, 2), ("read_state", 0, 1)]
+    for second in range(8):
+        program += [(name, second // 2, second), ("unary", second, second), ("drop", 3, 0)]
+    check(program, poisons=True)

@@ -1,0 +1,122 @@
+"""Each recorded operator knows its phase, its module and the user's line."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from graphfsdp._capture.cpu.recorder import Node, Recorder
+from graphfsdp._capture.trace.sites import OpPhase, Site
+from helpers import line_of
+from recording import CPU
+
+
+class Twice(nn.Module):
+    """A linear layer that runs twice, and a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).tanh()  # tanh
+        out: Tensor = self.linear(x) * self.scale
+        return out
+
+
+class Root(nn.Module):
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.inner = Twice()
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute:
+            hidden = checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(hidden, Tensor)
+            return hidden.square()
+        out: Tensor = self.inner(x).square()  # square
+        return out
+
+
+def record(model: Root) -> list[tuple[str, Site]]:
+    x = torch.randn(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = Recorder(model, CPU)
+    with recorder.watching():
+        loss = model(x).sum()
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)
+        optimizer.step()
+        del loss
+    sites = recorder.sites.sites()
+
+    def name(node: Node) -> str:
+        return str(node.op._schema.name.removeprefix("aten::"))
+
+    return [(name(node), sites[node.site]) for node in recorder.nodes]
+
+
+def test_forward_operators_know_their_module_and_line() -> None:
+    found = dict(record(Root()))
+    assert found["tanh"].phase is OpPhase.FORWARD
+    assert found["tanh"].module == "inner"
+    assert found["tanh"].source is not None
+    assert found["tanh"].source.line == line_of(Twice.forward, "# tanh")
+    assert Path(found["tanh"].source.file) == Path(__file__)
+    assert found["pow"].module == ""
+    modules = [site.module for op, site in record(Root()) if op == "addmm"]
+    assert modules == ["inner.linear", "inner.linear"]
+    assert found["sum"].phase is OpPhase.BACKWARD  # the last one: of the bias
+
+
+def test_backward_operators_know_the_forward_operator_that_they_belong_to() -> None:
+    backward = [(op, site) for op, site in record(Root()) if site.phase is OpPhase.BACKWARD]
+    by_name = dict(backward)
+    assert by_name["tanh_backward"].module == "inner"
+    assert by_name["tanh_backward"].source is not None
+    assert by_name["tanh_backward"].source.line == line_of(Twice.forward, "# tanh")
+    lines = [site.source.line for _, site in backward if site.module == "" and site.source]
+    assert set(lines) == {line_of(Root.forward, "# square")}
+    products = [site.module for op, site in backward if op == "mm"]
+    assert products
+    assert set(products) == {"inner.linear"}
+
+
+def test_what_a_gradient_hook_does_belongs_to_the_module_that_owns_the_parameter() -> None:
+    model = Root()
+
+    def hook(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.cos_()
+
+    model.inner.scale.register_post_accumulate_grad_hook(hook)
+    found = dict(record(model))
+    assert found["cos_"] == Site(OpPhase.BACKWARD, "inner", None)
+
+
+def test_what_follows_a_backward_pass_without_gradients_is_the_optimizer() -> None:
+    ops = [op for op, site in record(Root()) if site.phase is OpPhase.OPTIMIZER]
+    assert ops == ["_foreach_mul_", "add_", "add_", "add_"]  # clip; a step for each parameter
+
+
+def test_recomputation_belongs_to_the_backward_pass_of_its_module() -> None:
+    found = [site for op, site in record(Root(recompute=True)) if op == "tanh"]
+    assert [site.phase for site in found] == [OpPhase.FORWARD, OpPhase.BACKWARD]
+    assert [site.module for site in found] == ["inner", "inner"]
+
+
+def test_metrics_before_the_backward_pass_are_not_the_optimizer() -> None:
+    model = Root()
+    recorder = Recorder(model, CPU)
+    with recorder.watching():
+        out = model(torch.randn(2, 3))
+        with torch.no_grad():
+            out.abs().mean()
+        out.sum().backward()
+    sites = recorder.sites.sites()
+    found = {str(node.op): sites[node.site].phase for node in recorder.nodes}
+    assert found["aten.abs.default"] is OpPhase.FORWARD

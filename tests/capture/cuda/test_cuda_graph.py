@@ -1,0 +1,252 @@
+"""The CUDA backend, and that CUDA refuses what the rules refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN
+from graphfsdp._capture.cuda.errors import explain
+from graphfsdp.optim import FusedAdam
+from helpers import Case, assert_same_run, run
+from zoo import ZOO, features
+from zoo_models import GPT, WIDTH, Squared
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+Results = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def twins() -> Results:
+    """Run every program in a process of its own, several at a time."""
+    wanted = [("without_rules", name) for name in (*REFUSED, *CONTROLS)]
+    wanted += [("with_capture", name) for name in UNSEEN]
+
+    def run_one(arguments: tuple[str, str]) -> dict[str, Any]:
+        here = Path(__file__).parent
+        done = subprocess.run(
+            [sys.executable, str(here / "cuda_twin.py"), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            cwd=here.parent,
+            env=_environment(here),
+        )
+        lines = done.stdout.strip().splitlines()
+        if not lines or not lines[-1].startswith("{"):
+            return {"crash": f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"}
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return dict(zip(wanted, pool.map(run_one, wanted), strict=True))
+
+
+def _environment(here: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_driver_refuses_what_the_rules_refuse(name: str, twins: Results) -> None:
+    """So the rules cannot drift: without them, torch.cuda.graph fails on the same program."""
+    result = twins["without_rules", name]
+    assert "crash" not in result, result["crash"]
+    assert result["errors"], "CUDA captured it"
+    text = " ".join(result["errors"])
+    assert explain(RuntimeError(text)) is not None or "captur" in text, text
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_driver_captures_what_the_rules_allow(name: str, twins: Results) -> None:
+    result = twins["without_rules", name]
+    assert "crash" not in result, result["crash"]
+    assert result["errors"] == []
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("name", UNSEEN)
+def test_errors_of_the_driver_are_explained_and_rolled_back(name: str, twins: Results) -> None:
+    result = twins["with_capture", name]
+    assert "crash" not in result, result["crash"]
+    assert result["errors"], "CUDA captured it"
+    assert result["errors"][0].startswith("CaptureError: ")
+    assert "Remedy: " in result["errors"][0]
+    assert result["code"] == CODES[name]
+    assert result["op"]
+    assert result["module"] == "body.inner"
+    assert result["line"]
+    assert result["rolled_back"]
+
+
+def start(**options: Any) -> tuple[graphfsdp.CapturedStep, nn.Module, Any]:
+    torch.manual_seed(0)
+    model = GPT().to(CUDA)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01), **options)
+    generator = torch.Generator().manual_seed(1)
+    return step, model, lambda: ZOO["gpt"].batch(generator)
+
+
+def test_an_iteration_is_one_graph_launch() -> None:
+    step, _, next_batch = start(max_grad_norm=1.0)
+    for _ in range(6):
+        step(*next_batch().to(CUDA).args)
+    batch = next_batch().to(CUDA)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step(*batch.args)
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("cudaGraphLaunch") == 1
+    # Beside it: copies into the static inputs and out of the graph's results.
+    assert counts.get("cudaLaunchKernel", 0) <= 8
+
+
+def test_report_tells_nodes_and_pool() -> None:
+    step, _, next_batch = start()
+    for _ in range(5):
+        step(*next_batch().to(CUDA).args)
+    report = step.report()
+    assert report.backend == "cuda"
+    assert report.pool_bytes > 0
+    assert report.num_nodes is None or report.num_nodes > 50
+    assert report.num_ops is not None
+    assert report.num_ops > 50
+
+
+def test_replays_allocate_nothing_that_stays() -> None:
+    step, _, next_batch = start(max_grad_norm=1.0)
+    for _ in range(6):
+        step(*next_batch().to(CUDA).args)
+    batch = next_batch().to(CUDA)
+    levels = []
+    for _ in range(10):
+        step(*batch.args)
+        torch.cuda.synchronize()
+        levels.append(torch.cuda.memory_allocated())
+    assert len(set(levels)) == 1
+
+
+def test_closing_gives_the_pool_back() -> None:
+    step, _, next_batch = start()
+    for _ in range(6):
+        step(*next_batch().to(CUDA).args)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    step.close()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_batches_on_the_host_are_copied_without_a_host_sync(pinned: bool) -> None:
+    """Each is overwritten as soon as the call returns, and all of them arrive."""
+    step, model, _ = start(loss_fn=lambda model, x: weighted(model, x))
+    sums = []
+    expected = []
+    for index in range(20):
+        x = torch.full((4096, 64), float(index))
+        x = x.pin_memory() if pinned else x
+        if index > 5:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            _, total = step(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if pinned:
+            torch.cuda.synchronize()  # the caller's memory is read by the device itself
+        x.fill_(float("nan"))
+        sums.append(total)
+        expected.append(float(index) * 4096 * 64)
+    assert [float(total) for total in sums] == expected
+    assert model is not None
+
+
+def weighted(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    weight = next(model.parameters())
+    return weight.square().mean(), x.double().sum()
+
+
+def test_old_graphs_of_the_default_stream_do_not_break_the_capture() -> None:
+    """Their AccumulateGrad nodes remember the stream that they were made on."""
+    torch.manual_seed(0)
+    model = GPT().to(CUDA)
+    generator = torch.Generator().manual_seed(1)
+    old = model(*ZOO["gpt"].batch(generator).to(CUDA).args)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01))
+    for _ in range(3):
+        step(*ZOO["gpt"].batch(generator).to(CUDA).args)
+    refusal = ""
+    try:
+        step(*ZOO["gpt"].batch(generator).to(CUDA).args)
+    except graphfsdp.CaptureError as error:
+        refusal, old = str(error), None
+    if refusal:
+        # Torch before 2.13 cannot be asked for another stream; then it says what to let go of.
+        assert not hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
+        assert "Remedy: delete losses" in refusal
+    for _ in range(6):
+        step(*ZOO["gpt"].batch(generator).to(CUDA).args)
+    assert step.report().num_captures == 1
+    assert old is None or old.requires_grad
+
+
+def test_the_current_stream_is_the_same_after_every_call() -> None:
+    step, _, next_batch = start()
+    side = torch.cuda.Stream()
+    for _ in range(6):
+        batch = next_batch().to(CUDA)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(*batch.args)
+            assert torch.cuda.current_stream() == side
+        torch.cuda.current_stream().wait_stream(side)
+
+
+class OwnGenerator(nn.Module):
+    """Draws noise from a generator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.generator = torch.Generator("cuda").manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, device=x.device, generator=self.generator)
+        loss: Tensor = self.layer(x + noise).square().mean()
+        return loss
+
+
+def test_a_generator_that_a_module_holds_advances() -> None:
+    case = Case(OwnGenerator, features(WIDTH))
+    assert_same_run(run(case, "none", CUDA), run(case, "full_iteration", CUDA))
+
+
+def test_bfloat16_replays_as_eager() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x.bfloat16())
+        return loss
+
+    def make() -> nn.Module:
+        return Squared(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)).bfloat16()
+
+    case = Case(make, features(WIDTH), loss_fn)
+    options: dict[str, Any] = {"max_grad_norm": 0.1}
+    assert_same_run(
+        run(case, "none", CUDA, **options), run(case, "full_iteration", CUDA, **options)
+    )

@@ -1,0 +1,156 @@
+"""Which operator made which nodes of a CUDA graph, with a driver that is played."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp._capture.cuda.driver import CudaDriver, GraphNodes, find_driver
+from graphfsdp._capture.cuda.recorder import CudaRecorder
+from graphfsdp._capture.report.program_facts import BufferKind, NodeFacts, ProgramFacts
+from graphfsdp.optim import FusedAdam
+from helpers import OpNames
+from recording import CPU
+
+GRAPH, STREAM = 77, 5
+
+
+class PlayedDriver:
+    """A driver whose graph grows by what is put into it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def capturing_graph(self, stream: int) -> int | None:
+        return GRAPH if stream == STREAM else None
+
+    def count(self, graph: int) -> int | None:
+        assert graph == GRAPH
+        return len(self.names)
+
+    def nodes(self, graph: int) -> tuple[int, ...] | None:
+        assert graph == GRAPH
+        return tuple(range(len(self.names)))
+
+    def name(self, node: int) -> str:
+        return self.names[node]
+
+
+class Kernels(OpNames):
+    """Below the recorder: each operator launches kernels, as on a GPU."""
+
+    def __init__(self, driver: PlayedDriver) -> None:
+        super().__init__()
+        self._driver = driver
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name.removeprefix("aten::")
+        made = {"copy_": ["memcpy"], "mm": ["memset", "kernel gemm"], "t": [], "detach": []}
+        self._driver.names += made.get(name, [f"kernel {name}"])
+        return func(*args, **(kwargs or {}))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).tanh()).sum()
+        return out
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
+    class Stream:
+        cuda_stream = STREAM
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    return PlayedDriver()
+
+
+def capture(driver: PlayedDriver | None, after: tuple[str, ...] = ()) -> ProgramFacts:
+    model, x = Model(), torch.ones(2, 4)
+    recorder = CudaRecorder(model, CPU, driver)
+    with Kernels(driver or PlayedDriver()), recorder.watching():
+        loss = model(x)
+        loss.backward()
+        result = loss.detach().clone()
+        del loss
+    if driver is not None:
+        driver.names += after
+    return recorder.describe([result], GRAPH)
+
+
+def kernels_of(nodes: list[NodeFacts], op: str) -> list[tuple[str, ...]]:
+    return [node.kernels for node in nodes if node.op.startswith(f"aten.{op}.")]
+
+
+def test_each_node_of_the_graph_belongs_to_the_operator_that_made_it(played: PlayedDriver) -> None:
+    nodes = list(capture(played).nodes())
+    assert kernels_of(nodes, "mm") == [("memset", "kernel gemm")] * 5
+    assert set(kernels_of(nodes, "t")) == {()}
+    assert kernels_of(nodes, "tanh_backward") == [("kernel tanh_backward",)]
+    assert [kernel for node in nodes for kernel in node.kernels] == played.names
+    modules = [node.site.module for node in nodes if node.op == "aten.mm.default"]
+    assert modules == ["first", "second", "second", "second", "first"]
+
+
+def test_report_counts_the_graphs_nodes_by_type_and_module(played: PlayedDriver) -> None:
+    report = graphfsdp.CaptureReport(
+        backend="cuda",
+        scope="full_iteration",
+        phase="replay",
+        num_calls={},
+        num_captures=1,
+        capture_ms=1.0,
+        program=capture(played),
+    )
+    assert report.by_kind["memset"] == {"memset": 5}
+    assert report.by_kind["kernel"]["gemm"] == 5
+    assert sum(sum(counts.values()) for counts in report.by_kind.values()) == len(played.names)
+    assert report.by_module["first"] == {"memset": 2, "kernel gemm": 2}
+    assert report.by_phase["backward"]["kernel gemm"] == 3
+    assert [node["kernels"] for node in report.to_dict()["nodes"] if "kernels" in node]
+
+
+def test_nodes_that_no_operator_made_are_told_apart(played: PlayedDriver) -> None:
+    last = list(capture(played, after=("kernel stray",)).nodes())[-1]
+    assert last.op == "(no operator)"
+    assert last.kernels == ("kernel stray",)
+
+
+def test_without_a_driver_operators_are_noted_all_the_same() -> None:
+    program = capture(None)
+    assert {node.kernels for node in program.nodes()} == {()}
+    assert program.num_nodes > 10
+    kinds = [buffer.kind for buffer in program.buffers()]
+    assert kinds.count(BufferKind.OUTPUT) == 1
+    assert kinds.count(BufferKind.EXTERNAL) == 3  # the batch and two weights
+
+
+def test_the_driver_is_optional() -> None:
+    driver = find_driver()
+    assert driver is None or isinstance(driver, CudaDriver)
+    if driver is None:
+        with pytest.raises(OSError, match="libcuda"):
+            CudaDriver()
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_captured_step_have_names_and_modules() -> None:
+    model = Model().cuda()
+    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+        for _ in range(5):
+            step(torch.ones(2, 4, device="cuda"))
+        report = step.report()
+    total = sum(sum(counts.values()) for counts in report.by_kind.values())
+    assert total == report.num_nodes
+    assert sum(report.by_kind["kernel"].values()) > 5
+    assert report.by_module["first"]
+    assert any("gemm" in name.lower() or "cutlass" in name for name in report.by_kind["kernel"])
+
+
+def _is_driver(driver: CudaDriver) -> GraphNodes:
+    return driver  # the type checker compares the two

@@ -1,0 +1,327 @@
+"""What a graph has baked in is compared before each replay, named when it changed, and free again.
+
+Each change is made between two replays. The replay must be refused with the exact thing named, and
+nothing may have run. Where the change can be taken back, replays go on as if nothing had been.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import graphfsdp
+from graphfsdp.base.changes import ChangeKind
+from guard_net import Guarded, refused, start
+from helpers import assert_same_state, same_bits
+
+Undo = Callable[[], Any]
+Apply = Callable[[Guarded], Undo]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Two more losses of a run without any change, and the state after them."""
+    twin = start()
+    return [twin.train(twin.batch()) for _ in range(2)], twin.snapshot()
+
+
+def set_attribute(path: str, name: str, value: Any) -> Apply:
+    """Return a change of one attribute of a module."""
+
+    def apply(guarded: Guarded) -> Undo:
+        module = guarded.model.get_submodule(path)
+        old = getattr(module, name)
+        setattr(module, name, value)
+        return lambda: setattr(module, name, old)
+
+    return apply
+
+
+def call(path: str, method: str, back: str) -> Apply:
+    """Return a call of a module's method that another one takes back."""
+
+    def apply(guarded: Guarded) -> Undo:
+        module = guarded.model.get_submodule(path)
+        getattr(module, method)()
+        return getattr(module, back)  # type: ignore[no-any-return]
+
+    return apply
+
+
+def move(path: str) -> Apply:
+    """Return a move of a tensor to other memory, with equal contents."""
+
+    def apply(guarded: Guarded) -> Undo:
+        *owner, name = path.split(".")
+        tensor: Tensor = getattr(guarded.model.get_submodule(".".join(owner)), name)
+        old = tensor.data
+        tensor.data = old.clone()
+
+        def undo() -> None:
+            tensor.data = old
+
+        return undo
+
+    return apply
+
+
+def replace(path: str) -> Apply:
+    """Return a replacement of a tensor by another object with equal contents."""
+
+    def apply(guarded: Guarded) -> Undo:
+        *owner, name = path.split(".")
+        module = guarded.model.get_submodule(".".join(owner))
+        old: Tensor = getattr(module, name)
+        new = old.detach().clone()
+        as_parameter = isinstance(old, nn.Parameter)
+        setattr(module, name, nn.Parameter(new, old.requires_grad) if as_parameter else new)
+        return lambda: setattr(module, name, old)
+
+    return apply
+
+
+def in_place(function: Callable[[Tensor], Any], back: Callable[[Tensor], Any]) -> Apply:
+    """Return a change of how the first layer's weight looks at its memory."""
+
+    def apply(guarded: Guarded) -> Undo:
+        weight = guarded.model.get_parameter("body.layers.0.weight")
+        function(weight)
+        return lambda: back(weight)
+
+    return apply
+
+
+def transpose_data(tensor: Tensor) -> None:
+    tensor.data = tensor.data.t()
+
+
+def grown(guarded: Guarded) -> Undo:
+    guarded.model.body.layers.append(nn.Linear(4, 4))
+    return lambda: guarded.model.body.layers.pop(2)
+
+
+def shrunk(guarded: Guarded) -> Undo:
+    last = guarded.model.body.layers.pop(1)
+    return lambda: guarded.model.body.layers.append(last)
+
+
+def with_new_buffer(guarded: Guarded) -> Undo:
+    guarded.model.body.norm.register_buffer("extra", torch.zeros(1))
+    return lambda: delattr(guarded.model.body.norm, "extra")
+
+
+def with_new_parameter(guarded: Guarded) -> Undo:
+    guarded.model.body.register_parameter("late", nn.Parameter(torch.zeros(3)))
+    return lambda: delattr(guarded.model.body, "late")
+
+
+def without_bias(guarded: Guarded) -> Undo:
+    layer = guarded.model.get_submodule("body.layers.1")
+    bias = layer.bias
+    layer.register_parameter("bias", None)
+    return lambda: layer.register_parameter("bias", bias)  # type: ignore[arg-type]
+
+
+def with_other_forward(guarded: Guarded) -> Undo:
+    dropout = guarded.model.body.dropout
+    dropout.forward = lambda x: x  # type: ignore[method-assign,assignment]
+    return lambda: vars(dropout).pop("forward")
+
+
+MODEL_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
+    "eval": (
+        call("", "eval", "train"),
+        r"the model \(with 6 modules in it\) was in train .* now in eval .*model\.train\(\)",
+        ChangeKind.MODE,
+    ),
+    "eval_of_one": (
+        call("body.dropout", "eval", "train"),
+        r"module 'body\.dropout' was in train .*body\.dropout\.train\(\)",
+        ChangeKind.MODE,
+    ),
+    "training_flag": (
+        set_attribute("body.layers.1", "training", False),
+        r"module 'body\.layers\.1' was in train mode",
+        ChangeKind.MODE,
+    ),
+    "dropout_rate": (
+        set_attribute("body.dropout", "p", 0.5),
+        r"attribute 'body\.dropout\.p' was 0\.25 .* now 0\.5",
+        ChangeKind.ATTRIBUTE,
+    ),
+    "momentum": (
+        set_attribute("body.norm", "momentum", 0.5),
+        r"'body\.norm\.momentum' was 0\.1 .* now 0\.5",
+        ChangeKind.ATTRIBUTE,
+    ),
+    "number": (
+        set_attribute("body", "temperature", 0.5),
+        r"'body\.temperature' was 2\.0 .* now 0\.5.*buffer",
+        ChangeKind.ATTRIBUTE,
+    ),
+    "tuple": (
+        set_attribute("body", "clip", (-1.0, 1.0)),
+        r"'body\.clip' was \(-8\.0, 8\.0\)",
+        ChangeKind.ATTRIBUTE,
+    ),
+    "generator": (
+        set_attribute("body", "noise", torch.Generator()),
+        r"attribute 'body\.noise' was <torch",
+        ChangeKind.ATTRIBUTE,
+    ),
+    "forward": (with_other_forward, r"'body\.dropout\.forward'", ChangeKind.ATTRIBUTE),
+    "parameter_moved": (
+        move("body.layers.1.weight"),
+        r"parameter 'body\.layers\.1\.weight' was at address 0x\w+ .* in other memory",
+        ChangeKind.ADDRESS,
+    ),
+    "frozen_parameter_moved": (move("frozen"), "parameter 'frozen'", ChangeKind.ADDRESS),
+    "single_element_moved": (move("scale"), "parameter 'scale'", ChangeKind.ADDRESS),
+    "buffer_moved": (move("body.table"), r"buffer 'body\.table'", ChangeKind.ADDRESS),
+    "attribute_moved": (move("body.plain"), r"attribute 'body\.plain'", ChangeKind.ADDRESS),
+    "parameter_replaced": (
+        replace("body.layers.0.bias"),
+        r"parameter 'body\.layers\.0\.bias' was one tensor .* another one, in other memory",
+        ChangeKind.STRUCTURE,
+    ),
+    "single_element_replaced": (replace("scale"), "parameter 'scale'", ChangeKind.STRUCTURE),
+    "buffer_replaced": (
+        replace("body.norm.running_mean"),
+        r"buffer 'body\.norm\.running_mean'",
+        ChangeKind.STRUCTURE,
+    ),
+    "single_buffer_replaced": (
+        replace("body.norm.num_batches_tracked"),
+        r"'body\.norm\.num_batches_tracked'",
+        ChangeKind.STRUCTURE,
+    ),
+    "attribute_replaced": (replace("body.plain"), r"'body\.plain'", ChangeKind.ATTRIBUTE),
+    "strides": (
+        in_place(transpose_data, transpose_data),
+        r"'body\.layers\.0\.weight' was of stride \(4, 1\) .* now of stride \(1, 4\)",
+        ChangeKind.LAYOUT,
+    ),
+    "frozen": (
+        in_place(lambda w: w.requires_grad_(False), lambda w: w.requires_grad_(True)),
+        r"'body\.layers\.0\.weight' was trained .* now frozen.*requires_grad_\(True\)",
+        ChangeKind.REQUIRES_GRAD,
+    ),
+    "module_replaced": (
+        set_attribute("body", "dropout", nn.Identity()),
+        r"module 'body\.dropout' was a Dropout .* now a Identity",
+        ChangeKind.STRUCTURE,
+    ),
+    "module_added": (grown, r"module 'body\.layers\.2' was absent", ChangeKind.STRUCTURE),
+    "module_removed": (shrunk, r"'body\.layers\.1' was a Linear .* absent", ChangeKind.STRUCTURE),
+    "buffer_added": (with_new_buffer, r"'body\.norm\.extra'", ChangeKind.STRUCTURE),
+    "parameter_added": (with_new_parameter, r"parameter 'body\.late'", ChangeKind.STRUCTURE),
+    "parameter_removed": (
+        without_bias,
+        r"parameter 'body\.layers\.1\.bias' was a Parameter .* now None",
+        ChangeKind.STRUCTURE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODEL_CHANGES)
+def test_a_change_of_the_model_is_refused_by_name(
+    name: str, undisturbed: tuple[list[Tensor], dict[str, Tensor]]
+) -> None:
+    apply, match, kind = MODEL_CHANGES[name]
+    guarded = start()
+    undo = apply(guarded)
+    (change,) = refused(guarded, match)
+    assert change.kind is kind
+    undo()
+    losses, state = undisturbed
+    for loss in losses:
+        assert same_bits(guarded.train(guarded.batch()), loss)
+    assert_same_state(state, guarded.snapshot(), "at the end")
+
+
+def test_a_thawed_parameter_is_refused_also_under_no_grad() -> None:
+    guarded = start()
+    guarded.model.frozen.requires_grad_(True)
+    with torch.no_grad():
+        (change,) = refused(guarded, "parameter 'frozen' was frozen")
+    assert change.kind is ChangeKind.REQUIRES_GRAD
+
+
+def test_a_parametrization_is_refused() -> None:
+    guarded = start()
+    layer = guarded.model.body.layers[0]
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    names = {change.name for change in refused(guarded, r"module 'body\.layers\.0\.parametriz")}
+    assert "parameter 'body.layers.0.weight'" in names
+
+
+@pytest.mark.parametrize("how", ["to", "assign", "half"])
+def test_a_moved_model_is_refused_with_all_its_tensors(how: str) -> None:
+    guarded = start()
+    model = guarded.model
+    if how == "assign":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    else:
+        model.to(torch.float64) if how == "to" else model.half()
+    changes = refused(guarded, "in other memory")
+    text = "\n".join(map(str, changes))
+    for name, _ in model.named_parameters():
+        assert repr(name) in text
+
+
+def test_several_changes_are_all_named() -> None:
+    guarded = start()
+    guarded.model.body.dropout.eval()
+    guarded.model.body.temperature = 1.0
+    guarded.model.scale.requires_grad_(False)
+    changes = refused(guarded, "(?s)dropout.*temperature|temperature.*dropout")
+    assert len(changes) == 3
+    assert {change.kind for change in changes} == {
+        ChangeKind.MODE,
+        ChangeKind.ATTRIBUTE,
+        ChangeKind.REQUIRES_GRAD,
+    }
+
+
+def test_many_changes_are_counted() -> None:
+    guarded = start()
+    for index in range(12):
+        guarded.model.body.register_buffer(f"late{index}", torch.zeros(2))
+    assert len(refused(guarded, "(?s)'body.late7'.*and 4 more")) == 12
+
+
+def test_a_refusal_can_be_followed_by_a_new_capture() -> None:
+    guarded = start()
+    guarded.model.body.temperature = 0.5
+    refused(guarded, "temperature")
+    guarded.step.close()
+    step = graphfsdp.capture(guarded.model, guarded.optim, warmup_steps=1)
+    for _ in range(4):
+        step(guarded.batch())
+    assert step.report().num_calls["replay"] == 2
+
+
+def test_a_closed_step_leaves_the_guards_of_another_in_order() -> None:
+    guarded = start()
+    with graphfsdp.capture(guarded.model, guarded.optim) as other:
+        for _ in range(5):
+            other(guarded.batch())
+    guarded.step(guarded.batch())
+    handle = guarded.model.scale.register_hook(lambda grad: grad)
+    refused(guarded, "gradient hook .* of parameter 'scale'")
+    handle.remove()
+    guarded.step(guarded.batch())
+
+
+def test_a_change_is_structured() -> None:
+    guarded = start()
+    guarded.model.body.temperature = 0.5
+    (change,) = refused(guarded, "temperature")
+    assert change.name == "attribute 'body.temperature'"
+    assert (change.old, change.new) == ("2.0", "0.5")
+    assert re.search("buffer", change.remedy)

@@ -1,0 +1,166 @@
+"""Tensors that Python keeps of one iteration for the next: a replay would read one for ever."""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.errors import CaptureError
+from graphfsdp.optim import FusedAdam
+from helpers import snapshot
+from ranks import RankPool, rank_device
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def reads_the_last(kept: list[Tensor] | collections.deque[Tensor]) -> Loss:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        loss: Tensor = (out - kept[-1]).square().mean()  # reads what was kept
+        kept.append(out.detach())
+        return loss
+
+    return loss_fn
+
+
+def of_a_list(device: torch.device) -> Loss:
+    return reads_the_last([torch.zeros(2, 4, device=device)])
+
+
+def of_a_long_queue(device: torch.device) -> Loss:
+    zeros = [torch.zeros(2, 4, device=device) for _ in range(30)]
+    return reads_the_last(collections.deque(zeros, maxlen=len(zeros)))
+
+
+def of_the_one_before_last(device: torch.device) -> Loss:
+    kept = dict.fromkeys(("last", "older"), torch.zeros(2, 4, device=device))
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        loss: Tensor = (out - kept["last"]).square().mean()  # reads what was kept
+        kept["older"], kept["last"] = kept["last"], out.detach()
+        return loss
+
+    return loss_fn
+
+
+def start(
+    make: Callable[[torch.device], Callable[..., Any]], device: torch.device, **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(device)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    return model, optimizer, graphfsdp.capture(model, optimizer, loss_fn=make(device), **options)
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 3])
+@pytest.mark.parametrize("make", [of_a_list, of_a_long_queue, of_the_one_before_last])
+def test_a_tensor_that_is_kept_for_the_next_iteration_is_refused(
+    device: torch.device, make: Callable[[torch.device], Loss], warmup_steps: int
+) -> None:
+    model, optimizer, step = start(make, device, warmup_steps=warmup_steps)
+    for _ in range(warmup_steps + 1):  # once somebody may have changed something between two calls
+        step(torch.randn(2, 4, device=device))
+    x = torch.randn(2, 4, device=device)
+    before = snapshot(model, optimizer)
+    with pytest.raises(CaptureError, match=r"keeps of the iteration before.*Remedy") as caught:
+        step(x)
+    assert caught.value.kind is HazardKind.STATE
+    assert caught.value.source is not None
+    assert "reads what was kept" in caught.value.source.text
+    for name, tensor in snapshot(model, optimizer).items():
+        assert torch.equal(tensor, before[name]), name
+    step.close()
+
+
+def test_check_lists_a_tensor_that_is_kept(device: torch.device) -> None:
+    model = nn.Linear(4, 4).to(device)
+    x = torch.randn(2, 4, device=device)
+    optimizer = FusedAdam(model.parameters())
+    report = graphfsdp.check(model, optimizer, x, loss_fn=of_a_list(device))
+    (hazard,) = [hazard for hazard in report.hazards if hazard.kind is HazardKind.STATE]
+    assert "keeps of the iteration before" in hazard.why
+    assert hazard.source is not None
+    assert "reads what was kept" in hazard.source.text
+
+
+def test_a_tensor_that_is_replaced_before_the_capture_costs_one_more_warm_up(
+    device: torch.device,
+) -> None:
+    weights = {"classes": torch.ones(4, device=device)}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = (model(x).square() * weights["classes"]).mean()
+        return loss
+
+    _, _, step = start(lambda _: loss_fn, device, warmup_steps=2)
+    x = torch.randn(2, 4, device=device)
+    for index in range(6):
+        if index == 2:  # before what would be the capture
+            weights["classes"] = torch.full((4,), 2.0, device=device)
+        step(x)
+    assert step.report().num_calls == {"warmup": 3, "capture": 1, "replay": 2}
+    step.close()
+
+
+def test_results_may_be_the_next_batch(device: torch.device) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(x + hidden)
+        return out.square().mean(), out
+
+    runs = []
+    for scope in ("none", "full_iteration"):
+        _, _, step = start(lambda _: loss_fn, device, scope=scope)
+        hidden = torch.zeros(2, 4, device=device)
+        losses = []
+        for _ in range(14):
+            loss, hidden = step(torch.randn(2, 4, device=device), hidden)
+            losses.append(loss)
+        runs.append(torch.stack(losses))
+        step.close()
+    assert torch.equal(*runs)
+
+
+def replaces_on_one_rank(always: bool) -> tuple[dict[str, int], list[str]]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 4).to(rank_device())
+    graphfsdp.fully_shard(model)
+    weights = {"classes": torch.ones(4, device=rank_device())}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = (model(x).square() * weights["classes"]).mean()
+        return loss
+
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn, warmup_steps=2)
+    errors = []
+    kept = [weights["classes"]]
+    for index in range(6):
+        if dist.get_rank() == 1 and (index == 2 or always):
+            weights["classes"] = torch.ones(4, device=rank_device())
+            kept.append(weights["classes"])
+        try:
+            step(torch.ones(2, 4, device=rank_device()))
+        except CaptureError as error:
+            errors.append(str(error))
+    calls = step.report().num_calls if step.phase is graphfsdp.Phase.REPLAY else {}
+    step.close()
+    return dict(calls), errors
+
+
+def test_a_tensor_that_one_rank_replaces_costs_all_one_more_warm_up(ranks2: RankPool) -> None:
+    for calls, errors in ranks2.run(replaces_on_one_rank, False):
+        assert calls == {"warmup": 3, "capture": 1, "replay": 2}
+        assert errors == []
+
+
+def test_a_tensor_that_one_rank_replaces_in_each_call_is_refused_on_all(ranks2: RankPool) -> None:
+    others, mine = ranks2.run(replaces_on_one_rank, True)
+    assert len(others[1]) == len(mine[1]) > 0
+    assert all("rank 1 of 2 failed" in text for text in others[1])
+    assert all("keeps of the iteration before" in text for text in mine[1])

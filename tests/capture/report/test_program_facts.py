@@ -1,0 +1,173 @@
+"""The description of a recorded program: nodes, memory, lifetimes, and what it costs to keep."""
+
+import gc
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.cpu.graph import CpuGraph
+from graphfsdp._capture.report.program_facts import (
+    BufferFacts,
+    BufferKind,
+    NodeFacts,
+    NodeKind,
+    ProgramFacts,
+    ProgramFactsBuilder,
+)
+from graphfsdp._capture.trace.sites import OpPhase, Site
+from recording import record
+
+KIB = 1024
+
+
+def facts_of(graph: CpuGraph) -> tuple[ProgramFacts, list[NodeFacts], list[BufferFacts]]:
+    program = graph.facts.program
+    assert program is not None
+    return program, list(program.nodes()), list(program.buffers())
+
+
+def test_nodes_say_what_they_read_and_write() -> None:
+    weight, total = torch.ones(256), torch.zeros(256)
+
+    def iterate() -> list[Tensor]:
+        doubled = weight * 2.0
+        total.add_(doubled.view(16, 16).t().reshape(-1), alpha=3)
+        return [doubled.sum(0)]
+
+    graph, _ = record(iterate)
+    program, nodes, buffers = facts_of(graph)
+    assert program.num_nodes == len(nodes) == graph.facts.num_nodes
+    by_op = {node.op.split(".")[1]: node for node in nodes}
+    product, added = by_op["mul"], by_op["add_"]
+    assert product.kind is NodeKind.COMPUTE
+    assert product.results == "float32[256]"
+    assert [str(argument) for argument in product.arguments] == ["other=2.0"]
+    assert product.arguments[0].baked
+    assert [buffers[i].address for i in product.reads] == [weight.data_ptr()]
+    assert [buffers[i].kind for i in product.writes] == [BufferKind.INTERMEDIATE]
+    assert [buffers[i].num_bytes for i in product.writes] == [KIB]
+    assert total.data_ptr() in [buffers[i].address for i in added.writes]
+    assert by_op["t"].kind is NodeKind.VIEW
+    assert by_op["t"].reads == product.writes
+    assert by_op["t"].writes == ()
+    assert by_op["sum"].site.phase is OpPhase.FORWARD
+    sizes = [argument for argument in by_op["view"].arguments if argument.name == "size"]
+    assert [(argument.value, argument.baked) for argument in sizes] == [("[16, 16]", False)]
+
+
+def test_live_bytes_are_what_each_node_still_needs() -> None:
+    x = torch.ones(256)
+
+    def iterate() -> list[Tensor]:
+        a = x.exp()  # node 0: a
+        b = a.sin()  # node 1: a, b
+        c = b.cos()  # node 2: b, c (a is over)
+        return [c.sum()]  # node 3: c, the sum
+
+    program, nodes, buffers = facts_of(record(iterate)[0])
+    assert [node.op for node in nodes] == [
+        f"aten.{op}.default" for op in ("exp", "sin", "cos", "sum")
+    ]
+    assert program.live_bytes() == [KIB, 2 * KIB, 2 * KIB, KIB + 4]
+    result = [buffer for buffer in buffers if buffer.kind is BufferKind.OUTPUT]
+    assert [(buffer.first, buffer.last) for buffer in result] == [(3, 4)]
+
+
+def test_a_tensor_that_the_model_keeps_outlives_the_iteration() -> None:
+    class Keeper(nn.Module):
+        kept: Tensor | None = None
+
+    keeper, x = Keeper(), torch.ones(4)
+
+    def iterate() -> list[Tensor]:
+        keeper.kept = x + 1
+        return [keeper.kept * 2]
+
+    graph, _ = record(iterate)
+    _, nodes, buffers = facts_of(graph)
+    assert keeper.kept is not None
+    kept = [buffer for buffer in buffers if buffer.kind is BufferKind.KEPT]
+    assert [(buffer.address, buffer.last) for buffer in kept] == [
+        (keeper.kept.data_ptr(), len(nodes))
+    ]
+
+
+def test_kinds_of_nodes() -> None:
+    x = torch.rand(4, 4)
+
+    def iterate() -> list[Tensor]:
+        noise = torch.rand(4, 4)
+        zeros = torch.zeros(4, 4)
+        q = x.view(1, 1, 4, 4)
+        attention = nn.functional.scaled_dot_product_attention(q, q, q)
+        return [torch.cat([noise, zeros, attention.view(4, 4)])]
+
+    found = {node.op.split(".")[1]: node.kind for node in facts_of(record(iterate)[0])[1]}
+    assert found["rand"] is NodeKind.RANDOM
+    assert found["zeros"] is NodeKind.FILL
+    assert found["cat"] is NodeKind.COPY
+    attention = [kind for op, kind in found.items() if "attention" in op]
+    assert attention == [NodeKind.COMPUTE]  # it may draw, but has no dropout here
+
+
+def test_constant_tensors_are_shown_by_value() -> None:
+    x = torch.ones(2)
+
+    def iterate() -> list[Tensor]:
+        return [x * torch.tensor([2.5, 3.5]) + torch.arange(9.0)[:2] + torch.tensor([0.0] * 9)[:2]]
+
+    baked = [a.value for n in facts_of(record(iterate)[0])[1] for a in n.arguments if a.baked]
+    assert "[2.5, 3.5]" in baked
+    assert "a constant float32[9]" in baked
+
+
+def test_the_description_keeps_no_tensor_alive_and_stays_small() -> None:
+    x = torch.ones(64, 64)
+
+    def iterate() -> list[Tensor]:
+        y = x
+        for _ in range(400):
+            y = torch.relu(y + 1)
+        return [y.sum()]
+
+    program, nodes, _ = facts_of(record(iterate)[0])
+    assert len(nodes) == 801
+    seen: set[int] = set()
+    todo: list[Any] = [program]
+    num_bytes = 0
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, type | str):
+            continue
+        seen.add(id(item))
+        num_bytes += sys.getsizeof(item)
+        assert not isinstance(item, Tensor | torch.UntypedStorage | nn.Module)
+        if type(item).__module__.startswith(("builtins", "array", "graphfsdp")):
+            todo.extend(gc.get_referents(item))
+    # 24 bytes a node, 8 for its operands, 25 for each buffer, and the tables of shared strings.
+    assert num_bytes < 801 * 70 + 16 * KIB
+
+
+@pytest.mark.parametrize("pool_bytes", [0, 512])
+def test_offsets_in_a_planned_pool_are_kept(pool_bytes: int) -> None:
+    builder = ProgramFactsBuilder()
+    first = builder.buffer("a", BufferKind.INTERMEDIATE, 256, 0 if pool_bytes else None)
+    second = builder.buffer("b", BufferKind.EXTERNAL, 64, 4096)
+    builder.node(
+        "aten.op",
+        NodeKind.COMPUTE,
+        0,
+        results="float32[64]",
+        arguments=(),
+        reads=[second],
+        writes=[first],
+    )
+    program = builder.build([Site(OpPhase.FORWARD, "m", None)], pool_bytes)
+    own, outside = program.buffers()
+    assert (own.offset, own.address) == (0 if pool_bytes else None, None)
+    assert (outside.offset, outside.address) == (None, 4096)
+    assert program.pool_bytes == pool_bytes
+    assert [node.reads + node.writes for node in program.nodes()] == [(second, first)]

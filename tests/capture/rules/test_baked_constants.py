@@ -1,0 +1,316 @@
+"""Tests of Python values that a capture would freeze: they differ between warm-up and capture."""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import CaptureError, Phase
+from graphfsdp._capture.rules.constants import ConstantWatch
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+
+Number = Callable[[], float]
+
+
+class Scaled(nn.Module):
+    """Multiplies by what Python says, in one of several ways."""
+
+    def __init__(self, number: Number, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.number = number
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = self.number()
+        h = self.linear(x)
+        if self.way == "argument":
+            h = h * number
+        elif self.way == "literal":
+            h = h * torch.tensor(number)
+        elif self.way == "path":
+            h = h.relu() if number % 2 else h.tanh()
+        elif self.way == "no_grad":
+            with torch.no_grad():
+                x = x + number
+            h = self.linear(x)
+        elif self.way == "backward":
+            h.register_hook(lambda grad: grad * number)
+        loss: Tensor = h.square().mean()
+        return loss
+
+
+def make_step(
+    model: nn.Module, device: torch.device, warmup_steps: int = 3
+) -> graphfsdp.CapturedStep:
+    quick_garbage_collection()
+    optimizer = FusedAdam(model.to(device).parameters(), lr=0.01)
+    return graphfsdp.capture(model, optimizer, warmup_steps=warmup_steps)
+
+
+KINDS = {
+    "argument": HazardKind.BAKED_NUMBER,
+    "literal": HazardKind.BAKED_NUMBER,
+    "no_grad": HazardKind.BAKED_NUMBER,
+    "backward": HazardKind.BAKED_NUMBER,
+    "path": HazardKind.CONTROL_FLOW,
+}
+
+
+@pytest.mark.parametrize("way", KINDS)
+def test_a_counter_is_refused_with_its_line_and_undone(way: str, device: torch.device) -> None:
+    counter = itertools.count(1)
+    model = Scaled(lambda: float(next(counter)), way)
+    step = make_step(model, device)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(4):  # the fourth is undone and done again, in case it was only this once
+        step(x)
+    before = snapshot(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(CaptureError, match="Remedy") as caught:
+        step(x)
+    assert_same_state(before, snapshot(model, torch.optim.SGD(model.parameters())), "undone")
+    assert caught.value.kind is KINDS[way]
+    assert caught.value.source is not None
+    assert caught.value.source.file == __file__
+    assert step.phase is Phase.WARMUP
+
+
+def test_a_clock_is_refused() -> None:
+    step = make_step(Scaled(time.perf_counter, "argument"), torch.device("cpu"))
+    x = torch.randn(8, 4)
+    for _ in range(4):
+        step(x)
+    with pytest.raises(CaptureError, match="a clock"):
+        step(x)
+
+
+def test_what_changes_once_costs_one_more_warm_up(device: torch.device) -> None:
+    runs = []
+    for scope in ("full_iteration", "none"):
+        quick_garbage_collection()
+        torch.manual_seed(0)
+        value = iter([1.0] * 3 + [5.0] * 20)
+        held = {"number": 1.0}
+        model = Scaled(functools.partial(held.__getitem__, "number"), "argument").to(device)
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        step = graphfsdp.capture(model, optimizer, scope=scope)
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(device)
+        losses = []
+        for _ in range(12):
+            held["number"] = next(value)
+            losses.append(step(x))
+        runs.append(losses)
+        if scope == "full_iteration":
+            assert step.report().num_calls == {"warmup": 4, "capture": 1, "replay": 7}
+    assert all(torch.equal(left, right) for left, right in zip(*runs, strict=True))
+
+
+def test_what_was_mended_after_a_refusal_is_captured(device: torch.device) -> None:
+    numbers = itertools.chain([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], itertools.repeat(7.0))
+    step = make_step(Scaled(lambda: next(numbers), "argument"), device)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(4):
+        step(x)
+    with pytest.raises(CaptureError, match=r"was given 5\.0 .* and 6\.0"):
+        step(x)
+    phases = []
+    for _ in range(3):
+        step(x)
+        phases.append(step.phase)
+    assert phases == [Phase.WARMUP, Phase.REPLAY, Phase.REPLAY]
+
+
+def test_a_counter_that_goes_on_is_refused_again(device: torch.device) -> None:
+    counter = itertools.count(1)
+    step = make_step(Scaled(lambda: float(next(counter)), "argument"), device)
+    x = torch.randn(8, 4, device=device)
+    refused = []
+    for _ in range(9):
+        try:
+            step(x)
+            refused.append(False)
+        except CaptureError:
+            refused.append(True)
+    assert refused == [False] * 4 + [True, False, False, True, False]
+
+
+class Lazy(nn.Module):
+    """Makes a cache in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(4.0, device=x.device).sin()
+        loss: Tensor = (self.linear(x) * self.cache).square().mean()
+        return loss
+
+
+def test_what_only_the_first_call_does_is_no_reason_to_refuse(device: torch.device) -> None:
+    step = make_step(Lazy(), device, warmup_steps=1)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(3):
+        step(x)
+    assert step.phase is Phase.REPLAY
+
+
+def test_a_schedule_of_a_torch_optimizer_is_the_guards_business() -> None:
+    quick_garbage_collection()
+    model = Scaled(lambda: 2.0, "argument")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = graphfsdp.capture(model, optimizer)
+    x = torch.randn(8, 4)
+    for rate in (0.1, 0.2, 0.3, 0.4, 0.4, 0.4):
+        optimizer.param_groups[0]["lr"] = rate
+        step(x)
+    assert step.phase is Phase.REPLAY
+
+
+def test_numbers_of_optimizers_inside_a_users_iteration_may_change() -> None:
+    quick_garbage_collection()
+    model = Scaled(lambda: 2.0, "argument")
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    decay = iter([0.5, 0.6, 0.7, 0.8, 0.9])
+
+    def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = graphfsdp.capture(model, optimizer, iteration=iteration)
+    for _ in range(5):
+        optimizer.param_groups[0]["lr"] = next(decay)
+        step(torch.randn(8, 4))
+    assert step.phase is Phase.REPLAY
+
+
+class Positions(nn.Module):
+    """Makes a cache for each length, with operators that the model calls as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.caches: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = len(x)
+        if length not in self.caches:
+            self.caches[length] = torch.arange(length, device=x.device).unsqueeze(1)
+        places = torch.arange(4 * length, device=x.device).view(length, 4)
+        loss: Tensor = (self.linear(x + places) * self.caches[length]).square().mean()
+        return loss
+
+
+def test_operators_that_only_the_first_run_calls_shift_nothing(device: torch.device) -> None:
+    x = torch.randn(8, 4, device=device)
+    step = make_step(Positions(), device, warmup_steps=1)
+    phases = [(step(x), step.phase)[1] for _ in range(2)]
+    assert phases == [Phase.WARMUP, Phase.REPLAY]
+    optimizer = FusedAdam((model := Positions().to(device)).parameters())
+    with graphfsdp.capture(
+        model, optimizer, example_batch=x, warmup_steps=1, on_change="recapture"
+    ) as step:
+        for length in (8, 6, 6, 6, 8):
+            step(x[:length])
+        assert step.report().num_captures == 2
+
+
+def test_a_retry_after_another_failure_is_compared_as_well(device: torch.device) -> None:
+    counter = itertools.count(1)
+    model = Scaled(lambda: float(next(counter)), "argument")
+    step = make_step(model, device)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(3):
+        step(x)
+    hook = model.linear.register_forward_hook(lambda module, args, out: float(out.sum()) and out)
+    with pytest.raises(CaptureError, match="on the host"):
+        step(x)
+    hook.remove()
+    step(x)  # refused, undone and warmed up once more
+    with pytest.raises(CaptureError, match=r"was given 6\.0 .* and 7\.0"):
+        step(x)
+
+
+def test_a_retry_without_what_was_refused_is_captured_at_once(device: torch.device) -> None:
+    model = Scaled(lambda: 2.0, "argument").to(device)
+    hook = model.linear.register_forward_hook(lambda module, args, out: float(out.sum()) and out)
+    step = make_step(model, device)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(3):
+        step(x)
+    with pytest.raises(CaptureError, match="on the host"):
+        step(x)
+    hook.remove()  # now the iteration has fewer operators than the last warm-up
+    step(x)
+    assert step.phase is Phase.REPLAY
+
+
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # Python 3.13.0
+def test_compiled_code_stays_compiled_under_the_watch() -> None:
+    num_runs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            nonlocal num_runs
+            num_runs += 1
+            return graph(*args)
+
+        return run
+
+    model = nn.Linear(4, 4)
+    function = torch.compile(lambda x: model(x).relu(), backend=backend)
+    x = torch.randn(2, 4)
+    function(x)
+    for device, is_noted in ((torch.device("cpu"), True), (torch.device("cuda"), False)):
+        watch = ConstantWatch(model, device, ())
+        with watch.noting(is_first=False):
+            assert bool(torch._C._len_torch_dispatch_stack()) is is_noted
+            function(x)
+        function(x)
+    assert num_runs == 5
+
+
+@pytest.mark.parametrize("decays", [False, True])
+@pytest.mark.parametrize("name", ["fused_adam", "sgd"])
+def test_a_decay_of_averaged_weights_that_python_computes_is_refused(
+    decays: bool, name: str, device: torch.device
+) -> None:
+    quick_garbage_collection()
+    model = Scaled(lambda: 2.0, "argument").to(device)
+    average = [param.detach().clone() for param in model.parameters()]
+    kind = FusedAdam if name == "fused_adam" else functools.partial(torch.optim.SGD, momentum=0.9)
+    num_calls = 0
+
+    def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        loss: Tensor = model(x)
+        loss.backward()
+        optimizer.step()
+        decay = (1 + num_calls) / (10 + num_calls) if decays else 0.9
+        with torch.no_grad():
+            for mean, param in zip(average, model.parameters(), strict=True):
+                mean.lerp_(param, 1 - decay)
+        return loss
+
+    step = graphfsdp.capture(model, kind(model.parameters(), lr=0.1), iteration=iteration)
+    x = torch.randn(8, 4, device=device)
+    for _ in range(3):
+        step(x)
+    step(x)
+    if not decays:
+        assert step.phase is Phase.REPLAY
+        return
+    with pytest.raises(CaptureError, match=r"lerp.* was given .*Python value"):
+        step(x)

@@ -1,0 +1,321 @@
+"""Who may use a captured step, when it ends, and what is left then."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import graphfsdp
+from graphfsdp import CapturedStep, Phase
+from graphfsdp._capture.cpu.graph import CpuGraphBackend
+from helpers import assert_same_state, snapshot
+from make_step import make_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
+
+
+def train(step: CapturedStep, next_batch: Callable[[], tuple[Any, ...]], num_calls: int) -> None:
+    for _ in range(num_calls):
+        step(*next_batch())
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("num_calls", [0, 2, 4, 6])
+def test_a_dropped_step_is_freed_at_once_without_the_collector(
+    num_calls: int, device: torch.device
+) -> None:
+    step, model, _, next_batch = make_step(device, max_grad_norm=1.0)
+    with no_collector():
+        train(step, next_batch, num_calls)
+        runner = step._runner
+        held: list[weakref.ref[Any]] = [weakref.ref(o) for o in (step, runner, runner._engine)]
+        recording = runner._recordings.latest
+        storages = [] if recording is None else recording.inputs.tensors()
+        references = [StorageWeakRef(tensor.untyped_storage()) for tensor in storages]
+        if recording is not None and recording.graph is not None:
+            held.append(weakref.ref(recording.graph))
+        del step, runner, storages, recording
+        assert [reference() for reference in held] == [None] * len(held)
+        assert all(reference.expired() for reference in references)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_a_program_frees_its_planned_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("the pool of a CUDA graph is measured by torch: test below")
+    step, _, _, next_batch = make_step(device, "gpt")
+    with no_collector():
+        train(step, next_batch, 5)
+        backend = step._runner._backend
+        assert isinstance(backend, CpuGraphBackend)
+        assert backend.arena.num_bytes > 0
+        step.close()
+        assert backend.arena.num_bytes == 0
+
+
+@pytest.mark.gpu
+def test_a_dropped_step_frees_its_pool() -> None:
+    device = torch.device("cuda")
+    step, model, optim, next_batch = make_step(device, "gpt")
+    train(step, next_batch, 5)
+    del step
+    torch.cuda.empty_cache()
+    kept = torch.cuda.memory_reserved()
+    for _ in range(3):
+        step = graphfsdp.capture(model, optim)
+        train(step, next_batch, 5)
+        del step
+        torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= kept
+
+
+@pytest.mark.gpu
+def test_failed_captures_do_not_pile_up_memory() -> None:
+    """As far as torch lets it: the pool of a failed capture goes when its graph does."""
+    device = torch.device("cuda")
+    calls = {"fail": True}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        if calls["fail"] and torch.cuda.is_current_stream_capturing():
+            raise KeyError
+        return loss
+
+    step, _, _, next_batch = make_step(device, loss_fn=loss_fn)
+    train(step, next_batch, 3)
+    reserved = []
+    for _ in range(6):
+        with pytest.raises(KeyError):
+            step(*next_batch())
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] <= reserved[1]
+    calls["fail"] = False
+    train(step, next_batch, 3)
+    assert step.phase is Phase.REPLAY
+
+
+@pytest.mark.parametrize("num_calls", [2, 6])
+def test_copies_of_a_step_are_refused(num_calls: int, device: torch.device) -> None:
+    step, _, _, next_batch = make_step(device)
+    train(step, next_batch, num_calls)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(graphfsdp.NotCopyableError, match=r"bound to the addresses.*capture"):
+            attempt(step)
+    train(step, next_batch, 3)
+
+
+def test_a_captured_model_can_be_copied_and_pickled(device: torch.device) -> None:
+    step, model, optim, next_batch = make_step(device)
+    train(step, next_batch, 6)
+    before = snapshot(model, optim)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for (name, param), (_, other) in zip(
+            model.named_parameters(), twin.named_parameters(), strict=True
+        ):
+            assert torch.equal(param, other), name
+            assert param.data_ptr() != other.data_ptr()
+            assert not other._post_accumulate_grad_hooks
+        twin(*next_batch()).sum().backward()  # its gradients are its own
+    assert_same_state(
+        {k: v for k, v in before.items() if "generator" not in k},
+        {k: v for k, v in snapshot(model, optim).items() if "generator" not in k},
+    )
+    train(step, next_batch, 2)
+
+
+def test_a_step_inside_its_own_loss_is_refused_in_every_phase(device: torch.device) -> None:
+    recursion = {"on": False}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        if recursion["on"]:
+            step(x)
+        loss: Tensor = model(x)
+        return loss
+
+    step, model, optim, next_batch = make_step(device, loss_fn=loss_fn)
+    for num_calls in (0, 1, 2):
+        train(step, next_batch, num_calls)
+        recursion["on"] = True
+        batch = next_batch()
+        before = snapshot(model, optim)
+        with pytest.raises(graphfsdp.PhaseError, match="must not call the step"):
+            step(*batch)
+        assert_same_state(before, snapshot(model, optim))
+        recursion["on"] = False
+    train(step, next_batch, 3)
+    assert step.phase is Phase.REPLAY
+
+
+@pytest.mark.parametrize("num_calls", [0, 3, 6])
+def test_a_step_inside_the_recording_of_another_is_refused(
+    num_calls: int, device: torch.device
+) -> None:
+    inner, _, _, next_inner = make_step(device)
+    train(inner, next_inner, num_calls)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        if inside["on"]:
+            inner(x)
+        loss: Tensor = model(x)
+        return loss
+
+    inside = {"on": False}
+    outer, model, optim, next_batch = make_step(device, loss_fn=loss_fn)
+    train(outer, next_batch, 3)
+    inside["on"] = True
+    before = snapshot(model, optim)
+    with pytest.raises(graphfsdp.PhaseError, match="cannot hold another"):
+        outer(*next_batch())
+    assert_same_state(before, snapshot(model, optim))
+    inside["on"] = False
+    train(outer, next_batch, 2)
+    train(inner, next_inner, 2)
+
+
+def test_a_second_thread_is_refused(device: torch.device) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        entered.set()
+        assert leave.wait(60)
+        loss: Tensor = model(x)
+        return loss
+
+    step, _, _, next_batch = make_step(device, loss_fn=loss_fn)
+    errors: list[BaseException] = []
+    first = threading.Thread(target=lambda: train(step, next_batch, 1))
+    first.start()
+    assert entered.wait(60)
+    for use in ("call", "close"):
+        try:
+            if use == "call":
+                step(*next_batch())
+            step.close()
+        except graphfsdp.PhaseError as error:
+            errors.append(error)
+    leave.set()
+    first.join()
+    assert ["on one thread while it runs on another" in str(error) for error in errors] == [
+        True
+    ] * 2
+    train(step, next_batch, 4)
+    assert step.report().num_calls == {"warmup": 3, "capture": 1, "replay": 1}
+
+
+def test_a_forked_child_is_refused_and_harms_nothing() -> None:
+    step, _, _, next_batch = make_step(torch.device("cpu"))
+    train(step, next_batch, 5)
+    batch = next_batch()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = b"nothing was raised"
+        try:
+            step(*batch)
+        except graphfsdp.PhaseError as error:
+            answer = str(error).encode()
+        finally:
+            step.close()
+            os.write(writing, answer)
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert "in its forked child" in os.read(reading, 1000).decode()
+    os.close(reading)
+    os.close(writing)
+    step(*batch)
+
+
+ENDS = {
+    "nothing": "",
+    "exception": "raise KeyError('the end')",
+    "cycle": "step.me = step",
+    "thread": "import threading; threading.Thread(target=lambda: step(x)).start()",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_never_closes_its_step_ends_in_peace(end: str) -> None:
+    program = """
+        import torch, graphfsdp
+        model = torch.nn.Linear(3, 1)
+        optim = graphfsdp.optim.FusedAdam(model.parameters())
+        step = graphfsdp.capture(model, optim, loss_fn=lambda m, x: m(x).sum(), warmup_steps=1)
+        x = torch.ones(2, 3)
+        for _ in range(4):
+            step(x)
+        graph = step._runner.graph_to("close")
+        close = graph.close
+        def note():
+            print("closed")
+            close()
+        graph.close = note
+    """
+    code = textwrap.dedent(program) + ENDS[end]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.split() == ["closed"], done.stderr
+    assert done.returncode == int(end == "exception"), done.stderr
+    assert ("the end" in done.stderr) is (end == "exception")
+
+
+def test_closing_leaves_gradients_and_optimizer_as_they_are(device: torch.device) -> None:
+    step, model, optim, next_batch = make_step(device)
+    train(step, next_batch, 6)
+    before = snapshot(model, optim)
+    bound = [param.grad for param in model.parameters()]
+    step.close()
+    assert_same_state(before, snapshot(model, optim))
+    assert all(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
+
+
+def test_eager_training_after_closing_equals_eager_training(device: torch.device) -> None:
+    """Captured, closed, by hand, captured again: as if all had been by hand."""
+
+    def run(scope: str) -> dict[str, Tensor]:
+        step, model, optim, next_batch = make_step(device, scope=scope)
+        train(step, next_batch, 6)
+        step.close()
+        saved = copy.deepcopy({"model": model.state_dict(), "optim": optim.state_dict()})
+        for _ in range(3):
+            optim.zero_grad()
+            model(*next_batch()).backward()
+            optim.step()
+        model.load_state_dict(saved["model"])
+        optim.load_state_dict(saved["optim"])
+        with graphfsdp.capture(model, optim, scope=scope) as again:
+            train(again, next_batch, 6)
+        return snapshot(model, optim)
+
+    assert_same_state(run("none"), run("full_iteration"))
+
+
+def test_the_first_call_that_fails_does_not_decide_the_batch(device: torch.device) -> None:
+    step, _, _, next_batch = make_step(device)
+    batch = next_batch()
+    with pytest.raises(RuntimeError):
+        step(batch[0][:, :-1])
+    train(step, lambda: batch, 5)
+    assert step.phase is Phase.REPLAY

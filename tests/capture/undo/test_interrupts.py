@@ -1,0 +1,146 @@
+"""Signals wait until a replay is over, whoever handles them; then all are delivered."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphfsdp
+from graphfsdp import Phase
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp.optim import FusedAdam
+
+
+class SignalError(Exception):
+    """Raised by a handler."""
+
+
+RAISING = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGVTALRM", "SIGUSR1", "SIGHUP", "SIGPROF")
+    if hasattr(signal, name)  # not SIGALRM: the time limit of the tests
+]
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[int]]:
+    """Handlers that raise, for several signals; the list says which were called."""
+    called: list[int] = []
+
+    def raise_error(number: int, frame: FrameType | None) -> None:
+        called.append(number)
+        raise SignalError(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, raise_error) for number in RAISING}
+    yield called
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+class SignalAt(TorchDispatchMode):
+    """Sends this process a signal while an operator runs."""
+
+    def __init__(self, index: int, number: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._index = index
+        self._number = number
+        self.num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.num_ops == self._index:
+            os.kill(os.getpid(), self._number)
+        self.num_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def make_training(seed: int, scope: str) -> tuple[nn.Module, graphfsdp.CapturedStep]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"loss_fn": lambda model, x: model(x).sum(), "warmup_steps": 1}
+    return model, graphfsdp.capture(model, optimizer, scope=scope, **options)
+
+
+def test_a_handler_that_raises_waits_until_a_replay_is_over(handlers: list[int]) -> None:
+    """At every operator, the optimizer's included: the replay is complete, not torn."""
+    model, step = make_training(3, "full_iteration")
+    eager_model, eager_step = make_training(3, "none")
+    for _ in range(5):  # replays, by the end
+        x = torch.randn(2, 3)
+        eager_step(x)
+        with SignalAt(-1, 0) as counting:
+            step(x)
+    for index in range(2, counting.num_ops):  # behind the copy of the batch
+        x = torch.randn(2, 3)
+        eager_step(x)
+        number = RAISING[index % len(RAISING)]
+        mode = SignalAt(index, number)
+        with pytest.raises(SignalError, match=signal.Signals(number).name), mode:
+            step(x)
+        pairs = zip(model.parameters(), eager_model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), index
+        assert step.phase is Phase.REPLAY
+    assert len(handlers) >= 8
+
+
+def raise_all_twice() -> list[int]:
+    for number in RAISING:
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # as in the kernel, a waiting signal is one signal
+    return []
+
+
+def test_all_signals_are_delivered_although_each_handler_raises(handlers: list[int]) -> None:
+    with pytest.raises(SignalError) as caught, DeferredInterrupts():
+        assert raise_all_twice() == handlers == []
+    assert handlers == [int(number) for number in RAISING]
+    assert str(caught.value) == signal.Signals(RAISING[-1]).name
+    for number in RAISING:  # all are handled as before
+        with pytest.raises(SignalError):
+            signal.raise_signal(number)
+
+
+def fail_behind_a_signal(told: list[int]) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    assert not told
+    raise KeyError
+
+
+def test_the_body_s_own_error_comes_first_and_a_handler_that_returns_does_not_hide_it() -> None:
+    told: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        with pytest.raises(KeyError), DeferredInterrupts():
+            fail_behind_a_signal(told)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert told == [signal.SIGTERM]
+
+
+def test_handlers_that_are_not_python_s_stay_and_other_threads_change_nothing() -> None:
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    found: list[object] = []
+
+    def look() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        with DeferredInterrupts():
+            found.append(signal.getsignal(signal.SIGINT) is before)
+
+    try:
+        with DeferredInterrupts():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert found == [True]

@@ -1,0 +1,300 @@
+"""Whatever happens during a save, the checkpoints before it are there; damage is named."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest.mock
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphfsdp
+from kill_saves import UNFINISHED, loaded_step, model_of, numbers
+from ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+NUM_KILLS = 52
+
+
+@pytest.fixture
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory if there is one: a kill takes nothing from the system's cache either."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(fast_folder: Path) -> None:
+    program = Path(__file__).parents[1] / "kill_saves.py"
+    result = subprocess.run(
+        [sys.executable, program, fast_folder, str(NUM_KILLS), str(random.randrange(1000))],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["advances"] > NUM_KILLS // 2
+    assert found["interrupted"] > 0  # some kills did fall into a save
+    assert loaded_step(fast_folder) == found["step"]
+
+
+class Stop(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+def file_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, str], None]) -> None:
+    """Call ``act`` with name and first argument before everything that changes a file system."""
+
+    def patch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            act(name, str(args[0]))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, patched)
+
+    for name in ("fsync", "rename", "replace"):
+        patch(os, name)
+    for name in ("mkdir", "open"):
+        patch(Path, name)
+    patch(shutil, "rmtree")
+
+
+def test_an_end_before_any_operation_leaves_a_checkpoint_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file operation in turn is the one that does not happen any more."""
+    model, optimizer = model_of(1)
+    graphfsdp.save(tmp_path / "root", model, optimizer, step=1, keep_last=1)
+    seen = []
+    for stop_at in range(1000):
+        root = tmp_path / f"at{stop_at}"
+        shutil.copytree(tmp_path / "root", root)
+        count = iter(range(1000))
+
+        def act(name: str, path: str, counter: Iterator[int] = count, end: int = stop_at) -> None:
+            if next(counter) >= end:
+                raise Stop(f"{name} {path}")
+
+        model, optimizer = model_of(2)
+        with monkeypatch.context() as patch:
+            file_operations(patch, act)
+            try:
+                graphfsdp.save(root, model, optimizer, step=2, keep_last=1)
+                break
+            except Stop as stop:
+                seen.append(str(stop))
+        assert loaded_step(root) in (1, 2), seen[-1]
+        model, optimizer = model_of(3)  # the next save is not hindered by what is left
+        graphfsdp.save(root, model, optimizer, step=3, keep_last=1)
+        assert loaded_step(root) == 3, seen[-1]
+        assert sorted(p.name for p in root.iterdir()) == ["latest", "step-00000003"]
+    assert len(seen) >= 12
+
+
+def test_files_are_synced_before_they_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves depends on this order."""
+    log: list[str] = []
+
+    def act(name: str, path: str) -> None:
+        if name == "fsync":
+            path = os.readlink(f"/proc/self/fd/{path}")
+        log.append(f"{name} {Path(path).name}")
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc")
+    model, optimizer = model_of(1)
+    file_operations(monkeypatch, act)
+    graphfsdp.save(tmp_path / "root", model, optimizer, step=1)
+    order = [entry for entry in log if entry.split()[0] in ("fsync", "rename", "replace")]
+    assert order == [
+        "fsync data-00000.safetensors",
+        "fsync objects-00000.json",
+        "fsync manifest.json",
+        "fsync .unfinished-step-00000001",
+        "rename .unfinished-step-00000001",
+        "fsync root",
+        "fsync latest.new",
+        "replace latest.new",
+        "fsync root",
+    ]
+
+
+@pytest.mark.parametrize("what", ["fsync", "rename", "replace", "open"])
+def test_a_full_disk_is_explained_and_leaves_the_checkpoint_before(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = model_of(1)
+    graphfsdp.save(tmp_path, model, optimizer, step=1)
+
+    def act(name: str, path: str) -> None:
+        if name == what:
+            raise OSError(28, "No space left on device", path)
+
+    other, its_optimizer = model_of(2)
+    with monkeypatch.context() as patch:
+        file_operations(patch, act)
+        with pytest.raises(graphfsdp.CheckpointError, match=r"No space left on device.*untouched"):
+            graphfsdp.save(tmp_path, other, its_optimizer, step=2)
+    assert loaded_step(tmp_path) == 1
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(UNFINISHED)]
+
+
+def test_a_failure_of_a_sync_that_began_early_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells it once: the last sync of the same file succeeds."""
+    model, optimizer = model_of(1)
+    graphfsdp.save(tmp_path, model, optimizer, step=1)
+    monkeypatch.setattr("graphfsdp.checkpoint.early_sync._INTERVAL_BYTES", 1)
+    answers: list[OSError | None] = []
+
+    def fdatasync(handle: int) -> None:
+        answer = answers.pop()
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync, raising=False)
+    failed = OSError(5, "Input/output error")
+    for good_before in (0, 1):
+        answers[:] = [None] * 100 + [failed] + [None] * good_before
+        with pytest.raises(graphfsdp.CheckpointError, match=r"Input/output error.*untouched"):
+            graphfsdp.save(tmp_path, *model_of(2), step=2)
+        assert loaded_step(tmp_path) == 1
+    answers[:] = [None] * 100
+    graphfsdp.save(tmp_path, *model_of(2), step=2)
+    assert len(answers) < 100  # a sync did begin early
+    assert loaded_step(tmp_path) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model, optimizer = model_of(1)
+    with pytest.raises(graphfsdp.CheckpointError, match=r"cannot be written: .*file"):
+        graphfsdp.save(tmp_path / "file" / "below", model, optimizer)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << random.randrange(8)
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["data-00000.safetensors", "objects-00000.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "longer", "gone"])
+def test_damage_is_found_and_named_before_anything_is_written(
+    how: str, name: str, tmp_path: Path
+) -> None:
+    model, optimizer = model_of(1)
+    graphfsdp.save(tmp_path, model, optimizer, step=1)
+    folder = graphfsdp.save(tmp_path, *model_of(2), step=2)
+    path, content = folder / name, (folder / name).read_bytes()
+    places = random.sample(range(len(content)), 25) if how == "flipped" else [0]
+    for place in places:
+        if how == "flipped":
+            flip(path, place)
+        elif how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(content[:-5] if how == "cut" else content + b"x")
+        other, its_optimizer = model_of(-1)
+        with pytest.raises(graphfsdp.CheckpointError) as caught:
+            graphfsdp.load(tmp_path, other, its_optimizer)
+        if name != "manifest.json" or how not in ("gone", "longer"):
+            assert isinstance(caught.value, graphfsdp.CheckpointDamagedError), place
+            assert name in str(caught.value)
+            assert f"step=1 of {tmp_path}" in str(caught.value)
+        assert all(bool((t == -1).all()) for t in numbers(other, its_optimizer)), place
+        path.write_bytes(content)
+    shutil.rmtree(folder)
+    (tmp_path / "latest").write_text("step-00000001")
+    assert loaded_step(tmp_path) == 1  # the one before
+
+
+def test_the_newest_checkpoint_without_damage_is_named(tmp_path: Path) -> None:
+    """Read as a whole: the next one may be damaged, too."""
+    folders = [graphfsdp.save(tmp_path, *model_of(step), step=step) for step in (1, 2, 3)]
+    model, optimizer = model_of(-1)
+    for damaged, expected in (
+        (2, f"newest one before it is without damage: step=2 .*{folders[1].name}"),
+        (1, f"the newest without damage is step=1 .*{folders[0].name}"),
+        (0, "None of those before it is without damage"),
+    ):
+        flip(folders[damaged] / "data-00000.safetensors", -1)
+        with pytest.raises(graphfsdp.CheckpointDamagedError, match=expected):
+            graphfsdp.load(tmp_path, model, optimizer)
+    with pytest.raises(graphfsdp.CheckpointDamagedError, match="There is none before it"):
+        graphfsdp.load(folders[0], model, optimizer)
+    assert all(bool((tensor == -1).all()) for tensor in numbers(model, optimizer))
+
+
+def test_a_damaged_tensor_is_named_and_only_what_is_read_is_checked(tmp_path: Path) -> None:
+    model, optimizer = model_of(1)
+    folder = graphfsdp.save(tmp_path, model, optimizer)
+    flip(folder / "data-00000.safetensors", -4)
+    expected = r"optimizer/weight/exp_avg_sq is damaged in bytes \[\d+, \d+\) of data-00000"
+    with pytest.raises(graphfsdp.CheckpointDamagedError, match=expected):
+        graphfsdp.load(tmp_path, model, optimizer)
+    graphfsdp.load(tmp_path, model)
+
+
+def fail_on_one_rank(path: Path, how: str) -> str:
+    import torch.distributed as dist
+
+    from checkpoint_helpers import Setup, contents, digests, make, train_plainly
+
+    model, optimizer = make(Setup("optim_grads_params"))
+    train_plainly(model, optimizer, 1)
+    folder = graphfsdp.save(path, model, optimizer, step=1)
+    if how == "load":
+        if dist.get_rank() == 1:
+            flip(folder / "data-00001.safetensors", -1)
+        dist.barrier()
+    train_plainly(model, optimizer, 1)
+    before = digests(contents(model, optimizer))
+    try:
+        if how == "load":
+            graphfsdp.load(path, model, optimizer)
+        else:
+            fsync = _no_space if dist.get_rank() == 1 else os.fsync
+            with unittest.mock.patch.object(os, "fsync", fsync):
+                graphfsdp.save(path, model, optimizer, step=2)
+    except graphfsdp.CheckpointError as error:
+        if how == "save":
+            graphfsdp.load(path, model, optimizer)  # the one before
+            assert (path / "latest").read_text() == "step-00000001\n"
+        else:
+            assert digests(contents(model, optimizer)) == before
+        return f"{type(error).__name__} {error}"
+    raise AssertionError("nothing was raised")
+
+
+def _no_space(handle: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_when_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, ranks2: RankPool) -> None:
+    errors = ranks2.run(fail_on_one_rank, tmp_path, "save")
+    assert errors[0] == errors[1]
+    assert "rank 1: No space left on device" in errors[0]
+
+
+def test_when_one_rank_finds_damage_no_rank_loads(tmp_path: Path, ranks2: RankPool) -> None:
+    errors = ranks2.run(fail_on_one_rank, tmp_path, "load")
+    assert all(error.startswith("CheckpointDamagedError") for error in errors)
+    assert all("data-00001.safetensors" in error for error in errors)

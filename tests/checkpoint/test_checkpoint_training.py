@@ -1,0 +1,196 @@
+"""A run that is killed and resumed has the bits of one that was not."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphfsdp.cli import main
+from graphfsdp.training.data import BatchSampler
+from ranks import RankPool
+from train_on_ranks import TEXT, Plan, Run
+
+ROOT = Path(__file__).parents[2]
+# All that a resumed run must take up: dropout, warm-up and decay, clipping, micro-batches.
+SMALL = (  # noqa: SIM905
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.2 --attention-dropout 0.1 "
+    "--train-iters 40 --lr 1e-2 --lr-warmup-iters 6 --clip-grad 0.5 --log-interval 1 "
+    "--eval-interval 8 --eval-iters 2 --sample-tokens 0 --no-progress"
+).split()
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+
+Numbers = list[tuple[Any, ...]]
+
+
+def arguments(device: torch.device, out: Path, *flags: str) -> list[str]:
+    common = ["--data", TEXT, "--device", device.type, "--out", str(out)]
+    return ["train", *SMALL, *common, *flags]
+
+
+def numbers(out: Path) -> Numbers:
+    """What must be equal bit for bit: everything but speed, memory and phase."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
+    return [tuple(line.get(name) for name in names) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def reference(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "run"
+    assert main(arguments(device, out)) == 0
+    return out
+
+
+def assert_same_run(out: Path, reference: Path) -> None:
+    assert numbers(out) == numbers(reference)
+    model = "model.safetensors"
+    assert (out / model).read_bytes() == (reference / model).read_bytes()
+
+
+def test_forty_iterations_are_twenty_and_a_kill_and_twenty_more(
+    device: torch.device, reference: Path, tmp_path: Path
+) -> None:
+    """The very same command line is given again after each kill."""
+    out, folder = tmp_path / "run", tmp_path / "checkpoints"
+    command = arguments(device, out, "--save", str(folder), "--load", str(folder))
+    command += ["--save-interval", "4", "--keep-last", "2", "--async-save"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "graphfsdp", *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 100
+        latest = folder / "latest"
+        while not latest.exists() or int(latest.read_text().strip()[-2:]) < 20:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    saved = int((folder / "latest").read_text().strip()[-2:])
+    assert 20 <= saved <= 40
+    if saved == 40:  # a machine that is much faster than the test
+        (folder / "latest").write_text("step-00000036\n")
+    assert main(command) == 0
+    assert_same_run(out, reference)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["latest", "step-00000036", "step-00000040"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [("full_iteration", "none"), ("none", "full_iteration"), ("full_iteration", "full_iteration")],
+)
+def test_either_side_may_be_captured(
+    saved: str,
+    resumed: str,
+    device: torch.device,
+    reference: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "checkpoints"
+    original = BatchSampler.training_batch
+
+    def interrupted(sampler: BatchSampler, step: int) -> Any:
+        if step == 23:
+            raise KeyboardInterrupt
+        return original(sampler, step)
+
+    flags = ["--save", str(folder), "--save-interval", "20", "--cuda-graph-scope"]
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchSampler, "training_batch", interrupted)
+        assert main(arguments(device, tmp_path / "run", *flags, saved)) == 130
+    assert len(numbers(tmp_path / "run")) == 23
+    command = arguments(device, tmp_path / "run", *flags, resumed, "--load", str(folder))
+    assert main(command) == 0
+    assert_same_run(tmp_path / "run", reference)
+    assert "resumed from" in capsys.readouterr().out
+
+
+def test_other_flags_are_used_and_told(
+    device: torch.device, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "checkpoints")
+    assert main(arguments(device, tmp_path / "a", "--save", folder, "--train-iters", "8")) == 0
+    capsys.readouterr()
+    longer = arguments(device, tmp_path / "b", "--load", folder, "--lr", "2e-2")
+    assert main(longer) == 0
+    shown = capsys.readouterr().out
+    assert "--lr was 0.01, is 0.02" in shown
+    assert "--train-iters was 8, is 40" in shown
+    rates = [(line[0], line[2]) for line in numbers(tmp_path / "b")]
+    expected = [(line[0], 2 * line[2]) for line in numbers(reference)[8:]]
+    assert [step for step, _ in rates] == [step for step, _ in expected]
+    assert [rate for _, rate in rates] == pytest.approx([rate for _, rate in expected])
+
+
+def test_what_cannot_be_resumed_is_said(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "checkpoints")
+    assert main(arguments(device, tmp_path / "a", "--load", folder)) == 1
+    assert "is no folder of checkpoints" in capsys.readouterr().err
+    first = ["--save", folder, "--train-iters", "8", "--lr-warmup-iters", "2"]
+    assert main(arguments(device, tmp_path / "a", *first)) == 0
+    again = arguments(device, tmp_path / "b", "--load", folder, *first)
+    assert main(again) == 2
+    assert "has 8 iterations already; give more --train-iters than 8" in capsys.readouterr().err
+    assert main(arguments(device, tmp_path / "c", "--load", folder, "--hidden-size", "48")) == 1
+    shown = capsys.readouterr().err
+    assert "does not fit; nothing was loaded" in shown
+    assert "model: 'final_norm.weight': saved [32], here [48]" in shown
+    for flags in (["--save-interval", "3"], ["--async-save"], ["--keep-last", "2"]):
+        assert main(arguments(device, tmp_path / "d", *flags)) == 2
+        assert f"{flags[0]} needs --save DIR" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(arguments(device, tmp_path / "d", "--save", f"{tmp_path}/file/below")) == 2
+    assert "cannot be made" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: RankPool) -> None:
+    """Saved by two ranks: two ranks go on bit for bit, one within the rounding of sums."""
+    device = torch.device("cpu")
+    plan, folder = Plan(tmp_path), tmp_path / "checkpoints"
+    common = [*arguments(device, tmp_path)[1:-2], "--train-iters", "16"]
+    strategy = ["--data-parallel-sharding-strategy", "3"]
+    for name, flags in (
+        ("whole", ["--save", str(folder), "--save-interval", "8", *strategy]),
+        ("resumed", ["--load", str(folder / "step-00000008"), *strategy, "--async-save"]),
+        ("other", ["--load", str(folder / "step-00000008"), "--async-save"]),
+        ("plain", ["--save", str(tmp_path / "plain-c"), "--save-interval", "8", *NO_DROPOUT]),
+    ):
+        if "--async-save" in flags:
+            flags += ["--save", str(tmp_path / f"{name}-c")]
+        own = ["train", *common, *flags, "--out", str(tmp_path / name)]
+        plan.runs.append(Run(name, (own, own)))
+    plan.execute(launched2)
+    for name in ("whole", "resumed", "other", "plain"):
+        assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
+    assert numbers(tmp_path / "resumed") == numbers(tmp_path / "whole")[8:]
+    assert_close(numbers(tmp_path / "other"), numbers(tmp_path / "whole")[8:])
+    kept = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "resumed")]
+    assert kept[0] == kept[1]
+    last = str(tmp_path / "plain-c" / "step-00000008")
+    single = ["train", *common, *NO_DROPOUT, "--out", str(tmp_path / "single"), "--load", last]
+    assert main(single) == 0
+    assert_close(numbers(tmp_path / "single"), numbers(tmp_path / "plain")[8:])
+
+
+def assert_close(got: Numbers, expected: Numbers) -> None:
+    """Sums over ranks are taken in another order: some units in the last place per iteration."""
+    assert [line[0] for line in got] == [line[0] for line in expected]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours[1:4] == pytest.approx(theirs[1:4], rel=1e-4)

@@ -1,0 +1,232 @@
+"""FusedAdam as an optimizer: its numbers, whatever the dtypes, groups and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from adam_helpers import DTYPES, SeenOps, assert_equal, copies_of, make_params, set_grads
+from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.fused import step_cpu
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_a_thousand_steps_stay_with_torch_while_lr_and_decay_change(
+    device: torch.device, adam_w_mode: bool
+) -> None:
+    params = make_params(device=device)
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.02)
+    twins = copies_of(params)
+    make = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    ours = FusedAdam(params, lr=1e-3, weight_decay=0.1, adam_w_mode=adam_w_mode)
+    theirs = make(twins, lr=1e-3, weight_decay=0.1)
+    for step in range(1000):
+        for group in (ours.param_groups[0], theirs.param_groups[0]):
+            group["lr"] = 1e-3 * (1 + step % 10) / 10
+            group["weight_decay"] = 0.1 * (step % 3)
+        set_grads(params, twins)
+        with torch.no_grad():
+            for param in (*params, *twins):
+                assert param.grad is not None
+                param.grad.mul_(1e-3)
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        # 3e-7 is what implementations of Adam differ by after 1000 such steps.
+        torch.testing.assert_close(param, twin, rtol=0, atol=1e-6)
+        state, other = ours.state[param], theirs.state[twin]
+        assert state["step"].item() == 1000
+        torch.testing.assert_close(state["exp_avg"], other["exp_avg"], rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(state["exp_avg_sq"], other["exp_avg_sq"], rtol=1e-4, atol=0)
+
+
+def test_float32_on_the_cpu_equals_torch_fused_bit_for_bit() -> None:
+    params = make_params()
+    twins = copies_of(params)
+    ours = FusedAdam(params, lr=1e-2, weight_decay=0.1)
+    theirs = torch.optim.AdamW(twins, lr=1e-2, weight_decay=0.1, fused=True)
+    for _ in range(20):
+        set_grads(params, twins)
+        ours.step()
+        theirs.step()
+    assert_equal(params, twins)
+
+
+def test_without_bias_correction_the_first_step_is_that_of_the_formula(
+    device: torch.device,
+) -> None:
+    param = nn.Parameter(torch.ones(4, device=device))
+    optimizer = FusedAdam([param], lr=0.5, betas=(0.9, 0.99), eps=0.0, bias_correction=False)
+    param.grad = torch.full_like(param, 2.0)
+    optimizer.step()
+    # m / sqrt(v) = 0.1 g / (0.1 |g|) = 1
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 0.5))
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6),
+    flat=st.booleans(),
+    num_groups=st.integers(1, 3),
+    missing=st.sets(st.integers(0, 5)),
+    adam_w_mode=st.booleans(),
+)
+def test_any_shapes_groups_and_missing_gradients_equal_torch(
+    shapes: list[tuple[int, ...]],
+    flat: bool,
+    num_groups: int,
+    missing: set[int],
+    adam_w_mode: bool,
+) -> None:
+    params = make_params(shapes)
+    twins = copies_of(params)
+    if flat:  # parameters and gradients as slices of one buffer each
+        sizes = [param.numel() for param in params]
+        weights, grads = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
+        parts = zip(params, weights.split(sizes), grads.split(sizes), strict=True)
+        for param, weight, grad in parts:
+            weight.copy_(param.detach().reshape(-1))
+            param.data = weight.view(param.shape)
+            param.grad = grad.view(param.shape)
+
+    def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [
+            {"params": members[row::num_groups], "weight_decay": 0.1 * row, "lr": 0.1 / (1 + row)}
+            for row in range(num_groups)
+        ]
+
+    make = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    ours = FusedAdam(groups(params), adam_w_mode=adam_w_mode)
+    theirs = make(groups(twins), fused=True)
+    for step in range(4):
+        for index, (param, twin) in enumerate(zip(params, twins, strict=True)):
+            if index in missing and step % 2:
+                param.grad = twin.grad = None
+                continue
+            grad = torch.randn(param.shape)
+            twin.grad = grad.clone()
+            if flat and param.grad is not None:
+                param.grad.copy_(grad)
+            else:
+                param.grad = grad
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        # In a flat run an element may fall into another lane of a vector, and round otherwise.
+        torch.testing.assert_close(param, twin, rtol=1e-5 * flat, atol=1e-6 * flat)
+        state, other = ours.state.get(param, {}), theirs.state.get(twin, {})
+        assert state.get("step", 0) == other.get("step", 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("master_weights", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_every_combination_of_dtypes_steps_in_float32(
+    device: torch.device,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    master_weights: bool,
+    scale: float | None,
+) -> None:
+    params = make_params(dtype=dtype, device=device)
+    wide = [nn.Parameter(param.detach().float()) for param in params]
+    optimizer = FusedAdam(
+        params, lr=1e-2, weight_decay=0.1, use_decoupled_grad=True, master_weights=master_weights
+    )
+    reference = FusedAdam(wide, lr=1e-2, weight_decay=0.1)
+    factor = None if scale is None else torch.tensor(scale, device=device)
+    for _ in range(3):
+        for param, twin in zip(params, wide, strict=True):
+            grad = torch.randn(param.shape, device=device).to(grad_dtype)
+            param.decoupled_grad = grad  # type: ignore[attr-defined]
+            twin.grad = grad.float() * (1.0 if scale is None else scale)
+            if dtype != torch.float32 and not master_weights:
+                twin.data.copy_(param)  # the stored weight is all there is
+        optimizer.step(grad_scale=factor)
+        reference.step()
+    for param, twin in zip(params, wide, strict=True):
+        torch.testing.assert_close(param.detach(), twin.detach().to(dtype), rtol=1e-6, atol=1e-7)
+        assert optimizer.state[param]["exp_avg"].dtype == torch.float32
+        assert ("master_param" in optimizer.state[param]) == (
+            master_weights and dtype != torch.float32
+        )
+
+
+def test_a_narrow_parameter_takes_a_float32_grad() -> None:
+    param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    param.grad_dtype = None
+    param.grad = torch.full((8,), 1.0)
+    optimizer = FusedAdam([param], lr=2.0**-10, master_weights=True)
+    optimizer.step()
+    main = optimizer.state[param]["master_param"]
+    torch.testing.assert_close(main, torch.full((8,), 1 - 2.0**-10))
+    assert torch.equal(param, main.bfloat16())
+
+
+def test_main_weights_keep_what_the_model_weight_cannot_hold(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16, device=device))
+    optimizer = FusedAdam([param], lr=2.0**-12, master_weights=True)
+    for _ in range(16):  # each step is far less than half a bfloat16 ulp of one
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - 2.0**-8))
+
+
+def test_a_gradient_is_never_written(device: torch.device) -> None:
+    params = make_params(device=device)
+    optimizer = FusedAdam(params, weight_decay=0.1, adam_w_mode=False)
+    set_grads(params)
+    before = [param.grad.clone() for param in params if param.grad is not None]
+    optimizer.step(grad_scale=torch.tensor(0.1, device=device))
+    for param, grad in zip(params, before, strict=True):
+        assert param.grad is not None
+        assert torch.equal(param.grad, grad)
+
+
+def test_a_scale_of_one_changes_no_bit(device: torch.device) -> None:
+    params = make_params(device=device)
+    twins = copies_of(params)
+    set_grads(params, twins)
+    FusedAdam(params).step(grad_scale=torch.ones((), device=device))
+    FusedAdam(twins).step()
+    assert_equal(params, twins)
+
+
+def test_large_tensors_are_cut_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params([(50, 7), (3,), (1000,), (2, 2)])
+    twins = copies_of(params)
+    set_grads(params, twins)
+    scale = torch.tensor(0.5)
+    FusedAdam(params).step(grad_scale=scale)
+    monkeypatch.setattr(step_cpu, "_SMALLEST_CHUNK", 64)
+    FusedAdam(twins).step(grad_scale=scale)
+    assert_equal(params, twins)
+
+
+def test_gradients_that_are_neighbours_in_memory_are_scaled_alike() -> None:
+    params = make_params([(50, 8), (4,), (7, 9), (2, 2)])
+    twins = copies_of(params)
+    set_grads(params, twins)
+    flat = torch.cat([param.grad.view(-1) for param in params if param.grad is not None])
+    for param, grad in zip(twins, flat.split([p.numel() for p in params]), strict=True):
+        param.grad = grad.view(param.shape)
+    scale = torch.tensor(0.37)
+    for _ in range(3):
+        FusedAdam(params).step(grad_scale=scale)
+        FusedAdam(twins).step(grad_scale=scale)
+    assert_equal(params, twins)
+
+
+def test_a_call_takes_parameters_in_their_order_wherever_they_lie() -> None:
+    memory = torch.randn(30)
+    params = [torch.nn.Parameter(memory[start : start + 10]) for start in (20, 0, 10)]
+    set_grads(params)
+    with SeenOps() as ops:
+        FusedAdam(params).step()
+    ((_, args),) = ops.of("graphfsdp")
+    assert [tensor.data_ptr() for tensor in args[0]] == [param.data_ptr() for param in params]

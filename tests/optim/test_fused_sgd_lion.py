@@ -1,0 +1,319 @@
+"""FusedSGD and FusedLion: their references, kernels, states, and replays."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from adam_helpers import assert_equal, copies_of, make_groups, make_params, set_grads
+from adam_kernel_cases import FP32, MIXED, dtype_names, make_case, needs_triton, use_interpreter
+from graphfsdp.errors import ConfigError, GuardError
+from graphfsdp.optim import FusedLion, FusedSGD
+from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.fused.remainders import join_remainder
+from graphfsdp.optim.fused.step_settings import Flags
+from graphfsdp.optim.fused.step_tensors import Dtypes
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+
+SGD_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.8, "dampening": 0.3, "weight_decay": 0.1},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "maximize": {"momentum": 0.9, "maximize": True},
+}
+
+
+@pytest.mark.parametrize("name", SGD_SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sgd_stays_with_that_of_torch(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    params = make_params(device=device, dtype=dtype)
+    twins = copies_of(params)
+    ours = FusedSGD(params, lr=0.01, **SGD_SETTINGS[name])
+    theirs = torch.optim.SGD(twins, lr=0.01, **SGD_SETTINGS[name])
+    for step in range(100):
+        set_grads(params, twins)
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        # A few roundings per step of numbers below 10.
+        close = 100 * 4 * 10 * torch.finfo(dtype).eps
+        torch.testing.assert_close(param, twin, rtol=0, atol=close)
+
+
+def reference_lion(
+    weight: Tensor, grads: list[Tensor], lr: float, betas: tuple[float, float], decay: float
+) -> Tensor:
+    """Algorithm 2 of the paper, line by line, in float64."""
+    weight = weight.double()
+    momentum = torch.zeros_like(weight)
+    for grad in grads:
+        gradient = grad.double()
+        direction = betas[0] * momentum + (1 - betas[0]) * gradient
+        momentum = betas[1] * momentum + (1 - betas[1]) * gradient
+        weight = weight - lr * (direction.sign() + decay * weight)
+    return weight
+
+
+def test_lion_stays_with_its_algorithm(device: torch.device) -> None:
+    params = make_params(device=device)
+    start = copies_of(params)
+    grads: list[list[Tensor]] = [[] for _ in params]
+    optimizer = FusedLion(params, lr=1e-3, betas=(0.95, 0.98), weight_decay=0.1)
+    for _ in range(200):
+        set_grads(params)
+        optimizer.step()
+        for param, seen in zip(params, grads, strict=True):
+            assert param.grad is not None
+            seen.append(param.grad.clone())
+    for param, before, seen in zip(params, start, grads, strict=True):
+        expected = reference_lion(before.detach(), seen, 1e-3, (0.95, 0.98), 0.1)
+        torch.testing.assert_close(param.detach().double(), expected, rtol=0, atol=200 * 5e-7)
+
+
+LION = Flags(adam_w_mode=True, bias_correction=False, rule="lion")
+SGD = Flags(adam_w_mode=False, bias_correction=False, rule="sgd")
+NESTEROV = SGD._replace(nesterov=True, maximize=True)
+CASES = [
+    FP32._replace(exp_avg_sq=None),
+    MIXED._replace(exp_avg_sq=None),
+    MIXED._replace(main_param=torch.int16, exp_avg_sq=None),
+    FP32._replace(exp_avg=torch.float8_e4m3fn, exp_avg_sq=None),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtypes", "flags"),
+    [
+        *((dtypes, flags) for dtypes in CASES for flags in (LION, SGD, NESTEROV)),
+        (FP32._replace(exp_avg=None, exp_avg_sq=None), SGD),
+    ],
+    ids=lambda value: value.rule if isinstance(value, Flags) else dtype_names(value),
+)
+def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(
+    dtypes: Dtypes, flags: Flags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_interpreter(monkeypatch)
+    found = make_case([(8, 256), (3, 300), (1, 5)], dtypes)
+    expected = found.clone()
+    with np.errstate(all="ignore"):
+        found.launch(dtypes, torch.tensor(0.37), flags)
+    expected.update(torch.tensor(0.37), flags)
+    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
+        for name, left, right in zip(ours._fields, ours, theirs, strict=True):
+            # Triton's interpreter cuts bfloat16 where the hardware rounds.
+            rounded = name == "param" and dtypes.main_param == torch.float32
+            if left is not None and right is not None and not rounded:
+                assert torch.equal(left.float(), right.float()), name
+
+
+def make_sgd(params: Any, **settings: Any) -> DeviceOptimizer:
+    return FusedSGD(params, lr=0.05, momentum=0.9, **settings)
+
+
+def make_lion(params: Any, **settings: Any) -> DeviceOptimizer:
+    return FusedLion(params, lr=0.01, weight_decay=0.1, **settings)
+
+
+OPTIMIZERS: dict[str, Callable[..., DeviceOptimizer]] = {
+    "sgd": make_sgd,
+    "nesterov": lambda params, **settings: make_sgd(params, nesterov=True, **settings),
+    "lion": make_lion,
+}
+
+
+def train(
+    name: str, scope: str, device: torch.device, dtype: torch.dtype, **settings: Any
+) -> list[dict[str, Tensor]]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.GELU(), nn.Linear(40, 3)).to(device, dtype)
+    optimizer = OPTIMIZERS[name](model.parameters(), **settings)
+
+    def loss_fn(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(module(x).float(), y)
+
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    with graphfsdp.capture(model, optimizer, scope=scope, loss_fn=loss_fn) as step:
+        for index in range(14):
+            x = torch.randn(5, 6, generator=generator).to(device, dtype)
+            y = torch.randn(5, 3, generator=generator).to(device)
+            step(x * math.inf if index == 7 else x, y)
+            group = optimizer.param_groups[0]
+            group["lr"], group["weight_decay"] = 0.05 / (index + 1), 0.01 * index
+            found.append(snapshot(model, optimizer))
+            found[-1]["skipped"] = optimizer.control.skipped_steps.clone()
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_equals_the_eager_step(
+    device: torch.device, name: str, dtype: torch.dtype
+) -> None:
+    settings: dict[str, Any] = {
+        "skip_nonfinite": True,
+        "max_grad_norm": 1.0,
+        "master_weights": True,
+        "store_param_remainders": True,
+    }
+    expected = train(name, "none", device, dtype, **settings)
+    found = train(name, "full_iteration", device, dtype, **settings)
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert_same_state(one, other, f"after call {index}")
+    assert found[-1]["skipped"].item() == 1
+    assert not any(torch.equal(found[9][key], found[-1][key]) for key in found[-1] if "step" in key)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_main_weights_step_in_float32(device: torch.device, name: str) -> None:
+    params = make_params(dtype=torch.bfloat16, device=device)
+    twins = [nn.Parameter(param.detach().float()) for param in params]
+    ours = OPTIMIZERS[name](params, master_weights=True, store_param_remainders=True)
+    theirs = OPTIMIZERS[name](twins)
+    for _ in range(10):
+        set_grads(params)
+        for param, twin in zip(params, twins, strict=True):
+            assert param.grad is not None
+            twin.grad = param.grad.float()
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        main = join_remainder(param.detach(), ours.state[param]["master_param"])
+        assert torch.equal(main, twin)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_loads_in_place_and_goes_on(name: str) -> None:
+    params = make_params()
+    source = OPTIMIZERS[name](params, skip_nonfinite=True)
+    for step in range(3):
+        set_grads(params)
+        if step == 1:
+            assert params[0].grad is not None
+            params[0].grad[0, 0] = math.nan
+        source.step()
+    twins = copies_of(params)
+    target = OPTIMIZERS[name](twins, skip_nonfinite=True)
+    set_grads(twins)
+    target.step()
+    with torch.no_grad():
+        for param, twin in zip(params, twins, strict=True):
+            twin.copy_(param)
+    addresses = [value.data_ptr() for value in target.state[twins[0]].values()]
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert addresses == [value.data_ptr() for value in target.state[twins[0]].values()]
+    assert target.control.skipped_steps.item() == 1
+    for _ in range(2):
+        set_grads(params, twins)
+        source.step()
+        target.step()
+    assert_equal(params, twins)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_state_of_the_sgd_of_torch_loads(momentum: float) -> None:
+    params = make_params()
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "dampening": 0.2 * momentum}
+    theirs = torch.optim.SGD(params, **settings)
+    for _ in range(2):
+        set_grads(params)
+        theirs.step()
+    twins = copies_of(params)
+    ours = FusedSGD(twins, **{**settings, "lr": 0.3})
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert ours.param_groups[0]["lr"] == 0.1
+    for _ in range(3):
+        set_grads(params, twins)
+        theirs.step()
+        ours.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+    other = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+    if momentum:
+        with pytest.raises(ConfigError, match=r"nesterov=True.*construct FusedSGD with nesterov"):
+            ours.load_state_dict(other.state_dict())
+
+
+def test_a_state_of_a_lion_that_counts_no_steps_loads() -> None:
+    params = make_params()
+    source = make_lion(params)
+    set_grads(params)
+    source.step()
+    state = copy.deepcopy(source.state_dict())
+    for entries in state["state"].values():
+        del entries["step"]
+    del state["control"]
+    twins = copies_of(params)
+    target = make_lion(twins)
+    target.load_state_dict(state)
+    set_grads(params, twins)
+    source.step()
+    target.step()
+    assert_equal(params, twins)
+
+
+def test_sgd_without_momentum_keeps_no_buffer_and_refuses_to_get_some() -> None:
+    params = make_params()
+    optimizer = FusedSGD(params)
+    set_grads(params)
+    optimizer.step()
+    assert set(optimizer.state[params[0]]) == {"step"}
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ConfigError, match=r"momentum of parameter group 0 became 0.9"):
+        optimizer.step()
+
+
+def test_groups_may_have_momentum_or_none() -> None:
+    params = make_params()
+    twins = copies_of(params)
+
+    def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return make_groups({"params": members[:2], "momentum": 0.9}, {"params": members[2:]})
+
+    ours, theirs = FusedSGD(groups(params), lr=0.1), torch.optim.SGD(groups(twins), lr=0.1)
+    for _ in range(3):
+        set_grads(params, twins)
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: FusedSGD(p, lr=-1.0), "lr of parameter group 0 must be"),
+        (lambda p: FusedSGD(p, momentum=-0.1), "momentum of parameter group 0 must be"),
+        (lambda p: FusedSGD(p, nesterov=True), "nesterov=True needs a momentum"),
+        (lambda p: FusedSGD(p, momentum=0.9, dampening=0.1, nesterov=True), "no dampening"),
+        (lambda p: FusedLion(p, betas=(0.9, 1.0)), r"betas\[1\] of parameter group 0"),
+    ],
+)
+def test_wrong_numbers_are_refused_by_name(
+    make: Callable[[list[nn.Parameter]], DeviceOptimizer], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(make_params())
+
+
+def test_a_replaced_tensor_lr_is_named_with_its_optimizer() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = FusedLion(model.parameters(), lr=torch.tensor(0.1))
+    with graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sum()) as step:
+        for _ in range(4):
+            step(torch.ones(2, 4))
+        optimizer.param_groups[0]["lr"] = 0.1
+        with pytest.raises(GuardError, match="lr of group 0 of FusedLion was a tensor"):
+            step(torch.ones(2, 4))

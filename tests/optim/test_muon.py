@@ -1,0 +1,167 @@
+"""Muon: torch's numbers, its replays, its states, and sharded matrices."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from adam_helpers import assert_equal, copies_of, make_groups, make_params, set_grads
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import Muon
+from graphfsdp.optim.whole.row_gather import row_ranges
+from ranks import RankPool
+
+SHAPES: list[tuple[int, ...]] = [(20, 10), (7, 16), (5, 5), (1, 3)]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no_nesterov": {"nesterov": False, "weight_decay": 0.0},
+    "adamw_rms": {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8, "ns_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_steps_are_those_of_torch(device: torch.device, name: str) -> None:
+    params = make_params(SHAPES, device=device)
+    twins = copies_of(params)
+    ours = Muon(params, lr=0.02, **SETTINGS[name])
+    theirs = torch.optim.Muon(twins, lr=0.02, **SETTINGS[name])
+    for step in range(20):
+        set_grads(params, twins)
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = 0.02 / (1 + step)
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        # The directions are bfloat16: a rounding to the other side is 2**-8 of an entry, and the
+        # iteration, whose slope is up to 3.4 a step, enlarges it. The path is 20 steps long.
+        path = 0.02 * sum(1 / (1 + step) for step in range(20)) * 0.2 * max(param.shape) ** 0.5
+        torch.testing.assert_close(param, twin, rtol=0, atol=0.05 * path)
+    for param, twin in zip(params, twins, strict=True):
+        buffers = ours.state[param]["momentum_buffer"], theirs.state[twin]["momentum_buffer"]
+        torch.testing.assert_close(*buffers, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_has_singular_values_near_one() -> None:
+    (param,) = make_params([(40, 24)])
+    before = param.detach().clone()
+    optimizer = Muon([param], lr=1.0, weight_decay=0.0)
+    set_grads([param])
+    optimizer.step()
+    moved = torch.linalg.svdvals((before - param.detach()) / (40 / 24) ** 0.5)
+    assert 0.5 < moved.min() <= moved.max() < 1.3
+
+
+def test_a_step_that_is_told_to_skip_changes_nothing() -> None:
+    params = make_params([(8, 4), (4,)])
+    groups = make_groups({"params": params[:1]}, {"params": params[1:], "use_muon": False})
+    optimizer = Muon(groups, lr=0.1)
+    set_grads(params)
+    optimizer.step()
+    before = copies_of(params)
+    states = [t.clone() for state in optimizer.state.values() for t in state.values()]
+    for param in params:
+        assert param.grad is not None
+        param.grad.fill_(float("nan"))
+    optimizer.step(found_inf=torch.tensor(1.0))
+    assert_equal(params, before)
+    assert copy.deepcopy(optimizer).skipped_steps.item() == 1
+    other = Muon(make_groups(*optimizer.param_groups))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.skipped_steps.item() == 1
+    after = [t for state in optimizer.state.values() for t in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(states, after, strict=True))
+    set_grads(params)
+    optimizer.step(found_inf=torch.tensor(0.0))
+    assert not torch.equal(params[0], before[0])
+
+
+def test_groups_without_muon_take_the_steps_of_adamw(device: torch.device) -> None:
+    params = make_params([(8, 4), (4,), (2, 3, 4)], device=device)
+    twins = copies_of(params)
+    rest = {"params": params[1:], "use_muon": False, "lr": 0.01, "eps": 1e-8}
+    ours = Muon(make_groups({"params": params[:1]}, rest), lr=0.1, betas=(0.8, 0.9))
+    theirs = torch.optim.AdamW(twins[1:], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    for _ in range(10):
+        set_grads(params, twins)
+        ours.step()
+        theirs.step()
+    for param, twin in zip(params[1:], twins[1:], strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
+def step_sharded(sharded: bool) -> list[Tensor]:
+    """Return whole weights after steps on the same gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 3, bias=False))
+    if sharded:
+        graphfsdp.fully_shard(model)
+    params: list[Any] = list(model.parameters())
+    optimizer = Muon(params, lr=0.02)
+    for _ in range(3):
+        for param in params:
+            grad = torch.randn(param.shape)
+            if sharded:
+                rank, group = dist.get_rank(), dist.get_world_size()
+                counts = [num_rows for _, num_rows in row_ranges(param, group)]
+                rows = grad.narrow(0, sum(counts[:rank]), counts[rank])
+                # A rank without rows has no gradient.
+                local = torch.distributed.tensor.DTensor.from_local(
+                    rows, param.device_mesh, param.placements, run_check=False,
+                    shape=param.shape, stride=param.stride(),
+                )  # fmt: skip
+                param.grad = local if rows.numel() else None
+            else:
+                param.grad = grad
+        optimizer.step()
+    weights = [param.detach() for param in params]
+    return [weight.full_tensor() for weight in weights] if sharded else weights
+
+
+@pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
+def test_shards_step_as_whole_matrices_bit_for_bit(
+    pool: str, request: pytest.FixtureRequest
+) -> None:
+    ranks: RankPool = request.getfixturevalue(pool)
+    expected = ranks.run(step_sharded, False)[0]
+    for weights in ranks.run(step_sharded, True):
+        assert_equal(weights, expected)
+
+
+def test_a_state_loads_in_place_and_goes_on() -> None:
+    params = make_params(SHAPES)
+    source = torch.optim.Muon(params, lr=0.1)
+    set_grads(params)
+    source.step()
+    twins = copies_of(params)
+    target = Muon(twins, lr=0.3)
+    set_grads(twins)
+    target.step()
+    addresses = [state["momentum_buffer"].data_ptr() for state in target.state.values()]
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert addresses == [state["momentum_buffer"].data_ptr() for state in target.state.values()]
+    assert target.param_groups[0]["lr"] == 0.1
+    for param, twin in zip(params, twins, strict=True):
+        buffers = source.state[param], target.state[twin]
+        assert torch.equal(*(state["momentum_buffer"] for state in buffers))
+    third = Muon(copies_of(twins[:2]))
+    with pytest.raises(ConfigError, match=r"groups of \[4\] parameters, this optimizer \[2\]"):
+        third.load_state_dict(source.state_dict())
+    fourth = copy.deepcopy(target)
+    others = fourth.param_groups[0]["params"]
+    set_grads(twins, others)
+    target.step()
+    fourth.step()
+    assert_equal(twins, others)
+
+
+def test_what_is_no_matrix_and_wrong_numbers_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"parameter 1 of group 0 has the shape \(4,\).*use_muon"):
+        Muon(make_params([(2, 2), (4,)]))
+    with pytest.raises(ConfigError, match="momentum of parameter group 0 must be"):
+        Muon(make_params([(2, 2)]), momentum=1.0)
+    with pytest.raises(ConfigError, match="adjust_lr_fn must be one of"):
+        Muon(make_params([(2, 2)]), adjust_lr_fn="none")

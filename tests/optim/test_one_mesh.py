@@ -1,0 +1,162 @@
+"""torch's own optimizers on models of which parallelize_module has cut a part: 2 x 2 ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import graphfsdp
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adapters.one_mesh import one_mesh_at_a_time
+from parallel_models import (
+    TP_AXES,
+    assert_trains_as_one,
+    part_of_axis,
+    plain_model,
+    tensor_parallel,
+    whole_batches,
+)
+from ranks import RankPool
+from sharding_helpers import (
+    Training,
+    assert_replayed,
+    assert_same_training,
+    full_parameters,
+    hybrid_mesh,
+)
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fused AdamW": (torch.optim.AdamW, {"fused": True}),
+    "foreach SGD": (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "lr": 0.01}),
+}
+
+
+def train(model: nn.Module, kind: str, batches: Any, scope: str) -> Training:
+    make, options = OPTIMIZERS[kind]
+    optimizer = make(model.parameters(), **{"lr": torch.tensor(0.01), **options})
+    groups = optimizer.param_groups
+    result = Training()
+    with graphfsdp.capture(model, optimizer, max_grad_norm=0.5, scope=scope) as step:
+        for index, batch in enumerate(batches):
+            lr = optimizer.param_groups[0]["lr"]
+            if isinstance(lr, Tensor):  # a number is baked in
+                lr.fill_(0.01 / (1 + index % 3))
+            result.losses.append(step(*batch))
+            assert step.grad_norm is not None
+            result.norms.append(step.grad_norm)
+            assert optimizer.param_groups is groups
+            assert len(groups) == 1
+        result.params = full_parameters(model)
+        result.report = step.report()
+    return result
+
+
+def both_scopes(kind: str) -> None:
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    batches = whole_batches()
+    parts = [part_of_axis(batch, mesh, "dp") for batch in batches]
+    model = tensor_parallel()
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    assert len(meshes) > 1, "the test is of no use"
+    runs = [train(model, kind, parts, "none"), train(tensor_parallel(), kind, parts, CAPTURED)]
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    plain = train(plain_model("feed"), kind, batches, "none")
+    assert_trains_as_one(runs[1], plain, mesh.get_group("dp"))
+
+
+CAPTURED = "full_iteration"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_of_torch_step_on_parameters_of_two_meshes(ranks4: RankPool, kind: str) -> None:
+    ranks4.run(both_scopes, kind)
+
+
+def test_groups_are_whole_again_whatever_the_step_does() -> None:
+    params: list[Tensor] = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    for param in params[1::2]:
+        param.device_mesh = "mesh"  # type: ignore[attr-defined]
+    given: list[dict[str, Any]] = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
+    optimizer = torch.optim.SGD(given, 0.1, foreach=True)
+    groups = optimizer.param_groups
+    found: list[tuple[float, int]] = []
+
+    def interrupted() -> None:
+        with one_mesh_at_a_time(optimizer):
+            found.extend((group["lr"], len(group["params"])) for group in optimizer.param_groups)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert found == [(0.5, 2), (0.5, 1), (0.1, 1)]
+    assert optimizer.param_groups is groups
+    assert [len(group["params"]) for group in groups] == [3, 1]
+    for group in groups:
+        group["foreach"] = False  # tensor by tensor: whoever writes into a group finds its own
+    with one_mesh_at_a_time(optimizer):
+        assert optimizer.param_groups is groups
+
+
+def partly_cut() -> nn.Module:
+    """Return a model with DTensors on a tp axis, and plain parameters beside them."""
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    model = plain_model("feed")
+    blocks: Any = model.blocks
+    for block in blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
+    loss: Tensor = model(*batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def clip_and_iterate(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
+    loss: Tensor = model(*batch)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.detach()
+
+
+def beside_plain_parameters() -> None:
+    batch = part_of_axis(whole_batches()[0], hybrid_mesh((2, 2), TP_AXES), "dp")
+    for function in (iterate, clip_and_iterate):
+        model = partly_cut()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+        step = graphfsdp.capture(model, optimizer, iteration=function)
+        with pytest.raises(ConfigError, match=r"several device meshes.*FusedAdam.*clip_grad_norm_"):
+            step(*batch)
+        step.close()
+    model = partly_cut()
+    with pytest.raises(ConfigError, match=r"group 0 of torch RAdam has foreach=True.*FusedAdam"):
+        graphfsdp.capture(
+            model,
+            torch.optim.RAdam(model.parameters(), foreach=True),
+            scope="forward_backward",
+        )
+    losses = {}
+    for scope in ("none", "full_iteration"):
+        model = partly_cut()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+        with graphfsdp.capture(model, optimizer, max_grad_norm=0.5, scope=scope) as step:
+            losses[scope] = torch.stack([step(*batch) for _ in range(8)])
+    assert torch.equal(losses["none"], losses["full_iteration"])
+    assert losses["none"][-1] < losses["none"][0]
+
+
+def test_plain_parameters_beside_cut_ones_work_or_are_refused_with_a_remedy(
+    ranks4: RankPool,
+) -> None:
+    ranks4.run(beside_plain_parameters)

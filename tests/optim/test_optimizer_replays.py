@@ -1,0 +1,170 @@
+"""Every optimizer: ten replays are its own eager steps bit for bit, whole and on two ranks.
+
+Learning rate and weight decay are others in each step, and one step's gradients are not finite.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from adam_helpers import make_groups
+from graphfsdp.base.dtensors import local_part
+from graphfsdp.errors import GuardError
+from graphfsdp.optim import Adafactor, CPUOffload, FusedAdam, FusedLion, FusedSGD, Muon
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+from ranks import RankPool
+
+NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.second(nn.functional.gelu(self.first(x)))
+        return hidden.float().square().mean()
+
+
+def make_muon(model: nn.Module) -> Muon:
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if param.dim() != 2]
+    groups = make_groups({"params": matrices}, {"params": others, "use_muon": False})
+    return Muon(groups, lr=0.05)
+
+
+def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    settings: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    if params[0].is_cuda and not settings:
+        settings["capturable"] = True
+    lr = torch.tensor(0.05, device=params[0].device)
+    made: torch.optim.Optimizer = kind(params, lr=lr, weight_decay=0.1, fused=True, **settings)
+    return made
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+OURS: Mapping[str, Make] = MappingProxyType(
+    {
+        "adam": lambda m: FusedAdam(m.parameters(), lr=0.05, master_weights=True),
+        "sgd": lambda m: FusedSGD(m.parameters(), lr=0.05, momentum=0.9),
+        "nesterov": lambda m: FusedSGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+        "lion": lambda m: FusedLion(m.parameters(), lr=0.01),
+        "muon": make_muon,
+        "adafactor": lambda m: Adafactor(m.parameters(), lr=0.05),
+        "offload": lambda m: CPUOffload(FusedAdam(m.parameters(), lr=0.05), offload_fraction=0.5),
+    }
+)
+THEIRS: Mapping[str, Make] = MappingProxyType(
+    {
+        "torch adam": lambda m: torch_optimizer(torch.optim.Adam, m),
+        "torch adamw": lambda m: torch_optimizer(torch.optim.AdamW, m),
+        "torch sgd": lambda m: torch_optimizer(torch.optim.SGD, m),
+    }
+)
+ALL = {**OURS, **THEIRS}
+
+
+def captured_scope(name: str) -> str:
+    return "forward_backward" if name == "offload" else "full_iteration"
+
+
+def train(
+    name: str, scope: str, device: str, dtype: torch.dtype, sharded: bool
+) -> list[dict[str, Tensor]]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = Net().to(device, dtype)
+    if sharded:
+        graphfsdp.fully_shard(model.first)
+        graphfsdp.fully_shard(model)
+    optimizer = ALL[name](model)
+    highest = float(optimizer.param_groups[0]["lr"])
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "skip_nonfinite": True}
+    with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
+        for index in range(NUM_STEPS):
+            x = torch.randn(5, 6, generator=generator).to(device, dtype)
+            step(x * math.inf if index == BAD_STEP and rank == 0 else x)
+            for group in optimizer.param_groups:
+                if name in THEIRS:
+                    group["lr"].fill_(highest / (index + 1))
+                else:
+                    group["lr"], group["weight_decay"] = highest / (index + 1), 0.01 * index
+            if sharded:
+                # This rank's rows; the state that belongs to them moves them.
+                named = model.named_parameters()
+                found.append({k: local_part(p.detach()).clone() for k, p in named})
+            else:
+                found.append(snapshot(model, optimizer))
+        assert step.skipped_steps is not None
+        assert step.skipped_steps.item() == 1
+    return found
+
+
+def assert_alive(found: list[dict[str, Tensor]], weight: str) -> None:
+    """All steps but the skipped one move the weights, to finite values."""
+    assert all(state[weight].isfinite().all() for state in found)
+    moved = [
+        not torch.equal(before[weight], after[weight])
+        for before, after in itertools.pairwise(found)
+    ]
+    assert [index for index, is_other in enumerate(moved, start=1) if not is_other] == [BAD_STEP]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_equals_the_eager_step(
+    device: torch.device, name: str, dtype: torch.dtype
+) -> None:
+    expected = train(name, "none", device.type, dtype, False)
+    found = train(name, captured_scope(name), device.type, dtype, False)
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert_same_state(one, other, f"after call {index}")
+    if dtype == torch.float32:
+        assert_alive(found, "parameter first.weight")
+
+
+# torch's fused SGD knows no DTensors, and is refused; see test_precision_table.py.
+@pytest.mark.parametrize("name", [name for name in ALL if name != "torch sgd"])
+def test_a_sharded_replay_equals_the_eager_step(ranks2: RankPool, name: str) -> None:
+    runs = [
+        ranks2.run(train, name, scope, "cpu", torch.float32, True)
+        for scope in ("none", captured_scope(name))
+    ]
+    for expected, found in zip(*runs, strict=True):
+        for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+            for key, value in one.items():
+                assert torch.equal(value, other[key]), f"{key} after call {index}"
+        assert_alive(found, "first.weight")
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_changed_weight_decay_of_torch_is_refused_or_captured_anew(
+    device: torch.device, name: str
+) -> None:
+    def weights(on_change: str, scope: str) -> Tensor:
+        torch.manual_seed(0)
+        model = Net().to(device)
+        optimizer = THEIRS[name](model)
+        with graphfsdp.capture(model, optimizer, scope=scope, on_change=on_change) as step:
+            for index in range(NUM_STEPS):
+                if index == BAD_STEP:
+                    optimizer.param_groups[0]["weight_decay"] = 0.9
+                step(torch.randn(5, 6).to(device))
+        return model.first.weight.detach().clone()
+
+    with pytest.raises(GuardError, match="'weight_decay' of group 0"):
+        weights("raise", "full_iteration")
+    assert torch.equal(weights("recapture", "full_iteration"), weights("raise", "none"))

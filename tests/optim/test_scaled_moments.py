@@ -1,0 +1,259 @@
+"""Moments in float16 and float8 with scales: how they are stored, in tensor code and kernels."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adam_kernel_cases import (
+    FP32,
+    MIXED,
+    Case,
+    dtype_names,
+    make_case,
+    needs_triton,
+    use_interpreter,
+)
+from graphfsdp.optim.fused import step_kernel
+from graphfsdp.optim.fused.scaled_moments import (
+    SCALE_BLOCK_NUMEL,
+    SMALLEST,
+    TOPS,
+    dequantize,
+    quantize_,
+    scale_shape,
+)
+from graphfsdp.optim.fused.step_args import StepArgs
+from graphfsdp.optim.fused.step_cpu import run_cpu
+from graphfsdp.optim.fused.step_settings import Flags
+from graphfsdp.optim.fused.step_tensors import Dtypes, make_columns
+
+FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
+# Rows of less than a block, of blocks exactly, and of some blocks and a rest.
+SHAPES = [(9, 33), (5, 768), (3, 300), (0, 64), (20, 256), (2, 5, 100), (1, 2049)]
+PAIRS = [
+    (first, second)
+    for first, second in itertools.product((FP8, FP16, BF16, torch.float32), repeat=2)
+    if {FP8, FP16} & {first, second}
+]
+HALVES = MIXED._replace(main_param=torch.int16)
+
+
+def in_dtypes(base: Dtypes, pair: tuple[torch.dtype, torch.dtype], amsgrad: bool = False) -> Dtypes:
+    largest = pair[1] if amsgrad else None
+    return base._replace(exp_avg=pair[0], exp_avg_sq=pair[1], max_exp_avg_sq=largest)
+
+
+COMBINATIONS = [in_dtypes(base, pair) for base in (FP32, MIXED, HALVES) for pair in PAIRS]
+
+
+def stored(moment: Tensor, dtype: torch.dtype, *, positive: bool) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(moment.shape, dtype=dtype)
+    scales = torch.empty(scale_shape(moment.shape))
+    quantize_(codes, scales, moment, positive=positive)
+    return codes, scales
+
+
+@pytest.mark.parametrize("dtype", TOPS)
+@given(
+    shape=st.sampled_from([(1, 1), (3, 256), (4, 300), (700,), (2, 3, 100)]),
+    size=st.sampled_from([1e-37, 1e-12, 1.0, 1e30]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_stored_moment_is_within_half_a_unit_of_its_dtype(
+    dtype: torch.dtype, shape: tuple[int, ...], size: float, seed: int
+) -> None:
+    moment = size * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    codes, scales = stored(moment, dtype, positive=False)
+    found = dequantize(codes, scales)
+    # Half a unit of the mantissa, or half of the smallest step of the scale; and what the
+    # division, the multiplication and the scale round.
+    smallest = SMALLEST[dtype] * scales.max().item()
+    close = moment.abs() * (torch.finfo(dtype).eps / 2 + 3 * 2.0**-23) + smallest * 0.51
+    assert ((found - moment).abs() <= close).all()
+    assert torch.equal(found.sign() * (found != 0), moment.sign() * (found != 0))
+
+
+@pytest.mark.parametrize("dtype", TOPS)
+def test_a_second_moment_is_zero_only_where_it_was(dtype: torch.dtype) -> None:
+    moment = torch.cat([torch.zeros(10), torch.logspace(-38, 0, 600)])[None]
+    found = dequantize(*stored(moment, dtype, positive=True))
+    assert torch.equal(found == 0, moment == 0)
+    assert dequantize(*stored(moment, dtype, positive=False)).eq(0).sum() > 10
+
+
+@pytest.mark.parametrize("dtype", TOPS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_block_with_a_nan_or_infinity_is_not_finite_and_its_neighbours_are(
+    dtype: torch.dtype, bad: float
+) -> None:
+    moment = torch.randn(3, 2 * SCALE_BLOCK_NUMEL)
+    moment[1, 5] = bad
+    found = dequantize(*stored(moment, dtype, positive=False))
+    blocks = found.isfinite().view(3, 2, -1)
+    assert not blocks[1, 0].any()
+    assert blocks.sum() == 5 * SCALE_BLOCK_NUMEL
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the kernels in Triton's interpreter."""
+    use_interpreter(monkeypatch)
+    with np.errstate(all="ignore"):
+        yield
+
+
+def assert_same_bits(found: Case, expected: Case, dtypes: Dtypes) -> None:
+    skipped = set()
+    if dtypes.main_param == torch.float32:
+        # Triton's interpreter cuts bfloat16 where the hardware rounds; the main weight says it all.
+        skipped.add("param")
+    for name, dtype in (("exp_avg", dtypes.exp_avg), ("exp_avg_sq", dtypes.exp_avg_sq)):
+        if dtype == BF16:
+            skipped.add(name)
+    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
+        for name, left, right in zip(ours._fields, ours, theirs, strict=True):
+            if left is None or right is None or name in skipped:
+                continue
+            if left.dtype == FP8:
+                left, right = left.view(torch.uint8), right.view(torch.uint8)
+            assert ((left == right) | (left.isnan() & right.isnan())).all(), name
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
+def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -> None:
+    found = make_case(SHAPES, dtypes)
+    expected = found.clone()
+    found.launch(dtypes, torch.tensor(0.37), Flags())
+    expected.update(torch.tensor(0.37), Flags())
+    assert_same_bits(found, expected, dtypes)
+
+
+@needs_triton
+def test_interpreter_leaves_tritons_language_as_it_was() -> None:
+    """A changed one would make later compilations fail, unless Triton's cache has the kernel."""
+    import triton.language as tl
+
+    places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.standard)
+    before = [dict(vars(place)) for place in places]
+    dtypes = in_dtypes(FP32, (FP8, FP8))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_interpreter(monkeypatch)
+        make_case([(2, 300)], dtypes).launch(dtypes, None, Flags())
+    changed = [
+        f"{place.__name__}.{name}"
+        for place, kept in zip(places, before, strict=True)
+        for name, value in vars(place).items()
+        if kept.get(name) is not value and not name.startswith("__")
+    ]
+    assert not changed
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("pair", [(FP8, FP16), (FP16, FP8)])
+def test_interpreted_kernel_keeps_the_largest_moment_and_skips(
+    pair: tuple[torch.dtype, torch.dtype],
+) -> None:
+    dtypes = in_dtypes(FP32, pair, amsgrad=True)
+    found = make_case(SHAPES, dtypes)
+    expected = found.clone()
+    found.bundles[0].grad[0, 0] = math.nan
+    found.launch(dtypes, None, Flags(), torch.tensor(1.0))
+    found.bundles[0].grad.copy_(expected.bundles[0].grad)
+    assert_same_bits(found, expected, dtypes)
+    found.launch(dtypes, None, Flags(), torch.tensor(0.0))
+    expected.update(None, Flags())
+    assert_same_bits(found, expected, dtypes)
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38, 1e-30])
+def test_interpreted_kernel_stores_extreme_values_as_the_tensor_code_does(bad: float) -> None:
+    dtypes = in_dtypes(FP32, (FP8, FP8))
+    found = make_case([(4, 300)], dtypes)
+    found.bundles[0].grad[2, 280] = bad
+    found.bundles[0].grad[1] *= 1e-25
+    expected = found.clone()
+    found.launch(dtypes, None, Flags())
+    expected.update(None, Flags())
+    assert_same_bits(found, expected, dtypes)
+
+
+@needs_triton
+def test_rows_and_addresses_of_whole_words_are_apart_from_the_others() -> None:
+    case = make_case([(4, 256), (4, 264), (3, 512)], in_dtypes(FP32, (FP8, FP8)))
+    tables = step_kernel.make_tables(
+        case.bundles, case.lane_of, [(step, 0) for step in case.steps], torch.device("cpu")
+    )
+    columns = dict(zip(step_kernel.RUN_COLUMNS, tables.runs.t().tolist(), strict=True))
+    assert columns["row_numel"] == [256, 512]
+    assert columns["first_block"] == [0, 1]
+    assert tables.odd_block_to_run.tolist() == [0] * (8 // step_kernel.SCALES_PER_BLOCK)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
+def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
+    found = make_case([*SHAPES, (300, 1024)], dtypes, "cuda")
+    expected = found.clone()
+    scale = torch.tensor(0.37, device="cuda")
+    found.launch(dtypes, scale, Flags())
+    expected.update(scale, Flags())
+    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
+        torch.testing.assert_close(ours.param, theirs.param)
+        for scales, others in zip(ours[6:8], theirs[6:8], strict=True):
+            if scales is not None and others is not None:
+                torch.testing.assert_close(scales, others)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("chunk_numel", [400, 1 << 20])
+def test_cpu_path_equals_the_tensor_code(
+    pair: tuple[torch.dtype, torch.dtype], chunk_numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphfsdp.optim.fused.step_cpu._SMALLEST_CHUNK", chunk_numel)
+    dtypes = in_dtypes(MIXED, pair, amsgrad=True)
+    found = make_case([shape for shape in SHAPES if shape[0]], dtypes, wild=False)
+    expected, before = found.clone(), found.clone()
+    num = len(found.bundles)
+    steps = [step.sub(1).view(1) for step in found.steps]
+    order = sorted(range(num), key=found.lane_of.__getitem__)
+    sizes = [found.lane_of.count(lane) for lane in range(3)]
+    columns = make_columns([found.bundles[index] for index in order])
+    scale = torch.tensor(0.37)
+    run_cpu(
+        StepArgs(
+            columns, steps, found.hyper, [0, 1, 2], sizes, [0, 1, 2], scale, None, None, [],
+            None, 0, True, *Flags(),
+        )
+    )  # fmt: skip
+    expected.update(scale, Flags())
+    bundles = zip(found.bundles, expected.bundles, before.bundles, strict=True)
+    for ours, theirs, start in bundles:
+        assert ours.main_param is not None
+        assert theirs.main_param is not None
+        assert start.main_param is not None
+        # A few roundings of the weight and of its step, which is long where a moment is tiny.
+        moved = (theirs.main_param - start.main_param).abs()
+        close = 1e-5 * (theirs.main_param.abs() + moved) + 1e-6
+        assert ((ours.main_param - theirs.main_param).abs() <= close).all()
+        for index in (2, 3, 4):
+            codes, others = ours[index], theirs[index]
+            assert codes is not None
+            assert others is not None
+            # One rounding may fall to the other side; and what cancels in a new moment.
+            smallest = max(SMALLEST.get(codes.dtype, 0), 3e-7 * TOPS.get(codes.dtype, 3))
+            torch.testing.assert_close(
+                codes.float(), others.float(), rtol=torch.finfo(codes.dtype).eps, atol=smallest
+            )

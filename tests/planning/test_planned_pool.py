@@ -1,0 +1,247 @@
+"""The pool that `graphfsdp plan` tells, beside the pools of real worlds: equal to the byte."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import graphfsdp
+from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy
+from graphfsdp.optim import FusedAdam
+from graphfsdp.planning.model_plan import plan_model
+from graphfsdp.planning.pool_rehearsal import PlannedPool
+from graphfsdp.sharding import buffer_pool
+from graphfsdp.sharding.buffer_pool import BufferPool
+from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.training.gpt import GPT, GPTConfig
+from ranks import RankPool
+from sharding_helpers import STRATEGIES
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
+NUM_ITERATIONS = 5
+SHAPE = GPTConfig(
+    vocab_size=37,
+    seq_length=5,
+    num_layers=2,
+    hidden_size=12,
+    num_attention_heads=2,
+    ffn_hidden_size=29,
+)
+FORWARD_ONLY = OverlapPolicy(backward_prefetch=False, reduce_grads=False)
+Case = tuple[str, str, bool | OverlapPolicy, int]  # strategy, policy, overlap, microbatches
+CASES: list[Case] = [
+    *((strategy, "bf16", overlap, 1) for strategy in STRATEGIES for overlap in (True, False)),
+    *((strategy, "fp32", overlap, 3) for strategy in STRATEGIES for overlap in (True, False)),
+    ("optim_grads_params", "bf16", FORWARD_ONLY, 3),
+]
+
+
+class Stack(nn.Module):
+    """Blocks of several parameters between two layers of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 12)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12)) for _ in range(3)
+        )
+        self.head = nn.Linear(12, 37)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.first(tokens[..., None].to(self.first.weight.dtype))
+        for block in self.blocks:
+            x = x + block(x)
+        loss: Tensor = self.head(x).float().square().mean()
+        return loss
+
+
+class Odd(nn.Module):
+    """A unit that is left out, one that runs twice, one that is recomputed, frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, 37)
+        self.blocks[2].weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = nn.functional.one_hot(tokens, 37).to(self.head.weight.dtype)[..., :12]
+        for index in (3, 0, 2, 0):
+            x = self.blocks[index](x).tanh()
+        x = checkpoint(self.blocks[3], x, use_reentrant=False)
+        loss: Tensor = self.head(x).float().square().mean()
+        return loss
+
+
+def make_gpt() -> nn.Module:
+    return GPT(SHAPE)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "gpt": (make_gpt, tuple(f"blocks.{index}" for index in range(2))),
+    "stack": (Stack, tuple(f"blocks.{index}" for index in range(3))),
+    "odd": (Odd, tuple(f"blocks.{index}" for index in range(4))),
+}
+
+
+@contextmanager
+def patient_pools() -> Iterator[None]:
+    """Let pools wait for gloo's threads in all iterations, however busy the machine is.
+
+    A thread that lets go of a buffer late makes a pool allocate, and plan once more.
+    """
+    original = BufferPool.dropped
+
+    def dropped(pool: BufferPool, owner: Hashable) -> None:
+        planned_from, pool._is_planned_from = pool._is_planned_from, True
+        original(pool, owner)
+        pool._is_planned_from = planned_from
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferPool, "dropped", dropped)
+        patch.setattr(buffer_pool, "_RELEASE_S", 0.5)
+        yield
+
+
+@patient_pools()
+def real_pools(
+    name: str, cases: list[Case], outer: str | None = None, *, reshards: bool = True
+) -> list[tuple[int, int]]:
+    """Train with each setting, and return what the pools have come to."""
+    num_outer = 1 if outer is None else 2
+    shape = (num_outer, dist.get_world_size() // num_outer)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    found = []
+    for strategy, policy, overlap, microbatches in cases:
+        torch.manual_seed(0)
+        make, units = MODELS[name]
+        model = make()
+        for unit in (*units, ""):
+            graphfsdp.fully_shard(
+                model.get_submodule(unit),
+                mesh["dp_shard"] if outer is None else mesh,
+                strategy=strategy,
+                mp_policy=POLICIES[policy],
+                outer_strategy=outer or "no_shard",
+                overlap=overlap,
+                reshard_after_forward=reshards,
+                buffer_pool=True,
+            )
+        optimizer = FusedAdam(model.parameters())
+        step = graphfsdp.capture(model, optimizer, scope="none", microbatches=microbatches)
+        for _ in range(NUM_ITERATIONS):
+            tokens = torch.randint(37, (2 * microbatches, SHAPE.seq_length))
+            step(tokens, tokens)
+        stats = unit_of(model).schedule.pool.stats
+        step.close()
+        assert not stats.num_misses, "the pool has not come to rest"
+        found.append((stats.num_bytes, stats.peak_bytes))
+    return found
+
+
+def planned_pools(
+    name: str, cases: list[Case], num_ranks: int, outer: str | None = None, **options: Any
+) -> list[tuple[int, int]]:
+    make, units = MODELS[name]
+    with torch.device("meta"):
+        model = make()
+        tokens = torch.empty((2, SHAPE.seq_length), dtype=torch.int64)
+    found = []
+    for strategy, policy, overlap, microbatches in cases:
+        plan = plan_model(
+            model,
+            units,
+            num_ranks=num_ranks,
+            num_outer=1 if outer is None else 2,
+            cuts_outside=outer == "optim",
+            strategy=strategy,
+            mp_policy=POLICIES[policy],
+            num_microbatches=microbatches,
+            overlap=overlap,
+            run=lambda copy: copy(tokens, tokens),
+            **options,
+        )
+        assert plan.pool is not None
+        found.append((plan.pool.num_bytes, plan.pool.peak_bytes))
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_planned_pools_are_those_of_two_ranks(ranks2: RankPool, microbatches: int) -> None:
+    cases = [case for case in CASES if case[-1] == microbatches]
+    planned = planned_pools("stack", cases, 2)
+    for real in ranks2.run(real_pools, "stack", cases):
+        assert dict(zip(cases, planned, strict=True)) == dict(zip(cases, real, strict=True))
+    by_kind = {case[::2]: pool for case, pool in zip(cases, planned, strict=True)}
+    assert by_kind["no_shard", True] == (0, 0)
+    whole = by_kind["optim_grads_params", True]
+    assert by_kind["optim_grads_params", False] < whole < by_kind["optim", True]
+
+
+def test_planned_pools_of_a_gpt_with_tied_embeddings(ranks2: RankPool) -> None:
+    cases: list[Case] = [("optim_grads_params", "bf16", True, 3), ("optim", "bf16", False, 1)]
+    planned = planned_pools("gpt", cases, 2)
+    for real in ranks2.run(real_pools, "gpt", cases):
+        assert planned == real
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_planned_pools_are_those_of_two_instances(ranks4: RankPool, outer: str) -> None:
+    cases: list[Case] = [
+        ("optim_grads_params", "bf16", True, 3),
+        ("optim_grads_params", "fp32", False, 1),
+        ("optim", "fp32", True, 3),
+    ]
+    planned = planned_pools("stack", cases, 4, outer)
+    for real in ranks4.run(real_pools, "stack", cases, outer):
+        assert planned == real
+
+
+def test_odd_orders_of_units_are_planned_as_they_run(ranks2: RankPool) -> None:
+    cases: list[Case] = [
+        ("optim_grads_params", "fp32", True, 1),
+        ("optim_grads_params", "bf16", True, 3),
+        ("optim_grads", "fp32", False, 3),
+    ]
+    planned = planned_pools("odd", cases, 2)
+    for real in ranks2.run(real_pools, "odd", cases):
+        assert planned == real
+
+
+def keeping_whole(cases: list[Case]) -> list[tuple[int, int]]:
+    return real_pools("stack", cases, reshards=False)
+
+
+def test_weights_that_stay_whole_are_planned(ranks2: RankPool) -> None:
+    cases: list[Case] = [("optim_grads_params", "fp32", False, 1)]
+    planned = planned_pools("stack", cases, 2, reshard_after_forward=False)
+    for real in ranks2.run(keeping_whole, cases):
+        assert planned == real
+
+
+def test_a_plan_touches_neither_the_model_nor_torch() -> None:
+    model = Odd()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    tokens = torch.empty((2, 5), dtype=torch.int64, device="meta")
+    plan = plan_model(model, ["blocks.0"], num_ranks=64, run=lambda copy: copy(tokens, tokens))
+    assert isinstance(plan.pool, PlannedPool)
+    assert 0 < plan.pool.peak_bytes <= plan.pool.num_bytes
+    assert not dist.is_initialized()
+    assert type(model) is Odd
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+        assert param.grad is None
+    assert plan_model(model, ["blocks.0"], num_ranks=64).pool is None
+
+
+def test_more_microbatches_than_three_change_nothing() -> None:
+    few: Case = ("optim_grads_params", "bf16", True, 3)
+    assert planned_pools("stack", [few], 2) == planned_pools("stack", [(*few[:3], 50)], 2)

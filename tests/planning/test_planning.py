@@ -1,0 +1,321 @@
+"""What `graphfsdp plan` says, against real worlds of gloo ranks."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.cli import main
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import FusedAdam
+from graphfsdp.planning.activations import Activations, measure_activations
+from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
+from graphfsdp.planning.time_estimate import Speeds, estimate_time
+from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.sharding import shard_model
+from ranks import RankPool
+from sharding_helpers import STRATEGIES
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
+NUM_CALLS = 6
+SEQUENCES, POSITIONS = 4, 5
+
+
+def make_model(device: str) -> GPT:
+    """Odd sizes, tied embeddings, biases; on the meta device nothing is allocated."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT(
+            GPTConfig(
+                vocab_size=37,
+                seq_length=POSITIONS,
+                num_layers=2,
+                hidden_size=12,
+                num_attention_heads=2,
+                ffn_hidden_size=29,
+            )
+        )
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def real_world(
+    strategy: str, policy_name: str, microbatches: int, outer: str | None
+) -> dict[str, Any]:
+    """Train for a few steps, and count what is there; ``outer`` is for two instances."""
+    model = make_model("cpu")
+    shard_model(
+        model,
+        ShardingStrategy.parse(strategy),
+        POLICIES[policy_name],
+        num_instances=1 if outer is None else 2,
+        outer_strategy=outer or "no_shard",
+    )
+    matrices = [param for param in model.parameters() if param.dim() >= 2]
+    vectors = [param for param in model.parameters() if param.dim() < 2]
+    optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
+    with graphfsdp.capture(model, optimizer, microbatches=microbatches, max_grad_norm=1.0) as step:
+        for _ in range(NUM_CALLS):
+            tokens = torch.randint(37, (SEQUENCES, POSITIONS))
+            step(tokens, tokens)
+        report = step.report()
+    buffers = report.buffers()
+    collectives: Counter[tuple[str, int]] = Counter()
+    for node in report.nodes():
+        if node.kind.value == "collective":
+            op = node.op.split(".")[1].removesuffix("_")
+            if op == "wait":  # of a collective that was begun before
+                continue
+            # The whole buffer is what an all-gather writes and what a reduction reads. Main
+            # grads, which a reduction may write, lie in a storage with those of other units.
+            seen = (node.writes, node.reads) if op == "all_gather" else (node.reads, node.writes)
+            sizes = [buffers[number].num_bytes for number in seen[0] or seen[1]]
+            collectives[op, max(sizes)] += 1
+    units = [unit_of(m) for m in model.modules() if isinstance(m, graphfsdp.FSDPModule)]
+    held = [buffer for unit in units for buffer in unit.group.buffers]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "main": storage_bytes([buffer.main for buffer in held]),
+        "grads": storage_bytes([buffer.grad for buffer in held if buffer.grad is not None]),
+        "states": storage_bytes([getattr(s, "_local_tensor", s) for s in states]),
+        "collectives": collectives,
+        "buffers": [(b.layout, b.sharded, b.dtypes) for b in held],
+    }
+
+
+def plan_of(
+    strategy: str,
+    policy: str,
+    microbatches: int,
+    num_ranks: int,
+    outer: str | None = None,
+    *,
+    overlap: bool = True,
+) -> ModelPlan:
+    model = make_model("meta")
+    units = [f"blocks.{index}" for index in range(2)]
+    return plan_model(
+        model,
+        units,
+        num_ranks=num_ranks,
+        num_outer=1 if outer is None else 2,
+        cuts_outside=outer == "optim",
+        strategy=strategy,
+        mp_policy=POLICIES[policy],
+        num_microbatches=microbatches,
+        overlap=overlap,
+    )
+
+
+def check(
+    pool: RankPool,
+    num_ranks: int,
+    strategy: str,
+    policy: str,
+    microbatches: int,
+    outer: str | None = None,
+) -> None:
+    plan = plan_of(strategy, policy, microbatches, num_ranks, outer)
+    for rank, real in enumerate(pool.run(real_world, strategy, policy, microbatches, outer)):
+        assert real["buffers"] == [(b.layout, b.sharded, b.dtypes) for b in plan.buffers]
+        assert real["main"] == plan.main_weight_bytes
+        assert real["grads"] == plan.main_grad_bytes
+        assert real["states"] == plan.state_bytes(rank)
+        planned: Counter[tuple[str, int]] = Counter()
+        for call in plan.collectives():
+            planned[call.op, call.buffer_bytes] += call.count
+        assert real["collectives"] == planned
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy", "microbatches"),
+    [
+        *((strategy, "bf16", 2) for strategy in STRATEGIES),
+        ("no_shard", "fp32", 1),
+        ("optim_grads_params", "fp32", 1),
+    ],
+)
+def test_plan_is_what_two_ranks_really_hold(
+    ranks2: RankPool, strategy: str, policy: str, microbatches: int
+) -> None:
+    check(ranks2, 2, strategy, policy, microbatches)
+
+
+def test_plan_is_what_four_ranks_really_hold(ranks4: RankPool) -> None:
+    check(ranks4, 4, "optim_grads_params", "bf16", 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy", "outer"),
+    [
+        ("optim_grads_params", "bf16", "no_shard"),
+        ("optim_grads_params", "bf16", "optim"),
+        ("optim", "fp32", "optim"),
+    ],
+)
+def test_plan_is_what_two_instances_really_hold(
+    ranks4: RankPool, strategy: str, policy: str, outer: str
+) -> None:
+    check(ranks4, 4, strategy, policy, 2, outer)
+
+
+def test_a_plan_needs_modules_and_ranks_that_exist() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="no module 'blocks'"):
+        plan_model(model, ["blocks"], num_ranks=2)
+    with pytest.raises(ConfigError, match="at least 1, got 0 and 1"):
+        plan_model(model, ["0"], num_ranks=0)
+    assert not dist.is_initialized()
+
+
+def test_a_unit_that_is_planned_alone_is_the_whole_model() -> None:
+    plan = plan_model(make_model("meta"), [], num_ranks=1, strategy="no_shard")
+    numel = sum(param.numel() for param in make_model("meta").parameters())
+    assert plan.num_parameters == numel
+    assert [unit.name for unit in plan.units] == [""]
+    assert plan.gathered_bytes == 0
+    assert plan.unreduced_grad_bytes == 0
+    assert {call.wire_bytes for call in plan.collectives()} == {0}
+
+
+def test_whole_weights_are_those_of_the_root_and_of_the_largest_unit() -> None:
+    plan = plan_of("optim_grads_params", "bf16", 1, 2, overlap=False)
+    ahead = plan_of("optim_grads_params", "bf16", 1, 2)
+    root, *blocks = (unit.full_bytes for unit in plan.units)
+    assert plan.gathered_bytes == root + max(blocks)
+    assert ahead.gathered_bytes == root + sum(blocks)  # two, that follow each other
+    assert plan_of("optim_grads", "bf16", 1, 2).gathered_bytes == root + sum(blocks)
+    copies = 2 * plan_of("no_shard", "bf16", 1, 2).num_parameters
+    assert 0 <= plan_of("no_shard", "bf16", 1, 2).gathered_bytes - copies < 200
+    waiting = [unit.full_grad_bytes for unit in plan.units]
+    assert plan.unreduced_grad_bytes == max(waiting)
+    assert ahead.unreduced_grad_bytes == max(sum(waiting[1:]), waiting[0] + waiting[1])
+    assert plan_of("optim", "bf16", 2, 2).unreduced_grad_bytes == sum(waiting)
+
+
+def test_rings_send_what_the_others_lack() -> None:
+    assert Collective("all_gather", "u", 3, 1000, 4).wire_bytes == 3 * 750
+    assert Collective("reduce_scatter", "u", 1, 1000, 4).wire_bytes == 750
+    assert Collective("all_reduce", "u", 1, 1000, 4).wire_bytes == 1500
+
+
+def test_time_is_arithmetic_and_communication_at_the_stated_speeds() -> None:
+    calls = [Collective("all_gather", "u", 2, 4_000_000, 4), Collective("all_reduce", "u", 1, 8, 4)]
+    speeds = Speeds(tflops=100.0, utilization=0.5, bandwidth_gbs=3.0, latency_us=10.0)
+    time = estimate_time(50e9, calls, speeds)
+    assert time.compute_ms == pytest.approx(1.0)
+    # 2 x 3 steps and 2 x 3 MB at 3 GB/s; 6 steps and 12 bytes.
+    assert time.communication_ms == pytest.approx(0.06 + 2.0 + 0.06, rel=1e-5)
+    assert time.overlapped_ms == time.communication_ms
+    assert time.serial_ms == pytest.approx(3.12, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change", [{"tflops": 0.0}, {"utilization": 1.5}, {"bandwidth_gbs": -1.0}, {"latency_us": -1.0}]
+)
+def test_speeds_that_cannot_be_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(change))} must be"):
+        Speeds(**change)
+
+
+def test_activations_are_what_lives_for_the_backward_pass() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        x = torch.empty(16, 4)
+    found = measure_activations(model, lambda: model(x).sum())
+    hidden, out, loss = 16 * 8 * 4, 16 * 4, 4
+    assert found.saved_bytes == hidden + loss  # what tanh returned, and the loss itself
+    # The gradients of the last layer's weights while that of the hidden layer is there too.
+    assert hidden + loss + out < found.peak_bytes <= 3 * hidden + loss + 2 * out + 8 * 4 + 4
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_attention_keeps_no_scores_and_each_layer_takes_the_same() -> None:
+    def run(layers: int, positions: int) -> Activations:
+        shape = GPTConfig(
+            vocab_size=8,
+            seq_length=positions,
+            num_layers=layers,
+            hidden_size=8,
+            num_attention_heads=2,
+        )
+        with torch.device("meta"):
+            model = GPT(shape)
+            tokens = torch.empty((1, positions), dtype=torch.int64)
+        return measure_activations(model, lambda: model(tokens, tokens))
+
+    two, three, six = run(2, 64), run(3, 64), run(6, 64)
+    assert three.extended(two, 3) == six
+    assert run(2, 128).saved_bytes < 2.1 * two.saved_bytes  # scores would grow fourfold
+
+
+def plan_json(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["plan", "--json", *line.split()]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--preset llama3-8b --world-size 4096 --strategy optim_grads_params"
+    data = plan_json(line, capsys)
+    assert data["num_parameters"] == 8_030_261_248
+    assert data["num_units"] == 33
+    memory = {entry["kind"]: entry for entry in data["memory"]}
+    whole = data["num_parameters"] + data["num_padding"]
+    assert memory["main weights"]["num_bytes"] == 4 * whole // 4096
+    assert memory["main grads"]["num_bytes"] == 4 * whole // 4096
+    assert not memory["activations"]["exact"]
+    assert memory["pool"]["exact"]  # test_planned_pool.py compares it with real ranks
+    assert memory["pool"]["num_bytes"] == data["pool"]["num_bytes"] >= data["pool"]["peak_bytes"]
+    assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
+    counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
+    assert counts["all_gather"] == 2 * counts["reduce_scatter"]
+    shorter = plan_json(f"{line} --seq-length 4096", capsys)
+    assert shorter["saved_activation_bytes"] < 0.51 * data["saved_activation_bytes"]
+    assert shorter["flops"] < data["flops"] / 2
+
+
+def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "tiny", "--world-size", "2", "--strategy", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny: memory of each of 2 ranks" in out
+    for word in (
+        "main weights",
+        "optimizer state",
+        "pool",
+        "activations",
+        "reduce_scatter",
+        "~ marks",
+    ):
+        assert word in out
+    activations = next(line for line in out.splitlines() if "activations" in line)
+    assert "~" in activations
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--world-size 0", "--world-size must be at least 1, got 0"),
+        ("--world-size 2 --rank 2", "--rank must be in 0..1, got 2"),
+        ("--world-size 3 --global-batch-size 8", "not divisible"),
+        ("--preset gigantic", "there is no such preset"),
+        ("--utilization 2", "utilization must be in"),
+        ("--world-size two", "invalid int value"),
+        ("--fast", "unrecognized arguments: --fast"),
+    ],
+)
+def test_command_refuses_what_cannot_be(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *line.split()]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""`graphfsdp check`: scripts run unchanged up to their first captured step, and exit codes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphfsdp
+from graphfsdp.cli import main
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import sys, torch, graphfsdp
+from torch import nn
+from graphfsdp.optim import FusedAdam
+model = nn.Linear(4, 1)
+optimizer = FusedAdam(model.parameters(), lr=0.1)
+"""
+GOOD = (
+    HEAD
+    + """
+from neighbour import loss_fn
+try:
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, max_grad_norm=1.0) as step:
+        for index in range(int(sys.argv[1])):
+            print("iteration", index, __name__)
+            step(torch.randn(8, 4))
+            print("trained")
+finally:
+    print("cleaned up", sys.argv[1:])
+"""
+)
+NEIGHBOUR = "def loss_fn(model, x):\n    return model(x).square().mean()\n"
+BAD_NEIGHBOUR = """
+def loss_fn(model, x):
+    loss = model(x).square().mean()
+    print("loss", float(loss))  # read
+    return loss
+"""
+HARDCODED = HEAD + (
+    """
+device = torch.device("cuda")
+model.to("cuda")
+mask = torch.ones(4, device="cuda")
+def loss_fn(model, x):
+    return (model(x * mask.cuda()) * torch.tensor(2.0, device=device)).mean()
+step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn)
+step(torch.randn(8, 4).pin_memory().to(device))
+"""
+)
+FACTORY = HEAD + (
+    """
+def pair():
+    return model, optimizer, torch.randn(8, 4), lambda model, x: model(x).mean()
+
+def mapping():
+    batch = {"x": torch.randn(8, 4)}
+    loss_fn = lambda model, x: model(x).mean().item() * model(x).mean()
+    return {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
+
+def wrong():
+    return model
+
+def failing():
+    raise KeyError("no data")
+
+number = 3
+"""
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run in a folder with a few programs."""
+    programs = {
+        "good.py": GOOD,
+        "neighbour.py": NEIGHBOUR,
+        "hardcoded.py": HARDCODED,
+        "factory.py": FACTORY,
+        "without.py": HEAD + "print('no capture')",
+        "uncalled.py": HEAD + "graphfsdp.capture(model, optimizer)",
+        "broken.py": HEAD + "def f():\n    raise ValueError('broken here')\nf()",
+        "leaving.py": HEAD + "sys.exit(3)",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for name in ("neighbour", "factory"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("neighbour", "factory"):
+        sys.modules.pop(name, None)
+
+
+def test_a_script_runs_up_to_its_first_step_and_ends_well(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv, path = list(sys.argv), list(sys.path)
+    state = torch.get_rng_state()
+    assert main(["check", "good.py", "5", "--json"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:2] == ["iteration 0 __main__", "cleaned up ['5', '--json']"]
+    assert out[2].startswith("can be captured: ")
+    assert "trained" not in out
+    assert (sys.argv, sys.path) == (argv, path)
+    assert not torch.equal(state, torch.get_rng_state())  # the script's own draws stay
+    model = torch.nn.Linear(4, 1)
+    step = graphfsdp.capture(model, graphfsdp.optim.FusedAdam(model.parameters()))
+    assert isinstance(step, graphfsdp.CapturedStep)  # the hook is gone
+
+
+def test_hazards_are_exit_code_1_with_the_line_of_the_script(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "neighbour.py").write_text(BAD_NEIGHBOUR)
+    assert main(["check", "good.py", "5"]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be captured: 1 hazard" in out
+    assert 'print("loss", float(loss))  # read' in out
+    assert "| neighbour.py:4 " in out
+    assert main(["check", "--ignore", "host-read", "good.py", "5"]) == 0
+    assert "1 ignored" in capsys.readouterr().out
+
+
+def test_json_goes_to_a_file_or_alone_to_the_standard_output(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "neighbour.py").write_text(BAD_NEIGHBOUR)
+    assert main(["check", "--json", "good.py", "5"]) == 1
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)
+    assert [(h["kind"], h["line"]) for h in report["hazards"]] == [("host-read", 4)]
+    assert "iteration 0" in shown.err
+    assert main(["check", "--json=found.json", "good.py", "5"]) == 1
+    assert "cannot be captured" in capsys.readouterr().out
+    assert json.loads((folder / "found.json").read_text()) == report
+
+
+def test_a_module_is_run_like_python_m(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.path.insert(0, str(folder))
+    try:
+        assert main(["check", "-m", "good", "2"]) == 0
+    finally:
+        sys.path.remove(str(folder))
+    assert "iteration 0 __main__" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_script_for_a_gpu_is_told_what_to_do_and_checked_with_device_cpu(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "hardcoded.py"]) == 2
+    shown = capsys.readouterr().err
+    assert "Remedy: --device cpu" in shown
+    assert 'model.to("cuda")' in shown
+    assert main(["check", "--device", "cpu", "hardcoded.py"]) == 1
+    out = capsys.readouterr().out
+    assert "1 hazard" in out
+    assert "host-tensor" in out
+    assert "CUDA error 900" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [
+        ("factory:pair", 0, "can be captured"),
+        ("factory.py:pair", 0, "can be captured"),
+        ("factory:mapping", 1, "host-read"),
+        ("factory:wrong", 2, "returned a Linear; expected (model, optimizer, batch)"),
+        ("factory:failing", 2, "KeyError: 'no data'"),
+        ("factory:number", 2, "no function 'number'"),
+        ("factory:absent", 2, "no function 'absent'"),
+        ("nowhere:f", 2, "no module 'nowhere'"),
+        ("nowhere.py:f", 2, "no file 'nowhere.py'"),
+    ],
+)
+def test_functions_are_checked(
+    folder: Path, capsys: pytest.CaptureFixture[str], target: str, code: int, said: str
+) -> None:
+    assert main(["check", target]) == code
+    shown = capsys.readouterr()
+    assert said in (shown.err if code == 2 else shown.out)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("without.py", "ran to its end and did not call graphfsdp.capture. Remedy: check a script"),
+        ("uncalled.py", "captured a step, but did not call it"),
+        ("leaving.py", "ended with exit code 3 and did not call graphfsdp.capture"),
+        ("broken.py", "ValueError: broken here"),
+        ("absent.py", "there is no file 'absent.py'"),
+        ("", "nothing to check"),
+        ("--ignore nonsense good.py", "invalid choice: 'nonsense'"),
+        ("factory:pair 3", "takes no arguments"),
+    ],
+)
+def test_what_cannot_be_checked_is_exit_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    assert main(["check", *line.split()]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "preflight_script.py" not in shown.err
+    if line == "broken.py":
+        assert "in f\n    raise ValueError('broken here')" in shown.err
+
+
+def test_help_has_an_example_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("check train.py", "check my_project.setup:small", "--device cpu", "exit code: 0"):
+        assert part in shown

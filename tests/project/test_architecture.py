@@ -1,0 +1,402 @@
+"""The rules of the house (docs/architecture.md), read off the source files.
+
+Rules are about folders: what each may import, and how many modules it holds.
+"""
+
+import ast
+import functools
+import graphlib
+import pathlib
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDERS = {"graphfsdp": "graphfsdp", "capture": "graphfsdp._capture", "optim": "graphfsdp.optim"}
+
+CAPTURE, OPTIM = "graphfsdp._capture", "graphfsdp.optim"
+BASE = frozenset({"graphfsdp.base", "graphfsdp.errors", "graphfsdp.config"})
+# What each folder may import beside itself. The front, graphfsdp/*.py, and the programs on top of
+# it may import everything; errors.py and config.py are everybody's.
+TRACE = f"{CAPTURE}.trace"
+CHECKS = frozenset({f"{CAPTURE}.guards", f"{CAPTURE}.ranks", f"{CAPTURE}.rules"})
+UNDO_AND_REPORT = frozenset({f"{CAPTURE}.undo", f"{CAPTURE}.report"})
+BACKENDS = frozenset({f"{CAPTURE}.cpu", f"{CAPTURE}.cuda"})
+MAY_IMPORT = {
+    "graphfsdp.base": BASE,
+    "graphfsdp.sharding": BASE | {"graphfsdp.sharding.materialize"},
+    "graphfsdp.sharding.materialize": BASE | {"graphfsdp.sharding"},
+    TRACE: BASE,
+    **dict.fromkeys(CHECKS, BASE | {TRACE}),
+    **dict.fromkeys(UNDO_AND_REPORT, BASE | {TRACE} | CHECKS),
+    **dict.fromkeys(BACKENDS, BASE | {TRACE} | CHECKS | UNDO_AND_REPORT),
+    CAPTURE: BASE | {TRACE} | CHECKS | UNDO_AND_REPORT | BACKENDS,
+    f"{OPTIM}.fused": BASE,
+    f"{OPTIM}.whole": BASE | {f"{OPTIM}.fused"},
+    f"{OPTIM}.offload": BASE | {f"{OPTIM}.fused"},
+    f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.offload", f"{OPTIM}.whole"},
+    OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused", "offload", "whole")},
+}
+ON_TOP = frozenset(
+    {
+        "graphfsdp",
+        *(
+            f"graphfsdp.{program}"
+            for program in ("bench", "checkpoint", "planning", "preflight", "training")
+        ),
+    }
+)
+
+# Upward imports and crowded folders that the moves into rooms have left; each one that ends is
+# taken off here, none is added.
+SEAMS = frozenset(
+    {
+        ("graphfsdp._capture.cpu.graph", "graphfsdp._capture.backend"),
+        ("graphfsdp._capture.cuda.graph", "graphfsdp._capture.backend"),
+        ("graphfsdp._capture.guards.functions", "graphfsdp._capture.rules.outer_counters"),
+        ("graphfsdp._capture.guards.guards", "graphfsdp._capture.gradients"),
+        ("graphfsdp._capture.ranks.collective_order", "graphfsdp._capture.cpu.recorder"),
+        ("graphfsdp._capture.ranks.rank_watch", "graphfsdp._capture.backend"),
+        ("graphfsdp._capture.ranks.rank_watch", "graphfsdp._capture.cpu.gloo_threads"),
+        ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.engine"),
+        ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.recording"),
+        ("graphfsdp._capture.report.measured_replay", "graphfsdp._capture.undo.copy_on_write"),
+        ("graphfsdp._capture.report.memory_names", "graphfsdp._capture.gradients"),
+        ("graphfsdp._capture.report.memory_names", "graphfsdp._capture.inputs"),
+        ("graphfsdp._capture.report.program_description", "graphfsdp._capture.cpu.program_memory"),
+        ("graphfsdp._capture.report.program_description", "graphfsdp._capture.cpu.recorder"),
+        ("graphfsdp._capture.report.step_report", "graphfsdp._capture.backend"),
+        ("graphfsdp._capture.report.step_report", "graphfsdp._capture.engine"),
+        ("graphfsdp._capture.report.step_report", "graphfsdp._capture.recording"),
+        ("graphfsdp._capture.rules.constants", "graphfsdp._capture.undo.host_optimizer"),
+        ("graphfsdp._capture.rules.preflight_watcher", "graphfsdp._capture.undo.copy_on_write"),
+        ("graphfsdp._capture.rules.rehearsal", "graphfsdp._capture.gradients"),
+        ("graphfsdp._capture.rules.rehearsal", "graphfsdp._capture.guards.functions"),
+        ("graphfsdp._capture.rules.rehearsal", "graphfsdp._capture.undo.host_state"),
+        ("graphfsdp._capture.rules.untouched", "graphfsdp._capture.undo.random_state"),
+        ("graphfsdp._capture.rules.watcher", "graphfsdp._capture.undo.host_optimizer"),
+        ("graphfsdp._capture.trace.constant_log", "graphfsdp._capture.rules.refusals"),
+        ("graphfsdp._capture.trace.host_calls", "graphfsdp._capture.rules.refusals"),
+        ("graphfsdp._capture.trace.stream_book", "graphfsdp._capture.rules.refusals"),
+        ("graphfsdp._capture.trace.values", "graphfsdp._capture.cpu.recorder"),
+        ("graphfsdp._capture.trace.watch_modes", "graphfsdp._capture.rules.refusals"),
+        ("graphfsdp._capture.undo.attempt", "graphfsdp._capture.backend"),
+        ("graphfsdp._capture.undo.attempt", "graphfsdp._capture.gradients"),
+        ("graphfsdp._capture.undo.commit_point", "graphfsdp._capture.cpu.recorder"),
+        ("graphfsdp._capture.undo.host_state", "graphfsdp._capture.gradients"),
+        ("graphfsdp._capture.undo.late_copies", "graphfsdp._capture.cpu.recorder"),
+        ("graphfsdp._capture.undo.node_cost", "graphfsdp._capture.cpu.recorder"),
+        ("graphfsdp._capture.undo.replay_undo", "graphfsdp._capture.backend"),
+        ("graphfsdp._capture.undo.undo_plan", "graphfsdp._capture.cpu.program"),
+        ("graphfsdp._capture.undo.undo_plan", "graphfsdp._capture.cpu.recorder"),
+        ("graphfsdp.base.flat_buffer", "graphfsdp.sharding.layout"),
+    }
+)
+CROWDED = frozenset(
+    {
+        *("graphfsdp._capture", "graphfsdp.bench", "graphfsdp.checkpoint", "graphfsdp.optim.fused"),
+        *("graphfsdp.sharding", "graphfsdp.training"),
+    }
+)
+
+MAX_MODULES = 20
+MAX_LINES = 600
+OPTIONAL_PACKAGES = (
+    "apex",
+    "matplotlib",
+    "mlperf_logging",
+    "nvtx",
+    "safetensors",
+    "tensorboard",
+    "transformer_engine",
+    "triton",
+)
+# May write to the terminal: it is what they are for.
+TERMINAL_MODULES = frozenset({"graphfsdp.cli", "graphfsdp.__main__", "graphfsdp.training.console"})
+MUTABLE_CONTAINERS = frozenset(
+    {
+        *("bytearray", "dict", "list", "set", "Counter", "OrderedDict", "defaultdict", "deque"),
+        *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
+    }
+)
+
+
+@functools.cache
+def sources() -> tuple[tuple[str, pathlib.Path], ...]:
+    """Every module of the package by its import name; the links are not followed."""
+    found = []
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT / folder)
+            if any((ROOT / folder / part).is_symlink() for part in relative.parents):
+                continue
+            parts = relative.with_suffix("").parts
+            name = ".".join((package, *(part for part in parts if part != "__init__")))
+            found.append((name, path))
+    return tuple(found)
+
+
+@functools.cache
+def parse(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@functools.cache
+def folder_of(module: str) -> str:
+    """The package that a module lies in; of a package, itself."""
+    return module if is_package(module) else module.rpartition(".")[0]
+
+
+@functools.cache
+def is_package(module: str) -> bool:
+    return any(name == module and path.name == "__init__.py" for name, path in sources())
+
+
+def imports_of(module: str, path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each module of ours that ``module`` imports, anywhere in the file."""
+    known = {name for name, _ in sources()}
+    for node in ast.walk(parse(path)):
+        line, targets = 0, list[str]()
+        if isinstance(node, ast.Import):
+            line, targets = node.lineno, [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            line = node.lineno
+            targets = [name if name in known else node.module for name in members]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            line = node.lineno
+            targets = [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+        for target in dict.fromkeys(targets):
+            if target.partition(".")[0] == "graphfsdp":
+                yield line, target
+
+
+def report(violations: list[str]) -> None:
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def where(path: pathlib.Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_each_source_file_is_found() -> None:
+    names = {name for name, _ in sources()}
+    assert {"graphfsdp", "graphfsdp._capture", "graphfsdp.optim", "graphfsdp.errors"} <= names
+
+
+def test_each_folder_has_its_rule() -> None:
+    assert {folder_of(module) for module, _ in sources()} == MAY_IMPORT.keys() | ON_TOP
+
+
+def test_a_folder_can_be_looked_over() -> None:
+    modules: dict[str, int] = {}
+    for module, _ in sources():
+        if not is_package(module):
+            modules[folder_of(module)] = modules.get(folder_of(module), 0) + 1
+    report(
+        [
+            f"{folder} has {num_modules} modules, the limit is {MAX_MODULES}"
+            for folder, num_modules in sorted(modules.items())
+            if num_modules > MAX_MODULES and folder not in CROWDED
+        ]
+    )
+
+
+def test_imports_are_absolute() -> None:
+    report(
+        [
+            f"{where(path, node.lineno)}: relative import"
+            for _, path in sources()
+            for node in ast.walk(parse(path))
+            if isinstance(node, ast.ImportFrom) and node.level
+        ]
+    )
+
+
+def test_folders_are_imported_by_their_package_names() -> None:
+    """`import capture` would load a second copy, or a user's own module of that name."""
+    strangers = {"benchmarks", "capture", "examples", "optim", "tests"}
+    violations = []
+    for _, path in sources():
+        for node in ast.walk(parse(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                if name.partition(".")[0] in strangers:
+                    violations.append(f"imports {name}: {path.relative_to(ROOT)}")
+    report(violations)
+
+
+def test_imports_go_down() -> None:
+    violations = []
+    for module, path in sources():
+        folder = folder_of(module)
+        if folder in ON_TOP and module not in BASE:
+            continue
+        allowed = {folder, *MAY_IMPORT.get(folder, BASE)}
+        for line, target in imports_of(module, path):
+            if (module, target) in SEAMS:
+                continue
+            if target not in allowed and folder_of(target) not in allowed:
+                violations.append(f"{where(path, line)}: {module} imports {target}")
+    report(violations)
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph = {
+        module: {target for _, target in imports_of(module, path) if target != module}
+        for module, path in sources()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_files_are_short() -> None:
+    """Packages, tests, benchmarks and examples alike."""
+    folders = (*FOLDERS, "tests", "benchmarks", "examples")
+    files = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert len(files) > len(folders)
+    counted = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    report(
+        [
+            f"{path.relative_to(ROOT)}: {num_lines} lines, the limit is {MAX_LINES}; split it"
+            for path, num_lines in sorted(counted.items())
+            if num_lines > MAX_LINES
+        ]
+    )
+
+
+def test_each_package_is_in_the_list_that_is_built() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {
+        name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in sources()
+    }
+    assert sorted(setuptools["packages"]) == sorted(packages)
+    for name, path in sources():
+        assert (path.parent / "__init__.py").exists(), f"{name} lies in a folder without __init__"
+    assert setuptools["package-dir"] == {
+        package: folder for folder, package in FOLDERS.items() if folder != package
+    }
+
+
+@pytest.mark.parametrize(("link", "folder"), [("_capture", "capture"), ("optim", "optim")])
+def test_a_bare_checkout_finds_the_folders_through_relative_links(link: str, folder: str) -> None:
+    path = ROOT / "graphfsdp" / link
+    assert path.is_symlink()
+    assert path.readlink() == pathlib.Path("..") / folder
+    assert path.resolve() == ROOT / folder
+
+
+@pytest.mark.parametrize("folder", ["capture", "optim"])
+def test_a_folder_refuses_to_be_a_second_copy_of_its_package(folder: str) -> None:
+    result = run_python(f"import {folder}")
+    assert result.returncode == 1
+    assert f"ImportError: this folder is the package {FOLDERS[folder]}" in result.stderr
+
+
+def test_only_the_terminal_modules_print() -> None:
+    report(
+        [
+            f"{where(path, node.lineno)}: print"
+            for module, path in sources()
+            if module not in TERMINAL_MODULES
+            for node in ast.walk(parse(path))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        ]
+    )
+
+
+def mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp):
+        return True
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in MUTABLE_CONTAINERS
+    return False
+
+
+def shared_assignments(tree: ast.Module) -> Iterator[tuple[int, str, ast.expr | None]]:
+    """Assignments that run once and are shared: those of the module and of its classes."""
+    bodies: list[ast.Module | ast.ClassDef] = [tree]
+    bodies += [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for body in bodies:
+        statements = list(body.body)
+        while statements:
+            node = statements.pop()
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                statements += [child for child in ast.walk(node) if isinstance(child, ast.stmt)][1:]
+            elif isinstance(node, ast.Assign):
+                yield node.lineno, ast.unparse(node.targets[0]), node.value
+            elif isinstance(node, ast.AnnAssign):
+                yield node.lineno, ast.unparse(node.target), node.value
+
+
+def test_there_is_no_mutable_state_in_modules_and_classes() -> None:
+    """Two captured steps in one process must share nothing; constants are tuples or frozen."""
+    violations = []
+    for _, path in sources():
+        for line, name, value in shared_assignments(parse(path)):
+            if mutable(value) and name not in ("__all__", "__slots__"):
+                violations.append(f"{where(path, line)}: {name} is mutable and shared")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Global):
+                violations.append(f"{where(path, node.lineno)}: global {', '.join(node.names)}")
+    report(violations)
+
+
+def test_the_check_for_mutable_state_sees_it() -> None:
+    source = "A = (1,)\nif A:\n    b = {}\nclass C:\n    d: list[int] = []\n    e = frozenset()\n"
+    found = [name for _, name, value in shared_assignments(ast.parse(source)) if mutable(value)]
+    assert sorted(found) == ["b", "d"]
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_optional_packages_are_not_imported_by_importing_graphfsdp() -> None:
+    result = run_python(
+        "import torch, sys; before = set(sys.modules)\n"
+        "import graphfsdp, graphfsdp.optim\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        f"print(sorted(new & {{'rich', *{OPTIONAL_PACKAGES}}}))"
+    )
+    assert result.stderr == ""
+    assert result.stdout.strip() == "[]"
+
+
+BLOCK = f"""
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL_PACKAGES}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_graphfsdp_trains_without_any_optional_package() -> None:
+    result = run_python(
+        BLOCK
+        + """
+import torch, graphfsdp, graphfsdp.optim, graphfsdp.cli, graphfsdp.training.loop
+def train(scope):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=0.1)
+    loss_fn = lambda model, x: model(x).square().mean()
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope=scope) as step:
+        return torch.stack([step(torch.randn(2, 4)) for _ in range(6)])
+print(torch.equal(train("none"), train("full_iteration")))
+"""
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "True"

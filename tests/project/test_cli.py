@@ -1,0 +1,148 @@
+"""The command line: commands, exit codes, bad input."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphfsdp
+from graphfsdp import cli
+from graphfsdp.cli import main
+
+ROOT = Path(__file__).parents[2]
+TEXT = argparse.__file__
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert f"  {command.name} " in shown
+        assert command.summary in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"graphfsdp {graphfsdp.__version__}\n"
+
+
+def test_train_help_explains_flags_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--cuda-graph-scope {none,forward_backward,full_iteration}" in shown
+    assert "gpt2-124m" in shown
+    assert "100%" not in shown
+    assert "5% of the tokens" in shown
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "graphfsdp", "--version"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"graphfsdp {graphfsdp.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "no command given; expected train"),
+        ("fly", "unknown command 'fly'; expected train"),
+        ("train --preset huge", "--preset huge: there is no such preset"),
+        ("train --no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("train --hidden-size 50 --num-attention-heads 4", "--num-attention-heads 4"),
+        ("train --micro-batch-size 4 --global-batch-size 6", "--global-batch-size 6"),
+        ("train --bf16 --main-grads-dtype bf16", "add --use-precision-aware-optimizer"),
+        ("train --data {tmp}/absent", "--data {tmp}/absent: cannot be read"),
+        ("train --data {tmp}/empty", "--data {tmp}/empty: holds no text"),
+        ("train --data {tmp}/odd.bin", "has 3 bytes"),
+        ("train --data {tmp}/short", "--seq-length 256 needs 257 tokens in a row"),
+        ("train --data {tmp}", "--seq-length 256 needs"),
+        ("train --data {text} --seq-length 100000", "--seq-length 100000 needs"),
+        ("train --vocab-size 100", "--vocab-size 100 is too small"),
+    ],
+)
+def test_bad_input_is_one_line_with_exit_code_2_and_no_directory(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    (tmp_path / "short").write_bytes(b"too short")
+    out = tmp_path / "run"
+    arguments = line.format(tmp=tmp_path, text=TEXT).split()
+    if arguments[:1] == ["train"]:
+        arguments += ["--device", "cpu", "--out", str(out)]
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert message.format(tmp=tmp_path) in shown.err
+    assert not out.exists()
+
+
+def test_a_directory_that_holds_another_run_is_kept_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("precious")
+    assert main(["train", "--out", str(tmp_path)]) == 2
+    assert "holds another run (config.json)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "precious"
+
+
+def test_several_processes_without_a_launcher_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--device", "cpu"]) == 2
+    assert "start them with torchrun --nproc-per-node 2 " in capsys.readouterr().err
+
+
+def test_of_several_processes_the_first_one_tells_of_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_SAY_FIRST_S", 0.0)
+    for local_rank, shown in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert main(["train", "--lr", "0"]) == 2
+        assert capsys.readouterr().err.count("--lr must be") == shown
+
+
+def test_a_failure_names_its_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("train", "fails", fail),))
+    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err.startswith("rank 3: error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (graphfsdp.CaptureError("no graph\nbecause"), 1, "error: no graph\nbecause"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+    ],
+    ids=["interrupt", "capture", "disk"],
+)
+def test_each_kind_of_failure_has_its_exit_code(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("train", "fails", fail),))
+    assert main(["train"]) == code
+    assert message in capsys.readouterr().err

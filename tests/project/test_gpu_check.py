@@ -1,0 +1,286 @@
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import bench_results
+from benchmarks import (
+    adam_speed,
+    gpu_bench,
+    gpu_check,
+    gpu_features,
+    gpu_overlap,
+    gpu_parts,
+    suite,
+)
+from graphfsdp.bench.records import NotRun
+from graphfsdp.bench.result_directory import write_directory
+from graphfsdp.bench.sweep import with_unasked
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run_gpu_check(out: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(out)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def only_file(out: pathlib.Path) -> dict[str, Any]:
+    (path,) = out.iterdir()
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: pathlib.Path) -> None:
+    result = run_gpu_check(tmp_path / "out")
+    assert result.returncode == 2
+    assert "torch sees none here" in result.stdout
+    assert result.stderr == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    arguments = ["--device", "cpu", "--tests", str(tmp_path / "test_one.py")]
+    arguments += ["--part", "tests", "--part", "parity-fp32"]
+    result = run_gpu_check(tmp_path / "out", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    document = only_file(tmp_path / "out")
+    assert [part["name"] for part in document["parts"]] == ["tests", "parity-fp32"]
+    assert document["ok"]
+    assert document["environment"]["torch"] == torch.__version__
+    rows = {row["what"]: row for part in document["parts"] for row in part["rows"]}
+    parity = "tiny fp32: full_iteration against eager, 20 steps"
+    assert rows[parity]["result"] == "equal bit for bit"
+    assert parity in result.stdout
+    assert "1 passed, 0 failed, 0 skipped" in result.stdout
+
+
+@pytest.mark.parametrize("name", gpu_check.PART_NAMES)
+def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
+    rows = list(gpu_parts.run_part(name, torch.device("cpu")))
+    assert rows
+    assert [row for row in rows if not row.ok] == []
+    assert json.dumps([row.data for row in rows])
+
+
+def test_how_much_communication_runs_beside_computation() -> None:
+    comm, compute = [(0.0, 4.0), (3.0, 5.0), (8.0, 9.0)], [(1.0, 2.0), (4.5, 8.5), (1.5, 3.0)]
+    assert gpu_overlap.length(comm) == 6.0
+    assert gpu_overlap.covered(comm, compute) == 2.0 + 0.5 + 0.5
+    numbers = {"loss": 1.0, "peak_bytes": 100, "comm_us": 6.0, "hidden_us": 3.0}
+    found: dict[str, dict[str, Any]] = {
+        "torch fully_shard": numbers,
+        "one after the other": {**numbers, "num_prefetches": 0},
+        "overlap": {**numbers, "num_prefetches": 3, "peak_bytes": 120},
+        "overlap and pool": {**numbers, "num_prefetches": 3, "loss": 2.0},
+    }
+    _, plain, more_memory, other_loss = gpu_overlap.rows_of(found, "gpt")
+    assert plain[1:3] == (
+        "0 gathers begun ahead, peak 0 MiB, 1.00 of FSDP2's, 50% of communication beside "
+        "computation",
+        True,
+    )
+    assert not more_memory[2]
+    assert not other_loss[2]
+    found["overlap"] = {"error": "Traceback\nRuntimeError: no"}
+    assert gpu_overlap.rows_of(found, "gpt")[2][1:3] == ("RuntimeError: no", False)
+
+
+def test_a_gpu_part_of_an_optimizer_is_judged_by_bandwidth_and_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda")
+    names = ("torch AdamW(fused=True), fp32", "FusedAdam, fp32", "FusedAdam, main weights")
+    seconds = dict(zip(names, ([1.0, 1.0], [0.5, 0.5], [2.0, 2.0]), strict=True))
+    monkeypatch.setattr(adam_speed, "interleave", lambda *_: seconds)
+
+    def judge(ceiling: float, *, by_graph: bool) -> list[bool]:
+        moved = dict.fromkeys(names, 28.0)
+        steps: dict[str, Any] = dict.fromkeys(names)
+        rows = adam_speed._rows(steps, moved, 10, "x", ceiling, device, 1, 1, by_graph=by_graph)
+        return [good for _, _, good, _ in rows]
+
+    assert judge(600.0, by_graph=True) == [True, True, False]  # 560 and 140 bytes/s
+    assert judge(600.0, by_graph=False) == [True, True, True]
+    assert judge(700.0, by_graph=True) == [True, False, False]
+    seconds["FusedAdam, fp32"] = [1.1, 1.1]
+    assert judge(100.0, by_graph=True) == [True, False, True]
+
+
+def test_rows_of_a_part_that_is_killed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"what": "a", "result": "b", "ok": True}
+    said = json.dumps({"rows": [row], "error": "it did not end"}) + '\n{"rows": [half'
+
+    def late(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout, said.encode(), b"warnings")
+
+    monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", late)
+    part = gpu_check.child_part("overlap", torch.device("cpu"), 5)
+    assert part["rows"] == [row]
+    assert part["error"] == "stopped after 5 s\nwarnings"
+
+    def crash(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, -11, said, "Segmentation fault")
+
+    monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", crash)
+    part = gpu_check.child_part("overlap", torch.device("cpu"), 5)
+    assert part["rows"] == [row]
+    assert "ended with -11" in part["error"]
+    assert "Segmentation fault" in part["error"]
+
+
+def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def run_suite(paths: Any, limit_s: float, options: Any) -> suite.SuiteResult:
+        seen.extend([limit_s, list(options)])
+        return suite.SuiteResult(1, 0, 0, {}, {}, None)
+
+    monkeypatch.setattr(gpu_check, "run_suite", run_suite)
+    monkeypatch.setattr("benchmarks.gpu_check.importlib.util.find_spec", lambda name: name)
+    gpu_check.suite_part(["tests"], 100, torch.device("cuda"))
+    wanted = ["-m", "gpu or multi_gpu", "-p", "xdist", "-n", "6", "--dist", "loadfile"]
+    assert seen == [100, wanted]
+
+
+def test_a_feature_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> Any:
+        raise RuntimeError("no such thing")
+
+    tests = {"bad": fail, "good": lambda device: ("seen", True, {})}
+    monkeypatch.setattr(gpu_features, "TESTS", tests)
+    found = list(gpu_features.features(torch.device("cpu")))
+    assert [row[:3] for row in found] == [
+        ("bad", "RuntimeError: no such thing", False),
+        ("good", "seen", True),
+    ]
+
+
+def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
+    """Put a result that nobody measured in the place of the command's; returns its arguments."""
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        asked = with_unasked(bench_results.case())
+        write_directory(
+            bench_results.result(cases=(asked,)),
+            pathlib.Path(command[command.index("--out") + 1]),
+            pictures=returncode == 0,
+        )
+        return subprocess.CompletedProcess(command, returncode, "said before", "CUDA error")
+
+    monkeypatch.setattr("benchmarks.gpu_bench.subprocess.run", run)
+    return calls
+
+
+def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_bench(monkeypatch)
+    part = gpu_bench.bench_part(torch.device("cuda"), 360, tmp_path)
+    assert part["error"] is None
+    rows = {row["what"]: row for row in part["rows"]}
+    captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
+    assert "1.500 ms/step" in captured["result"]
+    assert (
+        "2.50 (2.00 to 3.00) times as fast as eager; losses equal bit for bit"
+        in (captured["result"])
+    )
+    assert rows["gpt-tiny fp32, 4 x 32 tokens: compile"]["result"] == "no compiler"
+    assert all(row["ok"] for row in part["rows"])
+    assert {row["result"] for row in part["rows"] if "moe" in row["what"]} == {"left out: no time"}
+    assert not any("pytorch" in what for what in rows), "nobody asked for it"
+    assert {path.name for path in tmp_path.iterdir()} == {"bench_cpu.json", "bench_cpu.png"}
+    (command,) = calls
+    assert command[command.index("--suite") + 1] == "gpu"
+    assert float(command[command.index("--budget") + 1]) * 60 < 360
+    gpu_bench.bench_part(torch.device("cpu"), 60, tmp_path)
+    assert calls[1][calls[1].index("--suite") + 1] == "quick"
+
+
+def test_a_contender_of_ours_that_did_not_run_on_a_gpu_is_not_good(tmp_path: pathlib.Path) -> None:
+    ours = NotRun("full_iteration", "", "CaptureError: no")
+    case = dataclasses.replace(bench_results.case(), not_run=(ours,))
+    write_directory(bench_results.result(cases=(case,)), tmp_path, pictures=False)
+    rows = gpu_bench.rows_of(tmp_path, tmp_path / "results")
+    (row,) = (row for row in rows if row["result"] == "CaptureError: no")
+    assert not row["ok"]
+
+
+def test_a_benchmark_that_fails_is_an_error_of_its_part(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_bench(monkeypatch, returncode=1)
+    part = gpu_bench.bench_part(torch.device("cuda"), 360, tmp_path)
+    assert part["rows"] == []
+    assert part["error"] == "the process ended with 1\nsaid beforeCUDA error"
+
+
+def test_a_difference_is_named() -> None:
+    eager = {"loss of step 0": torch.tensor(1.0), "parameter a": torch.zeros(3)}
+    other = {**eager, "parameter a": torch.tensor([0.0, 0.5, 0.0])}
+    assert gpu_parts.first_difference(eager, eager) is None
+    assert gpu_parts.first_difference(eager, other) == "parameter a differs by 0.5"
+
+
+def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_bad.py").write_text("def test_bad():\n    assert 1 + 1 == 3\n")
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    document = gpu_check.check(
+        torch.device("cpu"), ["no-such-part", "tests"], [str(tmp_path)], tmp_path / "result.json"
+    )
+    assert json.loads((tmp_path / "result.json").read_text()) == document
+    assert not document["ok"]
+    broken, tests = document["parts"]
+    assert "Traceback" in broken["error"]
+    assert "KeyError: 'no-such-part'" in broken["error"]
+    assert [row["result"] for row in tests["rows"]] == [
+        "1 passed, 1 failed, 0 skipped",
+        "assert (1 + 1) == 3",
+    ]
+    assert "def test_bad" in next(iter(tests["data"]["failures"].values()))
+
+
+def test_a_suite_that_takes_too_long_still_reports_what_it_ran(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_long.py").write_text(
+        "import time\ndef test_one():\n    pass\ndef test_two():\n    time.sleep(600)\n"
+    )
+    result = suite.run_suite([str(tmp_path)], limit_s=12)
+    assert result.num_passed == 1
+    assert result.error is not None
+    assert "stopped after 12 s" in result.error
+    assert "test_long.py:5: KeyboardInterrupt" in result.error
+
+
+def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(
+    tmp_path: pathlib.Path,
+) -> None:
+    part = gpu_check.suite_part([str(tmp_path / "missing.py")], limit_s=60)
+    assert part["error"]
+    assert not part["rows"][0]["ok"]
+
+
+def test_the_message_of_a_traceback_is_found() -> None:
+    assert gpu_check.last_line("def f():\nE   ValueError: no\nE   more\n\nx.py:3: E") == (
+        "ValueError: no"
+    )
+    assert gpu_check.last_line("Traceback\n  line\nRuntimeError: CUDA\n") == "RuntimeError: CUDA"
+    assert gpu_check.last_line("") == ""

@@ -1,0 +1,288 @@
+"""Loops of Accelerate, Lightning Fabric and Hugging Face: captured, their numbers stay.
+
+Each is compared with the library's own uncaptured loop. They run where the library is installed.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_examples import run_example
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import graphfsdp
+from graphfsdp.optim import DeviceGradScaler, FusedAdam
+from helpers import assert_same_state, snapshot
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NUM_STEPS = 16
+
+
+def make_training() -> tuple[nn.Module, FusedAdam, Any, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 1)
+    )
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=NUM_STEPS)
+    x = torch.randn(8 * NUM_STEPS, 4)
+    data = TensorDataset(x, x.sum(dim=1, keepdim=True))
+    return model, optimizer, scheduler, DataLoader(data, batch_size=8, shuffle=True)
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def assert_same_training(
+    train: Callable[[bool], tuple[list[Tensor], nn.Module, torch.optim.Optimizer]],
+) -> None:
+    """Compare the captured loop with the library's own."""
+    expected, model, optimizer = train(False)
+    state = snapshot(model, optimizer)
+    got, model, optimizer = train(True)
+    assert len(got) == NUM_STEPS
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert_same_state(state, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+        accelerate.state.AcceleratorState._reset_state()  # one per process, with one precision
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        net, inner, *others = make_training()
+        model, optimizer, scheduler, loader = accelerator.prepare(net, inner, *others)
+        losses = []
+        if captured:
+            with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
+                for x, y in loader:
+                    losses.append(step(x, y))
+                    scheduler.step()
+            return losses, net, inner
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model, x, y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.detach())
+        return losses, net, inner
+
+    assert_same_training(train)
+
+
+def test_fabric() -> None:
+    fabric_module = pytest.importorskip("lightning.fabric", reason="lightning is not installed")
+
+    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+        fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
+        net, inner, scheduler, loader = make_training()
+        model, optimizer = fabric.setup(net, inner)
+        losses = []
+        if captured:
+            with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
+                for x, y in fabric.setup_dataloaders(loader):
+                    losses.append(step(x, y))
+                    scheduler.step()
+            return losses, net, inner
+        for x, y in fabric.setup_dataloaders(loader):
+            optimizer.zero_grad()
+            loss = loss_fn(model, x, y)
+            fabric.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.detach())
+        return losses, net, inner
+
+    assert_same_training(train)
+
+
+def test_fabric_s_mixed_precision_in_an_iteration_of_one_s_own() -> None:
+    """Fabric insists on ``fabric.backward`` there, so the loop's body is captured as it is."""
+    fabric_module = pytest.importorskip("lightning.fabric", reason="lightning is not installed")
+
+    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+        fabric = fabric_module.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        net, inner, _, loader = make_training()
+        model, optimizer = fabric.setup(net, inner)
+
+        def iteration(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_fn(model, x, y)
+            fabric.backward(loss)
+            optimizer.step()
+            return loss
+
+        batches = fabric.setup_dataloaders(loader)
+        if not captured:
+            return [iteration(model, optimizer, *b).detach() for b in batches], net, inner
+        with graphfsdp.capture(model, optimizer, iteration=iteration) as step:
+            return [step(*batch) for batch in batches], net, inner
+
+    assert_same_training(train)
+
+
+def hugging_face_models() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
+
+    def llama() -> nn.Module:
+        config = transformers.LlamaConfig(**sizes, attention_dropout=0.2, use_cache=False)
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+        return model
+
+    def bert() -> nn.Module:
+        model: nn.Module = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+        return model
+
+    yield "llama", llama
+    yield "bert", bert
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_plain_hugging_face_model(name: str, recomputed: bool) -> None:
+    """Recomputed activations in the captured loop only: the numbers are those without."""
+    make = dict(hugging_face_models())[name]
+
+    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = make().train()
+        if recomputed and captured:
+            # The second is the name before version 5.
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
+            enable(
+                {
+                    "use_reentrant": False,
+                    "preserve_rng_state": False,
+                    "context_fn": graphfsdp.recompute_contexts,
+                }
+            )
+        optimizer = FusedAdam(model.parameters(), lr=1e-3)
+        ids = [torch.randint(0, 32, (2, 16)) for _ in range(NUM_STEPS)]
+        losses = []
+        if captured:
+            with graphfsdp.capture(model, optimizer) as step:
+                return [step(input_ids=i, labels=i) for i in ids], model, optimizer
+        for batch in ids:
+            optimizer.zero_grad()
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model, optimizer
+
+    assert_same_training(train)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_hugging_face_model_with_padding(name: str) -> None:
+    """A mask of two dimensions is looked at on the host, the remedy says how to give another."""
+    make = dict(hugging_face_models())[name]
+    shown = torch.arange(16)[None] < torch.tensor([[16], [11]])
+
+    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = make().train()
+        optimizer = FusedAdam(model.parameters(), lr=1e-3)
+        ids = [torch.randint(0, 32, (2, 16)) for _ in range(NUM_STEPS)]
+        causal = (
+            torch.ones(16, 16, dtype=torch.bool).tril() if name == "llama" else shown.new_ones(1)
+        )
+        mask = shown[:, None, None, :] & causal
+        losses = []
+        if captured:
+            with graphfsdp.capture(model, optimizer) as step:
+                losses = [step(input_ids=i, labels=i, attention_mask=mask) for i in ids]
+            return losses, model, optimizer
+        for batch in ids:
+            optimizer.zero_grad()
+            loss = model(input_ids=batch, labels=batch, attention_mask=mask).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model, optimizer
+
+    assert_same_training(train)
+    model = make().train()
+    batch = torch.zeros(2, 16, dtype=torch.long)
+    optimizer = FusedAdam(model.parameters())
+    found = graphfsdp.check(
+        model, optimizer, input_ids=batch, labels=batch, attention_mask=shown.long(), target="cpu"
+    ).hazards
+    assert found
+    assert all("[batch, 1, queries, keys] of bool" in hazard.fix for hazard in found)
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("accelerate", "accelerate_loop.py"),
+        ("lightning", "fabric_loop.py"),
+        ("transformers", "hugging_face.py"),
+    ],
+)
+def test_the_examples_learn_by_replay(package: str, name: str) -> None:
+    # In a process of its own: importing the library here would leave its warnings behind.
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {package}"], capture_output=True, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"{package} is not installed")
+    lines = [line for line in run_example(name) if "loss" in line]
+    assert all(line.endswith("(replay)") for line in lines)
+    losses = [float(line.split()[3]) for line in lines]
+    assert losses[-1] < losses[0] / 2
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: no optimizer of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object) -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler
+
+
+_Wrapper.__module__ = "accelerate.optimizer"
+
+
+def test_an_optimizer_is_taken_out_of_its_wrapper() -> None:
+    model = nn.Linear(2, 1)
+    inner = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, _Wrapper(inner, None), loss_fn=lambda m, x: m(x).sum()) as step:
+        for _ in range(5):
+            step(torch.ones(3, 2))
+        assert step.phase is graphfsdp.Phase.REPLAY
+    assert inner.state
+
+
+def test_a_wrapper_that_scales_on_the_host_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    wrapper = _Wrapper(FusedAdam(model.parameters()), object())
+    with pytest.raises(graphfsdp.ConfigError, match=r"accelerate's _Wrapper.*DeviceGradScaler"):
+        graphfsdp.capture(model, wrapper)
+    assert DeviceGradScaler().scale > 0  # the remedy exists
+
+
+def test_torch_s_own_data_parallelism_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), DataParallel(nn.Linear(2, 1)))
+    optimizer = FusedAdam(model.parameters())
+    with pytest.raises(graphfsdp.ConfigError, match=r"'1' is wrapped in DataParallel.*no_shard"):
+        graphfsdp.capture(model, optimizer)

@@ -1,0 +1,174 @@
+"""What a user installs, read off the files; .ci/run builds the wheel and tries it."""
+
+import importlib.metadata
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tomllib
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def project() -> dict[str, Any]:
+    document: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return document
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def direct_requirements() -> dict[str, list[Requirement]]:
+    """The requirements of each extra; those of every user under "" (ours on ourselves not)."""
+    extras = {"": project()["dependencies"], **project()["optional-dependencies"]}
+    return {
+        extra: [r for r in map(Requirement, lines) if r.name != "graphfsdp"]
+        for extra, lines in extras.items()
+    }
+
+
+def pins() -> dict[str, str]:
+    """Version by name, from constraints.txt, whose lines may be nothing but pins."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    pattern = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)")  # no URL, no path, no local version
+    matches = {line: pattern.fullmatch(line) for line in lines}
+    assert [line for line, match in matches.items() if not match] == []
+    found = [(match[1], match[2]) for match in matches.values() if match]
+    assert len(dict(found)) == len(found), "a name is pinned twice"
+    return dict(found)
+
+
+def test_constraints_pin_what_the_project_asks_for_in_versions_that_it_allows() -> None:
+    pinned = pins()
+    for extra, requirements in direct_requirements().items():
+        for requirement in requirements:
+            name = canonical(requirement.name)
+            assert name in pinned, f"{requirement} (extra {extra!r}) has no pin in constraints.txt"
+            assert requirement.specifier.contains(pinned[name]), f"{requirement}: {pinned[name]}"
+
+
+def test_constraints_pin_what_the_developers_packages_ask_for_in_turn() -> None:
+    """Else a release of some package that nobody here knows could break the tests."""
+    direct = direct_requirements()
+    todo = [r for extra in ("", "plot", "test", "dev") for r in direct[extra]]
+    seen: set[str] = set()
+    unpinned: list[str] = []
+    while todo:
+        requirement = todo.pop()
+        name = canonical(requirement.name)
+        # The CUDA build of torch pins its own libraries.
+        if name in seen or name.startswith(("nvidia-", "cuda-")):
+            continue
+        seen.add(name)
+        if name not in pins():
+            unpinned.append(name)
+        try:
+            lines = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # optional, and not on this machine
+        wanted = [r for r in map(Requirement, lines) if not r.marker or r.marker.evaluate()]
+        todo += wanted
+    assert unpinned == []
+
+
+def test_torch_of_2_11_and_python_of_3_11_are_enough() -> None:
+    required = {r.name: r.specifier for r in direct_requirements()[""]}
+    assert all(required["torch"].contains(v) for v in ("2.11.0", "2.12.1", "2.13.0"))
+    assert not required["torch"].contains("2.10.0")
+    assert project()["requires-python"] == ">=3.11"
+    assert Version(pins()["torch"]) == Version("2.13.0")
+
+
+def test_what_only_some_users_need_is_an_extra() -> None:
+    required = {r.name for r in direct_requirements()[""]}
+    assert required == {"numpy", "rich", "torch"}
+    assert {"plot", "nvtx", "mlperf", "tensorboard", "test", "dev"} <= direct_requirements().keys()
+
+
+def test_the_console_script_exists() -> None:
+    module, _, function = project()["scripts"]["graphfsdp"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_annotations_and_the_page_of_the_report_are_shipped() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert document["tool"]["setuptools"]["package-data"] == {
+        "graphfsdp": ["py.typed"],
+        "graphfsdp._capture.report": ["page/*"],
+        "graphfsdp.training": ["mllog_rules.yaml"],
+    }
+    assert (ROOT / "graphfsdp" / "py.typed").is_file()
+    assert (ROOT / "graphfsdp" / "training" / "mllog_rules.yaml").is_file()
+    assert {path.name for path in (ROOT / "capture" / "report" / "page").iterdir()} == {
+        *("page.css", "page.html", "page.js"),
+    }
+
+
+def test_tools_look_into_the_linked_folders_too() -> None:
+    """Coverage and pyright do not follow links."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert {"graphfsdp", "capture", "optim"} <= set(tool["pyright"]["include"])
+    assert set(tool["coverage"]["run"]["source"]) == {"graphfsdp", "capture", "optim"}
+
+
+def commands_of(target: str, **variables: str) -> str:
+    """What `make target` would run on a fresh machine."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    arguments = [f"{name}={value}" for name, value in variables.items()]
+    result = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", target, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "program"), [("train", "-m graphfsdp train"), ("test", "-m pytest")]
+)
+def test_the_two_commands_need_nothing_but_python(
+    target: str, program: str, tmp_path: pathlib.Path
+) -> None:
+    commands = commands_of(target, VENV=str(tmp_path / "new"), ARGS="--some-option")
+    steps = ["-m venv", "pip install --quiet --constraint constraints.txt", program]
+    places = [commands.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "--some-option" in commands
+
+
+def test_a_second_call_installs_nothing(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".dev"):
+        (tmp_path / name).touch()
+    assert "pip install" not in commands_of("test", VENV=str(tmp_path))
+
+
+def test_gpu_check_installs_and_downloads_nothing(tmp_path: pathlib.Path) -> None:
+    commands = commands_of("gpu-check", VENV=str(tmp_path / "new")).splitlines()
+    assert [command.strip() for command in commands] == ["python3 -m benchmarks.gpu_check"]
+
+
+def test_ci_is_a_program_that_bash_can_read() -> None:
+    path = ROOT / ".ci" / "run"
+    assert os.access(path, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    names = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/run", ".gitignore")
+    texts = {name: (ROOT / name).read_text() for name in names}
+    assert [name for name, text in texts.items() if re.search(r"/(home|root|opt)/", text)] == []

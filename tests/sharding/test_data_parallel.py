@@ -1,0 +1,298 @@
+"""The trainer over two processes: what a single process computes, and no hang when one fails."""
+
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphfsdp.cli import main
+from graphfsdp.config import ShardingStrategy
+from ranks import RankPool
+from train_on_ranks import SMALL, TEXT, Answer, Plan, free_ports
+
+ROOT = Path(__file__).parents[2]
+DROPOUT = ["--hidden-dropout", "0.2", "--attention-dropout", "0.1"]
+ONE_LAYER = ["--num-layers", "1"]
+STRATEGIES = [strategy.value for strategy in ShardingStrategy]
+BITWISE = [("fp32", "0"), ("decoupled", "1"), ("fp32", "3")]
+HAS_MLLOG = importlib.util.find_spec("mlperf_logging") is not None
+SCOPES = ["none", "full_iteration"]
+STAGE_3 = ["--data-parallel-sharding-strategy", "3"]
+PRECISIONS = {
+    "fp32": ["--no-bf16"],
+    "meta": ["--no-bf16", "--init-model-with-meta-device"],
+    "bf16": ["--bf16"],
+    "decoupled": ["--bf16", "--main-grads-dtype", "bf16", "--use-precision-aware-optimizer"],
+}
+# Sums over ranks and micro-batches are taken in another order than in one process: a few units in
+# the last place per iteration (eps = 2^-23 or 2^-8), which Adam's quotient passes on.
+TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "bf16": 1e-2, "decoupled": 1e-2}
+
+
+def torchrun_command(*arguments: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return [*launcher, "--master-port", str(free_ports(1)[0]), *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        torchrun_command(*arguments), cwd=ROOT, env=environment(), capture_output=True, text=True,
+        check=False, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
+    """Every run of two ranks that a test here looks at, done."""
+    plan = Plan(tmp_path_factory.mktemp("two-ranks"))
+    plan.add("clash", ["--bf16", "--main-grads-dtype", "bf16"])
+    (plan.folder / "used").mkdir()
+    (plan.folder / "used" / "config.json").write_text("precious")
+    plan.add("used", [])
+    plan.add("absent", [], of_rank_1=("--data", str(plan.folder / "nothing")))
+    plan.add("different", [], of_rank_1=("--lr", "0.5"))
+    for strategy in STRATEGIES:
+        plan.add(f"fp32-{strategy}", ["--data-parallel-sharding-strategy", strategy])
+    for precision, strategy in (("bf16", "3"), ("decoupled", "2"), ("meta", "3")):
+        flags = [*PRECISIONS[precision], "--data-parallel-sharding-strategy", strategy]
+        plan.add(f"{precision}-{strategy}", flags)
+    number, outer = "--num-distributed-optimizer-instances", "--outer-dp-sharding-strategy"
+    plan.add("thirds", [number, "3"])
+    plan.add("alone", [outer, "optim"])
+    plan.add("fp32-instances", [*STAGE_3, number, "2", outer, "optim"])
+    for (precision, strategy), scope in itertools.product(BITWISE, SCOPES):
+        flags = [*PRECISIONS[precision], *DROPOUT, "--cuda-graph-scope", scope, *ONE_LAYER]
+        flags += ["--data-parallel-sharding-strategy", strategy]
+        plan.add(f"dropout-{precision}-{strategy}-{scope}", flags)
+    (plan.folder / "text").write_bytes(b"a" * 2000)
+    for name, extra in (("same-dropout", DROPOUT), ("same", [])):
+        data = ["--data", str(plan.folder / "text"), "--train-iters", "5"]
+        plan.add(
+            name, [*extra, *data, *ONE_LAYER, "--global-batch-size", "4", "--sample-tokens", "5"]
+        )
+    if HAS_MLLOG:
+        log = ["--data-parallel-sharding-strategy", "3", "--mllog", str(plan.folder / "ends.log")]
+        plan.add("mllog", log)
+    plan.execute(launched2)
+    return plan
+
+
+def single(out: Path, *flags: str) -> Path:
+    """Do a run in this process."""
+    assert main(["train", *SMALL, "--data", TEXT, "--out", str(out), *flags]) == 0
+    return out
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[tuple[float, ...]]:
+    """What must be equal bit for bit: everything but speed, memory and phase."""
+    names = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
+    return [tuple(line.get(name, -1.0) for name in names) for line in lines]
+
+
+def header_of(model: Path) -> bytes:
+    content = (model / "model.safetensors").read_bytes()
+    return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same trainings in one process, by precision."""
+    folder = tmp_path_factory.mktemp("one-process")
+    return {name: single(folder / name, *flags) for name, flags in PRECISIONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy"),
+    [
+        *(("fp32", strategy) for strategy in STRATEGIES),
+        *(("bf16", "3"), ("decoupled", "2"), ("meta", "3")),
+        ("fp32", "instances"),
+    ],
+)
+def test_two_ranks_train_as_one_process_does(
+    precision: str, strategy: str, plan: Plan, references: dict[str, Path]
+) -> None:
+    name = f"{precision}-{strategy}"
+    assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
+    ours, theirs = lines_of(plan.folder / name), lines_of(references[precision])
+    assert [line["step"] for line in ours] == list(range(1, 11))
+    assert [line["tokens"] for line in ours] == [128 * step for step in range(1, 11)]
+    assert [line["phase"] for line in ours] == ["warmup"] * 3 + ["capture"] + ["replay"] * 6
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["lr"] == other["lr"]
+        for quantity in ("loss", "grad_norm", "val_loss"):
+            assert (quantity in mine) == (quantity in other)
+            expected = pytest.approx(other.get(quantity, 0), rel=TOLERANCES[precision])
+            assert mine.get(quantity, 0) == expected, (quantity, mine, other)
+
+
+@pytest.mark.skipif(not HAS_MLLOG, reason="mlperf-logging is not installed")
+def test_a_log_of_two_ranks_is_written_once_and_changes_no_number(plan: Plan) -> None:
+    assert [answer.code for answer in plan.answers("mllog")] == [0, 0], plan.answers("mllog")
+    ours, plain = lines_of(plan.folder / "mllog"), lines_of(plan.folder / "fp32-optim_grads_params")
+    assert numbers(ours) == numbers(plain)
+    assert {line["phase"] for line in ours} == {"replay"}
+    text = (plan.folder / "ends.log").read_text()
+    assert text.count('"run_start"') == text.count('"status": "success"') == 1
+    assert '"global_batch_size", "value": 8' in text
+
+
+@pytest.mark.parametrize("name", ["fp32-no_shard", "fp32-optim_grads_params", "bf16-3", "meta-3"])
+def test_the_kept_parameters_are_whole_and_those_of_one_process(
+    name: str, plan: Plan, references: dict[str, Path]
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    precision = name.partition("-")[0]
+    assert header_of(plan.folder / name) == header_of(references[precision])
+    ours = safetensors.load_file(plan.folder / name / "model.safetensors")
+    theirs = safetensors.load_file(references[precision] / "model.safetensors")
+    for key, tensor in ours.items():
+        # A gradient near zero may change its sign, which moves a weight by all of lr a few times.
+        assert (tensor.float() - theirs[key].float()).abs().max() < 5 * 3e-3
+        scale = theirs[key].float().norm()
+        assert (tensor.float() - theirs[key].float()).norm() <= 0.02 * scale, key
+
+
+@pytest.mark.parametrize(("precision", "strategy"), BITWISE)
+def test_a_captured_run_has_the_bits_of_an_eager_one(
+    precision: str, strategy: str, plan: Plan
+) -> None:
+    eager, captured = (plan.folder / f"dropout-{precision}-{strategy}-{scope}" for scope in SCOPES)
+    assert numbers(lines_of(captured)) == numbers(lines_of(eager))
+    models = [(out / "model.safetensors").read_bytes() for out in (eager, captured)]
+    assert models[0] == models[1]
+    assert {line["phase"] for line in lines_of(eager)} == {"eager"}
+    assert lines_of(captured)[-1]["phase"] == "replay"
+
+
+def test_ranks_draw_different_dropout(plan: Plan, tmp_path: Path) -> None:
+    """All sequences are equal, so only dropout can make two ranks differ from one process."""
+    flags = ["--data", str(plan.folder / "text"), "--train-iters", "5", *ONE_LAYER]
+    flags += ["--global-batch-size", "2"]
+    for name, extra in (("same", []), ("same-dropout", DROPOUT)):
+        alone = lines_of(single(tmp_path / name, *flags, *extra))[0]["loss"]
+        both = lines_of(plan.folder / name)[0]["loss"]
+        assert (both == pytest.approx(alone, rel=1e-6)) == (name == "same")
+
+
+def test_only_the_first_rank_prints_and_writes(plan: Plan) -> None:
+    first, second = plan.answers("same")
+    assert second == Answer(code=0, out="", err="")
+    assert first.err == ""
+    for expected in (
+        "64 tokens (4 x 16 tokens on each of 2 ranks)",
+        "2 (gloo)",
+        "no_shard, 2 units",
+        "sample (prompt from the held-out part)",
+    ):
+        assert expected in first.out
+    out = plan.folder / "same"
+    kept = {path.name for path in out.iterdir()}
+    assert {"config.json", "metrics.jsonl", "model.safetensors"} <= kept
+    assert not {name for name in kept if name.endswith("unfinished")}
+    resolved = json.loads((out / "config.json").read_text())["resolved"]
+    assert (resolved["num_ranks"], resolved["num_microbatches"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("clash", "add --use-precision-aware-optimizer"),
+        ("used", "holds another run (config.json)"),
+        ("absent", "error: rank 1: --data "),
+        ("different", "error: rank 1 has --lr 0.5, rank 0 has 0.003"),
+        ("thirds", "does not divide the 2 ranks"),
+        ("alone", "add --num-distributed-optimizer-instances"),
+    ],
+)
+def test_what_one_rank_cannot_do_ends_all_with_one_message(
+    name: str, message: str, plan: Plan
+) -> None:
+    first, second = plan.answers(name)
+    assert (first.code, second.code) == (2, 2)
+    assert second.err == second.out == first.out == ""
+    assert message in first.err
+    assert first.err.count("\n") == 1
+    assert name == "used" or not (plan.folder / name).exists()
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_once(tmp_path: Path) -> None:
+    flags = [*SMALL, "--global-batch-size", "6", "--out", str(tmp_path / "run")]
+    done = torchrun("-m", "graphfsdp", "train", *flags)
+    assert done.returncode != 0
+    assert "exitcode  : 2 " in done.stderr
+    message = "--global-batch-size 6 is not divisible by --micro-batch-size 2 x 2 ranks = 4: "
+    assert done.stderr.count(f"error: {message}") == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_example_learns_on_two_ranks() -> None:
+    done = torchrun("examples/sharded.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all(line.endswith("(replay)") for line in lines)
+    assert float(lines[-1].split()[3]) < 0.05  # the target's variance is about 0.23
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Two ranks in the middle of a long training, started as the README says."""
+    out = tmp_path / "run"
+    flags = [*SMALL, "--data", TEXT, "--train-iters", "1000000", "--out", str(out)]
+    command = torchrun_command("-m", "graphfsdp", "train", *flags, *STAGE_3)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        metrics = out / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not metrics.exists() or metrics.read_text().count("\n") < 8:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process, out
+    finally:
+        process.terminate()  # torchrun then ends its processes; a kill would leave them
+        process.communicate(timeout=60)
+
+
+def test_ctrl_c_ends_all_ranks_and_keeps_what_was_logged(
+    endless: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, out = endless
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert errors.count("interrupted; what was logged so far is kept") == 1
+    assert "Error" not in errors.replace("SignalException", "")
+    steps = [line["step"] for line in lines_of(out)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert not (out / "model.safetensors").exists()
+
+
+def test_in_a_single_process_the_strategy_is_ignored_and_the_banner_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], references: dict[str, Path]
+) -> None:
+    out = single(tmp_path / "run", "--data-parallel-sharding-strategy", "optim_grads_params")
+    assert "optim_grads_params is ignored in a single process" in capsys.readouterr().out
+    assert numbers(lines_of(out)) == numbers(lines_of(references["fp32"]))

@@ -1,0 +1,179 @@
+"""Norms by parameter, values that are not finite, tables and overlaps of shards."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import graphfsdp
+from graphfsdp.base.dtensors import local_part
+from graphfsdp.errors import ConfigError, GraphFSDPError
+from graphfsdp.sharding import diagnostics
+from graphfsdp.sharding.group import ManagedParameter
+from ranks import RankPool
+from sharding_helpers import adam, batches, full_parameters, make_net, my_part, units
+
+
+def trained(strategy: str | None, **options: Any) -> nn.Module:
+    """Return a model after one backward pass and one step, its gradients in place."""
+    model = make_net(strategy, **options)
+    optimizer = adam(model)
+    with graphfsdp.capture(model, optimizer, scope="none", max_grad_norm=1.0) as step:
+        step(*my_part(batches(1)[0]))
+    return model
+
+
+def norms_of(strategy: str) -> dict[str, Any]:
+    model = trained(strategy)
+    norms = {norm.name: norm for norm in diagnostics.parameter_norms(model)}
+    wholes = full_parameters(model)
+    grads: dict[str, float | None] = {}
+    for name, param in model.named_parameters():
+        grad: Any = param.grad
+        grads[name] = None if grad is None else float(grad.full_tensor().double().norm())
+    return {
+        "names": list(norms) == list(wholes),
+        "weights": [
+            math.isclose(norms[name].weight, float(whole.double().norm()), abs_tol=1e-12)
+            for name, whole in wholes.items()
+        ],
+        "grads": [(norms[name].grad, grad) for name, grad in grads.items()],
+    }
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_norms_are_those_of_whole_parameters_and_gradients(ranks2: RankPool, strategy: str) -> None:
+    first, second = ranks2.run(norms_of, strategy)
+    assert first["names"]
+    assert all(first["weights"])
+    assert first["grads"] == second["grads"]
+    assert None in [grad for grad, _ in first["grads"]]  # a parameter that nothing uses
+    for grad, expected in first["grads"]:
+        assert (grad is None) == (expected is None)
+        assert grad is None or grad == pytest.approx(expected, rel=1e-12)
+
+
+def nonfinite_of(plant: bool) -> list[str]:
+    model = trained("optim_grads_params")
+    if plant and dist.get_rank() == 1:
+        held = [
+            (name, param)
+            for name, param in model.named_parameters()
+            if local_part(param).numel() > 1 and param.grad is not None
+        ]
+        with torch.no_grad():
+            local_part(held[0][1]).view(-1)[0] = math.nan
+            grad = held[-1][1].grad
+            assert grad is not None
+            local_part(grad).view(-1)[:2] = torch.tensor([math.inf, math.nan])
+        names = [held[0][0], held[-1][0]]
+    else:
+        names = []
+    return [*names, *map(str, diagnostics.find_nonfinite(model))]
+
+
+def test_values_that_are_not_finite_are_found_with_parameter_and_rank(ranks2: RankPool) -> None:
+    assert ranks2.run(nonfinite_of, False) == [[], []]
+    first, second = ranks2.run(nonfinite_of, True)
+    weight, gradient, *found = second
+    assert found == [
+        f"weight of {weight!r} on rank 1: 1 NaN, 0 infinite",
+        f"gradient of {gradient!r} on rank 1: 1 NaN, 1 infinite",
+    ]
+    assert first == found
+
+
+def table_of() -> dict[str, Any]:
+    model = make_net("optim_grads_params")
+    table = diagnostics.shard_table(model)
+    num_slices = diagnostics.check_slices(model)
+    held = [buffer for unit in units(model) for buffer in unit.group.buffers]
+    return {
+        "table": table,
+        "text": str(table),
+        "num_slices": num_slices,
+        "main": [buffer.main.nbytes for buffer in held],
+        "names": {name for name, _ in model.named_parameters()},
+        "trainable": sum(
+            2 if param.requires_grad else 1
+            for param in model.parameters()
+            if local_part(param).numel()
+        ),
+    }
+
+
+def test_table_has_every_parameter_with_its_place(ranks2: RankPool) -> None:
+    results = ranks2.run(table_of)
+    tables = [result["table"] for result in results]
+    for result in results:
+        table = result["table"]
+        assert {row.name for row in table.rows} == result["names"]
+        assert [row.weight_bytes for row in table.buffers] == result["main"]
+        assert result["num_slices"] == result["trainable"]
+        for buffer in table.buffers:
+            inside = [
+                row for row in table.rows if (row.unit, row.buffer) == (buffer.unit, buffer.buffer)
+            ]
+            assert sum(row.weight_bytes for row in inside) <= buffer.weight_bytes
+            assert buffer.trainable == (buffer.grad_bytes > 0 or buffer.weight_bytes == 0)
+        assert re.search(r"\(root\) buffer \d: optim_grads_params, 2 ranks x", result["text"])
+        assert "blocks.0.up.weight [24, 8]: " in result["text"]
+    sharded = {(b.unit, b.buffer) for b in tables[0].buffers if b.num_ranks == 2}
+    assert sharded
+    for one, other in zip(tables[0].rows, tables[1].rows, strict=True):
+        assert (one.name, one.offset, one.shape) == (other.name, other.offset, other.shape)
+        if (one.unit, one.buffer) in sharded:
+            assert (one.first_row, other.first_row) == (0, one.num_rows)
+            assert one.num_rows + other.num_rows == one.shape[0]
+        else:
+            assert one == other
+
+
+def broken_slices() -> list[str]:
+    model = make_net("optim_grads_params")
+    diagnostics.check_slices(model)
+    held: dict[int, list[ManagedParameter]] = {}
+    for item in (item for unit in units(model) for item in unit.group.managed):
+        if item.buffer.trainable and local_part(item.param).numel() > 1:
+            held.setdefault(id(item.buffer), []).append(item)
+    items = next(items for items in held.values() if len(items) > 1)
+    messages = []
+    one, other = (item.param for item in items[:2])
+    kept: Any = other._local_tensor  # type: ignore[attr-defined]
+    for local in (local_part(one).detach(), torch.zeros_like(kept)):
+        other._local_tensor = local  # type: ignore[attr-defined]
+        try:
+            diagnostics.check_slices(model)
+        except GraphFSDPError as error:
+            messages.append(str(error))
+        other._local_tensor = kept  # type: ignore[attr-defined]
+    return messages
+
+
+def test_slices_that_overlap_or_lie_elsewhere_are_named(ranks2: RankPool) -> None:
+    first, second = ranks2.run(broken_slices)
+    assert first == second  # each rank tells what the lowest one has found
+    overlap, elsewhere = first
+    assert "overlap by" in overlap
+    assert "bytes on rank 0: an update of one would change the other" in overlap
+    assert "lies outside its flat buffer on rank 0" in elsewhere
+
+
+def test_plain_models_have_norms_too() -> None:
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    weight, bias = diagnostics.parameter_norms(model)
+    assert weight.weight == pytest.approx(float(model.weight.detach().double().norm()))
+    assert weight.grad == pytest.approx(math.sqrt(6))
+    assert bias.grad == pytest.approx(math.sqrt(2))
+    assert diagnostics.find_nonfinite(model) == ()
+    with torch.no_grad():
+        model.bias[1] = -math.inf
+    (found,) = diagnostics.find_nonfinite(model)
+    assert found == diagnostics.NonFinite("bias", "weight", 0, 0, 1)
+    with pytest.raises(ConfigError, match=r"call graphfsdp\.fully_shard first"):
+        diagnostics.shard_table(model)

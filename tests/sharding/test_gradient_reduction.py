@@ -1,0 +1,167 @@
+"""How gradients are summed: per-token losses, and layers that accumulate by themselves."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp.base.collectives import all_reduce_
+from graphfsdp.optim import FusedAdam
+from ranks import RankPool, rank_device
+
+NUM_STEPS = 14
+NUM_SEQUENCES = 8
+
+
+class TokenModel(nn.Module):
+    """A language model whose loss is a sum over the tokens that are not masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.inner = nn.Linear(6, 10)
+        self.head = nn.Linear(10, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.head(torch.tanh(self.inner(self.embedding(tokens))))
+        return hidden
+
+
+def token_batches(device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    found = []
+    for _ in range(NUM_STEPS):
+        tokens = torch.randint(0, 11, (NUM_SEQUENCES, 5), generator=generator)
+        targets = torch.randint(0, 11, (NUM_SEQUENCES, 5), generator=generator)
+        # Ever more masked towards the end, so that ranks hold very different numbers of tokens.
+        rows = torch.arange(NUM_SEQUENCES)[:, None] / NUM_SEQUENCES
+        mask = (torch.rand(NUM_SEQUENCES, 5, generator=generator) > 0.9 * rows).float()
+        found.append((tokens.to(device), targets.to(device), mask.to(device)))
+    return found
+
+
+def summed_loss(model: nn.Module, tokens: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    losses = nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    return (losses * mask.flatten()).sum()
+
+
+def per_token_on_one(model: nn.Module, *batch: Tensor) -> Tensor:
+    return summed_loss(model, *batch) / batch[2].sum()
+
+
+def per_token_on_all(model: nn.Module, *batch: Tensor) -> Tensor:
+    num_tokens = batch[2].sum()
+    world = dist.group.WORLD
+    assert world is not None
+    all_reduce_(num_tokens, world, reduction="sum")
+    return summed_loss(model, *batch) / num_tokens
+
+
+def train_per_token(strategy: str, scope: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = TokenModel().to(rank_device())
+    graphfsdp.fully_shard(model.inner, strategy=strategy, gradient_reduction="sum")
+    graphfsdp.fully_shard(model, strategy=strategy, gradient_reduction="sum")
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    rank, part = dist.get_rank(), NUM_SEQUENCES // dist.get_world_size()
+    with graphfsdp.capture(
+        model, optimizer, loss_fn=per_token_on_all, scope=scope, max_grad_norm=0.5
+    ) as step:
+        losses = []
+        for batch in token_batches(rank_device()):
+            loss = step(*(leaf[rank * part : (rank + 1) * part] for leaf in batch))
+            dist.all_reduce(loss)
+            losses.append(loss.cpu())
+    whole = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return losses, whole
+
+
+def both_per_token(strategy: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    eager = train_per_token(strategy, "none")
+    replayed = train_per_token(strategy, "full_iteration")
+    for left, right in zip(eager[0], replayed[0], strict=True):
+        assert torch.equal(left, right)
+    for name in eager[1]:
+        assert torch.equal(eager[1][name], replayed[1][name]), name
+    return replayed
+
+
+def test_a_per_token_loss_weighs_every_token_of_all_ranks_alike(ranks2: RankPool) -> None:
+    torch.manual_seed(0)
+    model = TokenModel()
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    step = graphfsdp.capture(
+        model, optimizer, loss_fn=per_token_on_one, scope="none", max_grad_norm=0.5
+    )
+    losses = [step(*batch) for batch in token_batches(torch.device("cpu"))]
+    for strategy in ("no_shard", "optim_grads_params"):
+        for rank_losses, whole in ranks2.run(both_per_token, strategy):
+            # About 100 summands of order 1 in another order, and Adam's quotient of them.
+            torch.testing.assert_close(rank_losses, losses, rtol=1e-5, atol=1e-5)
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(whole[name], param.detach(), rtol=1e-4, atol=1e-5)
+
+
+class _OwnWeightGradient(torch.autograd.Function):
+    """A linear map whose backward adds to the weight's gradient buffer by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.get_main_grad = weight.get_main_grad  # type: ignore[attr-defined]
+        assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        ctx.get_main_grad().addmm_(grads[0].t(), inputs)
+        # A dummy, as fused layers return one for autograd's sake.
+        return grads[0] @ weight, torch.full_like(weight, float("nan"))
+
+
+class OwnLinear(nn.Linear):
+    """A linear layer in the manner of a fused weight-gradient GEMM."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        result: Tensor = _OwnWeightGradient.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return result
+
+
+def train_linear(kind: type[nn.Linear], strategy: str, scope: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = [kind(6, 10, bias=False), kind(10, 6, bias=False)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1]).to(rank_device())
+    for layer in layers:
+        graphfsdp.fully_shard(layer, strategy=strategy)
+    graphfsdp.fully_shard(model, strategy=strategy)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with graphfsdp.capture(
+        model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), scope=scope, microbatches=2
+    ) as step:
+        losses = [
+            step(torch.randn(4, 6, generator=generator).to(rank_device())) for _ in range(NUM_STEPS)
+        ]
+    return [loss.cpu() for loss in losses] + [
+        p.full_tensor().cpu()  # type: ignore[attr-defined]
+        for p in model.parameters()
+    ]
+
+
+def own_gradients(strategy: str) -> None:
+    eager = train_linear(OwnLinear, strategy, "none")
+    replayed = train_linear(OwnLinear, strategy, "full_iteration")
+    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+    plain = train_linear(nn.Linear, strategy, "none")
+    # The same products, added in another order: a handful of roundings.
+    torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_may_add_to_the_gradient_buffer_by_itself(ranks2: RankPool) -> None:
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        ranks2.run(own_gradients, strategy)

@@ -1,0 +1,318 @@
+"""Layouts of units: what always holds, worked examples, and what is refused."""
+
+import math
+import pathlib
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from benchmarks import layout_table
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding import layout as layout_module
+from graphfsdp.sharding.layout import BufferLayout, LocalRows, Slot, UnitLayout, describe
+from graphfsdp.sharding.layout_plan import fsdp2_shard_numel, plan_unit
+
+Shape = tuple[int, ...]
+
+SIZES = st.one_of(
+    st.integers(0, 20),
+    st.sampled_from([49, 64, 100, 127, 128, 768, 1000, 3073, 3584, 4096, 11008, 50257]),
+)
+SHAPES = st.lists(st.lists(SIZES, max_size=4).map(tuple), max_size=12)
+NUM_RANKS = st.one_of(st.integers(1, 9), st.integers(1, 4096), st.sampled_from([64, 512, 4096]))
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+
+
+def ranks_to_look_at(buffer: BufferLayout) -> list[int]:
+    """Every rank of a small layout; of a large one those at the ends of slots."""
+    if buffer.num_ranks <= 64:
+        return list(range(buffer.num_ranks))
+    near = {0, buffer.num_ranks - 1}
+    for slot in buffer.slots:
+        for edge in (buffer.ranks_of(slot).start, buffer.ranks_of(slot).stop):
+            near |= {edge - 1, edge, edge + 1}
+    return sorted(rank for rank in near if 0 <= rank < buffer.num_ranks)
+
+
+def fsdp2_bound(shapes: list[Shape], num_ranks: int, itemsize: int) -> float:
+    alignment = 16 // itemsize
+    shards = (fsdp2_shard_numel(shape, num_ranks) for shape in shapes)
+    return 1.01 * num_ranks * sum(math.ceil(shard / alignment) * alignment for shard in shards)
+
+
+@settings(max_examples=300)
+@given(shapes=SHAPES, num_ranks=NUM_RANKS, itemsize=ITEMSIZES)
+@example(shapes=[], num_ranks=3, itemsize=4)
+@example(shapes=[(0,), (4, 0), ()], num_ranks=3, itemsize=4)
+@example(shapes=[(4, 7), (4, 7)], num_ranks=4, itemsize=2)
+@example(shapes=[(8191, 8191), (4096, 8191), (8191,)], num_ranks=4096, itemsize=1)
+def test_any_unit_is_laid_out_right(shapes: list[Shape], num_ranks: int, itemsize: int) -> None:
+    """The rules are checked here from the numbers alone, without the code that validates them."""
+    layout = plan_unit(shapes, num_ranks=num_ranks, itemsize=itemsize)
+    assert layout == plan_unit(list(shapes), num_ranks=num_ranks, itemsize=itemsize)
+    assert layout.num_params == len(shapes)
+    for index, shape in enumerate(shapes):
+        number, slot = layout.place(index)
+        assert slot in layout.buffers[number].slots
+        assert (slot.index, slot.shape, slot.numel) == (index, shape, math.prod(shape))
+    for buffer in layout.buffers:
+        shard_numel = buffer.shard_numel
+        for before, after in pairwise(buffer.slots):
+            assert before.offset + math.prod(before.shape) <= after.offset
+        for slot in buffer.slots:
+            row_numel = math.prod(slot.shape[1:])
+            assert slot.offset * itemsize % 16 == 0
+            assert slot.offset + slot.numel <= num_ranks * shard_numel
+            if slot.numel:
+                first, last = slot.offset // shard_numel, (slot.end - 1) // shard_numel
+                for border in {first + 1, first + 2, last} & set(range(first + 1, last + 1)):
+                    assert (border * shard_numel - slot.offset) % row_numel == 0
+    content = sum(math.prod(shape) for shape in shapes)
+    assert layout.total_numel == sum(num_ranks * buffer.shard_numel for buffer in layout.buffers)
+    assert layout.num_padding == layout.total_numel - content >= 0
+    assert layout.total_numel <= fsdp2_bound(shapes, num_ranks, itemsize)
+
+
+@settings(max_examples=100)
+@given(shapes=SHAPES, num_ranks=st.integers(1, 40), itemsize=ITEMSIZES)
+def test_every_row_has_exactly_one_owner(
+    shapes: list[Shape], num_ranks: int, itemsize: int
+) -> None:
+    layout = plan_unit(shapes, num_ranks=num_ranks, itemsize=itemsize)
+    for index in range(len(shapes)):
+        number, slot = layout.place(index)
+        buffer = layout.buffers[number]
+        next_row, owners = 0, []
+        for rank in range(num_ranks):
+            rows = buffer.local_rows(slot, rank)
+            assert rows.first_row == next_row
+            assert rows.numel == rows.num_rows * slot.row_numel
+            assert 0 <= rows.shard_offset <= buffer.shard_numel - rows.numel
+            if rows.numel:
+                begin = rank * buffer.shard_numel + rows.shard_offset
+                assert begin == slot.offset + rows.first_row * slot.row_numel
+            if rows.num_rows:
+                owners.append(rank)
+            next_row += rows.num_rows
+        assert next_row == slot.num_rows
+        assert owners == list(buffer.ranks_of(slot))
+
+
+@given(shapes=SHAPES, num_ranks=NUM_RANKS, itemsize=ITEMSIZES)
+def test_slots_of_a_rank_are_those_of_which_it_owns_elements(
+    shapes: list[Shape], num_ranks: int, itemsize: int
+) -> None:
+    for buffer in plan_unit(shapes, num_ranks=num_ranks, itemsize=itemsize).buffers:
+        for rank in ranks_to_look_at(buffer):
+            owned = [slot for slot in buffer.slots if buffer.local_rows(slot, rank).numel]
+            assert list(buffer.slots_of(rank)) == owned
+
+
+@given(shapes=SHAPES, itemsize=ITEMSIZES)
+def test_one_rank_holds_one_buffer_and_no_padding_but_for_alignment(
+    shapes: list[Shape], itemsize: int
+) -> None:
+    layout = plan_unit(shapes, num_ranks=1, itemsize=itemsize)
+    assert len(layout.buffers) == (1 if shapes else 0)
+    aligned = sum(math.ceil(math.prod(shape) * itemsize / 16) * 16 for shape in shapes)
+    assert layout.total_numel * itemsize <= aligned
+
+
+@given(
+    rows=st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    width=st.sampled_from([8, 64, 4096]),
+    num_ranks=NUM_RANKS,
+)
+def test_tensors_of_one_row_length_share_a_buffer_in_the_order_of_parameters(
+    rows: list[int], width: int, num_ranks: int
+) -> None:
+    layout = plan_unit([(count, width) for count in rows], num_ranks=num_ranks, itemsize=2)
+    (buffer,) = layout.buffers
+    assert [slot.index for slot in buffer.slots] == list(range(len(rows)))
+    assert buffer.shard_numel == math.ceil(sum(rows) / num_ranks) * width
+
+
+def test_the_drawing_in_the_module_is_the_layout() -> None:
+    layout = plan_unit([(5, 4), (5,), (4, 4)], num_ranks=3, itemsize=4)
+    (buffer,) = layout.buffers
+    letters = ["."] * buffer.total_numel
+    for slot in buffer.slots:
+        letters[slot.offset : slot.end] = "ABC"[slot.index] * slot.numel
+    shards = ["".join(letters[begin : begin + 16]) for begin in range(0, 48, 16)]
+    assert buffer.shard_numel == 16
+    assert f"    {'|'.join(shards)}\n" in (layout_module.__doc__ or "")
+    assert [buffer.local_rows(layout.place(2)[1], rank) for rank in range(3)] == [
+        LocalRows(first_row=0, num_rows=0, shard_offset=16, numel=0),
+        LocalRows(first_row=0, num_rows=1, shard_offset=12, numel=4),
+        LocalRows(first_row=1, num_rows=3, shard_offset=0, numel=12),
+    ]
+    assert buffer.grid == 4
+    assert layout.num_padding == buffer.num_padding == 7
+
+
+def test_the_smallest_example_that_others_bisect_is_whole() -> None:
+    """An LCM chunk of 77 and an unaligned tail cut the second tensor inside a row."""
+    layout = plan_unit([(2, 11), (9, 7)], num_ranks=4, itemsize=4)
+    (buffer,) = layout.buffers
+    assert buffer.shard_numel == 28
+    assert [(slot.offset, slot.end) for slot in buffer.slots] == [(0, 22), (28, 91)]
+    assert [buffer.local_rows(buffer.slots[1], rank).num_rows for rank in range(4)] == [0, 4, 4, 1]
+
+
+def test_row_lengths_share_a_buffer_only_while_that_costs_one_percent() -> None:
+    llama = layout_table.UNITS["Llama-2-7B layer"]
+    few, many = (plan_unit(llama, num_ranks=ranks, itemsize=2) for ranks in (64, 512))
+    (merged,) = few.buffers
+    assert merged.grid == math.lcm(4096, 11008)
+    assert [{slot.row_numel for slot in buffer.slots} for buffer in many.buffers] == [
+        {4096},
+        {11008},
+        {1},
+    ]
+    assert many.num_padding == 0
+
+
+def test_short_tensors_lie_uncut_whatever_their_rows() -> None:
+    mlp = layout_table.UNITS["MLP 784-300-100-10"]
+    (buffer,) = plan_unit(mlp, num_ranks=8, itemsize=4).buffers
+    assert buffer.grid == 784
+    assert {len(buffer.ranks_of(slot)) for slot in buffer.slots if slot.index} == {1}
+
+
+def test_scalars_and_empty_tensors_have_their_place() -> None:
+    layout = plan_unit([(3, 0), (), (0, 5), (0,)], num_ranks=2, itemsize=8)
+    (buffer,) = layout.buffers
+    assert buffer.total_numel == 4  # 16 bytes for each rank
+    places = [layout.place(index)[1] for index in range(4)]
+    assert [slot.num_rows for slot in places] == [3, 1, 0, 0]
+    owned = [[buffer.local_rows(slot, rank).num_rows for rank in (0, 1)] for slot in places]
+    assert owned == [[3, 0], [1, 0], [0, 0], [0, 0]]
+    nothing = plan_unit([(3, 0)], num_ranks=2, itemsize=8)
+    assert (nothing.total_numel, len(nothing.buffers), nothing.num_params) == (0, 1, 1)
+    assert plan_unit([], num_ranks=2, itemsize=8).buffers == ()
+
+
+def test_a_layout_is_a_value() -> None:
+    first, second = (plan_unit([(5, 4), (3,)], num_ranks=3, itemsize=4) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != plan_unit([(5, 4), (3,)], num_ranks=2, itemsize=4)
+    with pytest.raises(AttributeError):
+        first.num_ranks = 4  # type: ignore[misc]
+
+
+def test_a_description_names_the_rows_of_every_rank() -> None:
+    text = describe(plan_unit([(100, 8), (0,), (3,)], num_ranks=8, itemsize=4), ["w", "e", "b"])
+    assert text.splitlines() == [
+        "buffer 0: 8 ranks x 104 elements, 29 of 832 are padding",
+        "  [0, 0) e [0]: no rows",
+        "  [0, 800) w [100, 8]: rank 0 rows [0, 13); ranks 1 to 6 rows [13, 91), 13 each; "
+        "rank 7 rows [91, 100)",
+        "  [800, 803) b [3]: rank 7 rows [0, 3)",
+    ]
+    assert "parameter 0 [2]" in describe(plan_unit([(2,)], num_ranks=1, itemsize=4))
+    with pytest.raises(ConfigError, match="has 1 parameters, got 2 names"):
+        describe(plan_unit([(2,)], num_ranks=1, itemsize=4), ["a", "b"])
+
+
+def buffer_of(*slots: tuple[int, int, Shape], shard_numel: int = 16) -> BufferLayout:
+    return BufferLayout(3, 4, shard_numel, tuple(Slot(*slot) for slot in slots))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([(0, 0, (5, 4)), (1, 16, (4,))], r"overlap .* 0 holds the elements \[0, 20\).* at 16"),
+        ([(0, 20, (4,)), (1, 0, (4,))], "overlap or are out of order"),
+        ([(0, 40, (3, 4))], "parameter 0 ends at element 52 of a buffer of 48"),
+        ([(0, 2, (4,))], "parameter 0 starts at element 2, not at a multiple of 4"),
+        ([(0, 4, (3, 5))], r"border at element 16 cuts parameter 0 of shape \(3, 5\) inside a row"),
+        ([(0, 4, (7, 6))], r"border at element 32 cuts parameter 0 of shape \(7, 6\) inside a row"),
+        ([(0, 4, (0, 6))], "has no element and must lie at offset 0, got 4"),
+        ([(0, -4, (4,))], "no negative number"),
+        ([(-1, 0, (4,))], "no negative number"),
+        ([(0, 0, (-1,))], "no negative number"),
+    ],
+)
+def test_a_wrong_buffer_is_refused(slots: list[tuple[int, int, Shape]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        buffer_of(*slots)
+
+
+def test_a_buffer_that_only_touches_its_limits_is_accepted() -> None:
+    """The neighbours of the refused ones."""
+    buffer_of((0, 0, (5, 4)), (1, 20, (4,)))
+    buffer_of((0, 36, (3, 4)))
+    buffer_of((0, 4, (3, 4)))
+    buffer_of((0, 4, (2, 12)))  # cut once, on a row, though no row divides the shard
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 4), (1, 0, 4), (1, 4, -1)])
+def test_impossible_sizes_of_a_buffer_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="needs num_ranks >= 1, alignment >= 1"):
+        BufferLayout(*sizes, slots=())
+
+
+@pytest.mark.parametrize("indices", [(0, 0), (0, 2), (1, 2)])
+def test_a_unit_holds_each_parameter_once(indices: tuple[int, int]) -> None:
+    first, second = (buffer_of((index, 0, (4,))) for index in indices)
+    with pytest.raises(ConfigError, match=r"must hold the parameters 0\.\.1 once each, got"):
+        UnitLayout(3, (first, second))
+
+
+def test_a_unit_refuses_a_buffer_of_other_ranks() -> None:
+    with pytest.raises(ConfigError, match="buffer 0 is for 3 ranks, the unit for 4"):
+        UnitLayout(4, (buffer_of((0, 0, (4,))),))
+
+
+def test_questions_about_what_is_not_there_are_refused() -> None:
+    layout = plan_unit([(4,)], num_ranks=3, itemsize=4)
+    for index in (-1, 1):
+        with pytest.raises(ConfigError, match="has 1 parameters, there is none of index"):
+            layout.place(index)
+    for rank in (-1, 3):
+        with pytest.raises(ConfigError, match=r"rank must be in 0\.\.2"):
+            layout.buffers[0].local_rows(layout.place(0)[1], rank)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_ranks", "itemsize", "message"),
+    [
+        ((4,), 0, 4, "num_ranks must be at least 1, got 0"),
+        ((4,), 2, 3, "itemsize must be one of .* got 3"),
+        ((4, -1), 2, 4, "no negative number"),
+    ],
+)
+def test_impossible_arguments_are_refused(
+    shape: Shape, num_ranks: int, itemsize: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_unit([shape], num_ranks=num_ranks, itemsize=itemsize)
+
+
+def test_planning_takes_no_torch() -> None:
+    """Layouts are integers: the two modules import the standard library and the errors."""
+    for name in ("layout", "layout_plan"):
+        source = pathlib.Path(layout_module.__file__).with_name(f"{name}.py")
+        assert "torch" not in {
+            word
+            for line in source.read_text().splitlines()
+            if line.startswith(("import ", "from "))
+            for word in line.replace(".", " ").split()
+        }
+
+
+@given(shapes=SHAPES, num_ranks=st.integers(1, 9), itemsize=ITEMSIZES)
+def test_borders_are_the_first_rows_of_the_ranks(
+    shapes: list[Shape], num_ranks: int, itemsize: int
+) -> None:
+    layout = plan_unit(shapes, num_ranks=num_ranks, itemsize=itemsize)
+    for buffer in layout.buffers:
+        for slot in buffer.slots:
+            borders = buffer.borders(slot)
+            rows = [buffer.local_rows(slot, rank) for rank in range(num_ranks)]
+            assert borders == (*[row.first_row for row in rows], slot.num_rows)
+            counts = [end - first for first, end in pairwise(borders)]
+            assert counts == [row.num_rows for row in rows]

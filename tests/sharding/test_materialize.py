@@ -1,0 +1,339 @@
+"""Models that are built on the meta device, sharded, and given memory and values afterwards."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphfsdp
+from graphfsdp.sharding.layout_plan import plan_unit
+from helpers import NUM_STEPS
+from ranks import RankPool, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    VOCABULARY,
+    Training,
+    adam,
+    assert_replayed,
+    assert_same_training,
+    full_parameters,
+    on_meta,
+    shard,
+    train,
+)
+
+
+class Scaled(nn.Module):
+    """Parameters of its own, a frozen one, and buffers: drawn, counted, and kept out of states."""
+
+    noise: Tensor
+    signs: Tensor
+    count: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.empty(5, width))
+        self.scale = nn.Parameter(torch.empty(()))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.extra = nn.ParameterList([nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(2))])
+        self.register_buffer("noise", torch.empty(width), persistent=False)
+        self.register_buffer("signs", torch.empty(width, dtype=torch.bool))
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.matrix, std=0.1)
+        nn.init.constant_(self.scale, 1.5)
+        nn.init.normal_(self.frozen, std=0.1)
+        for param in self.extra:
+            nn.init.normal_(param)
+        with torch.no_grad():
+            self.noise.normal_(std=0.1)
+            self.signs.copy_(self.noise > 0)
+            self.count.fill_(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.matrix.t()) @ self.matrix + self.noise * self.signs
+        rest = self.empty.sum() + self.extra[0].sum() * 0.01
+        out: Tensor = (x + hidden * self.scale + self.frozen + rest).to(x.dtype)
+        return out
+
+
+class MetaNet(nn.Module):
+    """Tied embedding and head, normalisation with statistics, attention, a Scaled block."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        width = 8
+        self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=0)
+        self.blocks = nn.ModuleList(
+            [
+                nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True),
+                Scaled(width),
+                nn.Sequential(nn.Linear(width, 12), nn.ReLU(), nn.Linear(12, width)),
+            ]
+        )
+        self.norm = norm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) * 0.3
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden.flatten(0, 1)))
+        return nn.functional.cross_entropy(logits, targets.flatten())
+
+
+def real_net(norm: Callable[[int], nn.Module]) -> Any:
+    """As every rank must get it: with the first rank's random numbers."""
+    torch.manual_seed(0)
+    with rank_device():
+        return MetaNet(norm)
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return full_parameters(model) | buffers
+
+
+def assert_equal_values(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+    assert list(expected) == list(got)
+    for name, tensor in expected.items():
+        assert tensor.dtype == got[name].dtype, name
+        assert torch.equal(tensor, got[name]), f"{name}: {tensor} and {got[name]}"
+
+
+def trained_from_meta(
+    strategy: str, policy: graphfsdp.MixedPrecisionPolicy, num_steps: int, early: bool
+) -> None:
+    options: dict[str, Any] = {"use_decoupled_grad": True} if policy.use_decoupled_grad else {}
+    runs: list[Training] = []
+    initial: list[dict[str, Tensor]] = []
+    norm: Any = nn.BatchNorm1d if policy.param_dtype is None else nn.LayerNorm
+    model: Any
+    for meta in (False, True):
+        if meta:
+            torch.manual_seed(dist.get_rank())  # the first rank's values must win
+            model = on_meta(lambda: MetaNet(norm))
+            shard(model, strategy, mp_policy=policy)
+            assert all(param.is_meta for param in model.parameters())
+            held = {name: id(param) for name, param in model.named_parameters()}
+            optim = adam(model, **options) if early else None
+            assert id(graphfsdp.materialize(model)) == id(model)
+            assert held == {name: id(param) for name, param in model.named_parameters()}
+            assert {p.device.type for p in model.parameters()} == {rank_device().type}
+            assert model.head.weight is model.embedding.weight
+            assert not model.blocks[1].frozen.requires_grad
+        else:
+            model = real_net(norm)
+            shard(model, strategy, mp_policy=policy)
+            optim = None
+        initial.append(values_of(model))
+        if num_steps:
+            runs.append(train(model, optim or adam(model, **options), num_steps=num_steps))
+    assert_equal_values(*initial)
+    if num_steps:
+        assert_same_training(*runs)
+        assert_replayed(runs[1])
+
+
+MIXED = graphfsdp.MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16,
+    main_params_dtype=torch.float32,
+    main_grads_dtype=torch.bfloat16,
+    use_decoupled_grad=True,
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_from_meta_is_the_model_from_constructors(ranks2: RankPool, strategy: str) -> None:
+    """Bit for bit: values of every kind, then captured training; ranks have other seeds."""
+    policy = MIXED if strategy == "optim_grads" else graphfsdp.MixedPrecisionPolicy()
+    num_steps = NUM_STEPS if strategy in ("optim_grads", "optim_grads_params") else 0
+    early = strategy == "optim_grads_params"  # an optimizer that was made on meta goes on
+    ranks2.run(trained_from_meta, strategy, policy, num_steps, early)
+
+
+def test_on_four_ranks_some_of_which_hold_no_rows(ranks4: RankPool) -> None:
+    policy = graphfsdp.MixedPrecisionPolicy()
+    ranks4.run(trained_from_meta, "optim_grads_params", policy, 0, False)
+
+
+class Kept(nn.Module):
+    """A layer some of whose tensors were built on a real device; its method writes to all."""
+
+    real: nn.Parameter
+    table: Tensor
+    made: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 4))
+        self.register_parameter("real", nn.Parameter(torch.full((6, 4), 3.0, device="cpu")))
+        self.register_buffer("table", torch.full((2,), 5.0, device="cpu"), persistent=False)
+        self.register_buffer("made", torch.empty(2), persistent=False)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(self.real)
+            self.real.fill_(-1)
+            self.table = torch.full((2,), -1.0)
+            self.made.fill_(2)
+
+
+def only_meta_is_materialized(strategy: str) -> None:
+    model = on_meta(lambda: nn.Sequential(Kept(), nn.Linear(4, 4)))
+    model[0].weight.important = "yes"
+    graphfsdp.fully_shard(model, strategy=strategy)
+    real, table = model[0].real, model[0].table
+    model[1].weight.named = "late"
+    graphfsdp.materialize(model)
+    assert model[0].real is real
+    assert model[0].table is table
+    assert torch.equal(real.full_tensor(), torch.full((6, 4), 3.0))
+    assert torch.equal(table, torch.full((2,), 5.0))
+    assert torch.equal(model[0].made, torch.full((2,), 2.0))
+    assert torch.equal(model[0].weight.full_tensor(), torch.full((6, 4), 3.0))
+    assert model[0].weight.important == "yes"
+    assert model[1].weight.named == "late"
+    before = values_of(model)
+    graphfsdp.materialize(model)  # nothing is left to do
+    assert_equal_values(before, values_of(model))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_only_what_is_on_meta_gets_memory_and_values(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(only_meta_is_materialized, strategy)
+
+
+class Pretrained(nn.Module):
+    """Initialised as Hugging Face's models are: by its root, after the constructors."""
+
+    norm: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.empty(6))
+        self.tokens = nn.Embedding(5, 6)
+        self.out = nn.Linear(6, 5, bias=False)
+        self.out.weight = self.tokens.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if module is self.norm:
+            self.norm.weight.data.fill_(1.0)
+
+
+def root_initializes() -> None:
+    torch.manual_seed(0)
+    expected = Pretrained()
+    model = on_meta(Pretrained)
+    for layer in model.layers:
+        graphfsdp.fully_shard(layer)
+    graphfsdp.fully_shard(model)
+    graphfsdp.materialize(model)
+    got = full_parameters(model)
+    # Random numbers lie elsewhere in the stream than behind constructors: by distribution.
+    for name, param in expected.named_parameters():
+        if param.dim() == 1:
+            assert torch.equal(param, got[name]), name
+        else:
+            assert 0.01 < float(got[name].std()) < 0.03, name
+    assert model.out.weight is model.tokens.weight
+
+    def mine(module: Any) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=3.0)
+        elif not list(module.children()):
+            nn.init.constant_(module.weight, 4.0)
+
+    model = on_meta(Pretrained)
+    graphfsdp.fully_shard(model)
+    graphfsdp.materialize(model, init=mine)
+    torch.manual_seed(0)
+    plain = on_meta(Pretrained)
+    graphfsdp.materialize(plain, "cpu", init=mine)  # no unit at all
+    assert type(plain.norm.weight) is nn.Parameter
+    assert torch.equal(plain.norm.weight.detach(), torch.full((6,), 4.0))
+    assert plain.out.weight is plain.tokens.weight
+    assert 2.0 < float(plain.tokens.weight.detach().std()) < 4.0
+
+
+def test_init_weights_of_a_root_and_functions_of_the_user(ranks2: RankPool) -> None:
+    ranks2.run(root_initializes)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of storages that were made inside and lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if type(leaf) is Tensor and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                self._alive[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        self._alive = {key: pair for key, pair in self._alive.items() if pair[0]() is not None}
+        self.peak_bytes = max(self.peak_bytes, sum(num for _, num in self._alive.values()))
+        return result
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(10)]
+        )
+        self.out = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def peak_of_materialization() -> tuple[int, int, int]:
+    model = on_meta(Deep)
+    numbers = [[tuple(p.shape) for p in block.parameters()] for block in model.blocks]
+    below = {id(p) for block in model.blocks for p in block.parameters()}
+    root = [tuple(p.shape) for p in model.parameters() if id(p) not in below]
+    whole_bytes = 4 * sum(param.numel() for param in model.parameters())
+    with Peak() as sharding:
+        shard(model, "optim_grads_params")
+    assert sharding.peak_bytes < 4096  # lists of names; no weight
+    plans = [plan_unit(shapes, num_ranks=4, itemsize=4) for shapes in [*numbers, root]]
+    kept = 2 * 4 * sum(plan.shard_numel for plan in plans)  # main weights and main grads
+    units = [4 * sum(torch.Size(shape).numel() for shape in shapes) for shapes in numbers]
+    root_bytes = 4 * sum(torch.Size(shape).numel() for shape in root)
+    with Peak() as peak:
+        graphfsdp.materialize(model)
+    # gloo's threads give up the block before a little after its collective has ended.
+    return peak.peak_bytes, kept + root_bytes + 2 * max(units), kept // 2 + whole_bytes
+
+
+def test_never_more_is_whole_than_one_block_and_the_root(ranks4: RankPool) -> None:
+    """Shards, and what is whole; beside them names of units that ranks compare, as bytes."""
+    for peak, bound, whole in ranks4.run(peak_of_materialization):
+        assert bound * 0.8 < peak <= bound + 16384
+        assert peak < 0.75 * whole

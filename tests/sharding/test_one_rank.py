@@ -1,0 +1,239 @@
+"""What one rank meets and the others do not: all of them do the same, at once."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphfsdp
+from faults import Fault, FaultMode, InjectedError, World
+from graphfsdp import CaptureError, Phase
+from graphfsdp._capture.trace.op_tensors import is_wrapper_subclass
+from graphfsdp.config import OverlapPolicy
+from graphfsdp.optim import FusedAdam
+from helpers import quick_garbage_collection
+from ranks import GROUP_TIMEOUT_S, RankPool, rank_device
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number of Python's."""
+
+    def __init__(self, numbers: Iterator[float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.numbers = numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = next(self.numbers)
+        loss: Tensor = (self.linear(x) * number).square().mean()
+        return loss
+
+
+def counts_on_one_rank(numbers_of_rank_1: list[float]) -> tuple[list[bool], int, Tensor]:
+    counter = itertools.chain(numbers_of_rank_1[:-1], itertools.repeat(numbers_of_rank_1[-1]))
+    numbers = counter if dist.get_rank() == 1 else itertools.repeat(5.0)
+    model = Scaled(numbers)
+    graphfsdp.fully_shard(model.to(rank_device()))
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01))
+    refused = []
+    for _ in range(8):
+        try:
+            step(torch.ones(8, 4, device=rank_device()))
+            refused.append(False)
+        except CaptureError:
+            refused.append(True)
+    assert step.phase is Phase.REPLAY
+    num_warmups = step.report().num_calls["warmup"]
+    step.close()
+    weight: Any = model.linear.weight
+    return refused, num_warmups, weight.full_tensor()
+
+
+def test_what_one_rank_refuses_keeps_all_ranks_in_step(ranks2: RankPool) -> None:
+    # 4 after 3 costs one more warm-up, with 5; 6 in the next capture is refused on both ranks.
+    # The value of the mended program is compared with that of the refused capture once more.
+    expected = [False] * 4 + [True] * 2 + [False] * 2
+    for refused, *_ in ranks2.run(counts_on_one_rank, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]):
+        assert refused == expected
+
+
+def test_a_number_that_one_rank_changes_before_the_capture_costs_all_one_more_warm_up(
+    ranks2: RankPool,
+) -> None:
+    first, second = ranks2.run(counts_on_one_rank, [5.0, 5.0, 5.0, 9.0])
+    steady, _ = ranks2.run(counts_on_one_rank, [5.0, 5.0, 5.0, 5.0])
+    assert first[:2] == second[:2] == ([False] * 8, 4)
+    assert steady[:2] == ([False] * 8, 3)
+    assert torch.equal(first[2], second[2])
+
+
+WIDTH = 4
+
+
+def build(strategy: str, scope: str, **options: Any) -> tuple[Any, nn.Module, FusedAdam]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 3)]
+    model = nn.Sequential(*layers).to(rank_device())
+    # A failed iteration makes units forget their order, and the next one prefetches nothing: for
+    # the capture after it that is another path, which costs a warm-up or a refusal more.
+    overlap = OverlapPolicy(forward_prefetch=False, backward_prefetch=False)
+    graphfsdp.fully_shard(model[0], strategy=strategy, overlap=overlap)
+    graphfsdp.fully_shard(model, strategy=strategy, overlap=overlap)
+    optim = FusedAdam(model.parameters(), lr=1e-2)
+    options = {"loss_fn": loss_of, "max_grad_norm": 0.5, "warmup_steps": 2, **options}
+    return graphfsdp.capture(model, optim, scope=scope, **options), model, optim
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def batch(index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator).to(rank_device())
+
+
+class OpNames(TorchDispatchMode):
+    """Notes the operators of a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_wrapper_subclass(kind) for kind in types):
+            return NotImplemented
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class OneRank:
+    """Training in which something goes wrong on one rank, again and again."""
+
+    def __init__(self, strategy: str, **options: Any) -> None:
+        eager, *_ = build(strategy, "none")
+        self.expected = [eager(batch(index)) for index in range(10)]
+        self.step, self.model, self.optim = build(strategy, "full_iteration", **options)
+        self.num_trained = 0
+
+    def train(self, mode: Any = None) -> None:
+        """Train once more; nothing that went wrong must have left a trace."""
+        x = batch(self.num_trained)
+        with mode or contextlib.nullcontext():
+            got = self.step(x)
+        assert torch.equal(got, self.expected[self.num_trained]), self.num_trained
+        self.num_trained += 1
+
+    def fail(
+        self,
+        kinds: tuple[type[BaseException], type[BaseException]],
+        message: str,
+        x: Tensor,
+        mode: FaultMode | None = None,
+        *,
+        without_gradients: bool = True,
+    ) -> None:
+        """Call once, with what this rank has to raise; the other rank names it."""
+        quick_garbage_collection()
+        world = World(self.model, self.optim)
+        started = time.monotonic()
+        inside = mode or contextlib.nullcontext()
+        with pytest.raises(kinds[dist.get_rank()], match=message), inside:
+            self.step(x)
+        assert time.monotonic() - started < GROUP_TIMEOUT_S / 3
+        world.assert_unchanged(message, without_gradients=without_gradients)
+
+
+def fails_on_one_rank(strategy: str) -> None:
+    training = OneRank(strategy)
+    x, short = batch(100), batch(101)[:2]
+    mismatch = (graphfsdp.BatchMismatchError, graphfsdp.CaptureError)
+    me = dist.get_rank()
+    for index in range(3):
+        if index:  # in the second warm-up and in the capture
+            message = r"^batch leaf|rank 0 of 2 failed: BatchMismatchError"
+            training.fail(mismatch, message, x if me else short, without_gradients=False)
+        training.train()
+    assert training.step.phase is Phase.REPLAY
+    # In replays.
+    message = r"^batch leaf|rank 0 of 2 failed: BatchMismatchError: batch leaf.*its next one"
+    training.fail((graphfsdp.BatchMismatchError,) * 2, message, x if me else short)
+    training.train()
+    training.fail((graphfsdp.BatchMismatchError,) * 2, "^batch leaf", short)  # on both
+    training.train()
+    training.model.train(me == 0)
+    training.fail((graphfsdp.GuardError,) * 2, r"the model \(with .*was in train mode", x)
+    training.model.train()
+    training.train()
+    # An operator of rank 1 fails; not a collective, of which nobody would know whether it was over.
+    replay = OpNames()
+    training.train(replay)
+    names = replay.names
+    first_write = next(i for i, name in enumerate(names) if "adam" in name)
+    last = max(i for i in range(first_write) if "graphfsdp" in names[i])
+    positions = [i for i in range(2, last) if "graphfsdp" not in names[i]]
+    for count, position in enumerate((*positions[1::4], positions[-1])):
+        mode = FaultMode(position if me else -1, Fault.OUT_OF_MEMORY, after=count % 2 == 0)
+        kinds = (graphfsdp.RankFailedError, torch.OutOfMemoryError)
+        message = "^aten|^pro" if me else "^rank 1 of 2 failed: OutOfMemoryError: .*its next one"
+        training.fail(kinds, message, x, mode)
+    training.train()
+    fails_too_late(training, x, FaultMode(last + 1 if me else -1, Fault.ERROR, after=False))
+
+
+def fails_too_late(training: OneRank, x: Tensor, mode: FaultMode) -> None:
+    """Behind the last collective nobody can stop the others: no rank trains on."""
+    if dist.get_rank():
+        with pytest.raises(InjectedError) as caught, mode:
+            training.step(x)
+        assert any("load model and optimizer" in note for note in caught.value.__notes__)
+    else:
+        training.step(x)
+    with pytest.raises(graphfsdp.PhaseError, match=r"broken: .*load model and optimizer"):
+        training.step(x)
+    assert training.step.phase is Phase.BROKEN
+    training.step.close()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_what_one_rank_refuses_or_fails_in_ends_the_call_on_all_and_training_goes_on(
+    ranks2: RankPool, strategy: str
+) -> None:
+    ranks2.run(fails_on_one_rank, strategy)
+
+
+def fails_anywhere_on_one_rank(strategy: str) -> None:
+    training = OneRank(strategy, undo_replays=True)
+    x, short = batch(100), batch(101)[:2]
+    me = dist.get_rank()
+    for _ in range(4):
+        training.train()
+    replay = OpNames()
+    training.train(replay)
+    write = next(i for i, name in enumerate(replay.names) if "adam" in name)
+    mismatch = (graphfsdp.BatchMismatchError,) * 2
+    message = "^batch leaf|^rank 0 of 2 failed: BatchMismatchError"
+    training.fail(mismatch, message, x if me else short, without_gradients=False)
+    kinds = (graphfsdp.RankFailedError, InjectedError)
+    for position, after in ((4, True), (write - 1, False), (write, False), (write, True)):
+        mode = FaultMode(position if me else -1, Fault.ERROR, after=after)
+        message = "." if me else "^rank 1 of 2 failed: InjectedError"
+        training.fail(kinds, message, x, mode, without_gradients=False)
+    training.train()
+    training.train()
+    training.step.close()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_undo_replays_takes_back_all_ranks_wherever_one_fails(
+    ranks2: RankPool, strategy: str
+) -> None:
+    ranks2.run(fails_anywhere_on_one_rank, strategy)

@@ -1,0 +1,316 @@
+"""Prefetch and reductions that run while others compute: same bits in every use."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import graphfsdp
+from graphfsdp.base.collectives import Transfer, all_gather_, all_reduce_, reduce_scatter_
+from graphfsdp.config import OverlapPolicy
+from graphfsdp.errors import ConfigError, PhaseError
+from graphfsdp.sharding.fully_shard import unit_of
+from helpers import set_lr
+from overlap_helpers import inputs, make_stack
+from ranks import RankPool, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    Training,
+    adam,
+    assert_replayed,
+    assert_same_training,
+    batches,
+    buffers,
+    full_parameters,
+    learning_rate,
+    make_net,
+    my_part,
+    raises_on_rank,
+    train,
+)
+
+
+def overlapped_runs(strategy: str, microbatches: int, reshard: bool) -> None:
+    """Train eagerly without overlap, and captured with it: they agree bit for bit."""
+    runs = []
+    for overlap, scope in ((False, "none"), (True, "full_iteration")):
+        options = {"overlap": overlap, "reshard_after_forward": reshard}
+        model = make_net(strategy, dropout=0.3, **options)
+        torch.manual_seed(10 + dist.get_rank())
+        runs.append(train(model, adam(model), scope=scope, microbatches=microbatches))
+        schedule = unit_of(model).schedule
+        assert (schedule.num_prefetches > 0) == (overlap and strategy != "no_shard")
+        assert (schedule.max_reductions > 0) == overlap
+        assert schedule.max_reductions <= 2
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    counts = runs[1].report.op_counts if runs[1].report is not None else {}
+    assert counts["graphfsdp.wait_.default"] > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_overlap_changes_no_bit(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(overlapped_runs, strategy, 1, True)
+
+
+def test_overlap_changes_no_bit_on_four_ranks_with_microbatches(ranks4: RankPool) -> None:
+    ranks4.run(overlapped_runs, "optim_grads_params", 3, True)
+
+
+def test_overlap_changes_no_bit_where_weights_are_kept(ranks2: RankPool) -> None:
+    ranks2.run(overlapped_runs, "optim_grads_params", 3, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_overlap_changes_no_bit_on_gpus(gpu_ranks: RankPool, strategy: str) -> None:
+    gpu_ranks.run(overlapped_runs, strategy, 3, True)
+
+
+def random_combinations(seed: int) -> None:
+    """Strategies, microbatches, precision, parts of the policy, evaluation in between."""
+
+    @settings(max_examples=4 if seed else 2, derandomize=True, deadline=None, database=None)
+    @given(
+        strategy=st.sampled_from(STRATEGIES[1:]),
+        microbatches=st.sampled_from((1, 3)),
+        policy=st.builds(OverlapPolicy, *[st.booleans()] * 4),
+        bf16=st.booleans(),
+        evaluates=st.booleans(),
+        recomputes=st.booleans(),
+    )
+    def check(
+        strategy: str,
+        microbatches: int,
+        policy: OverlapPolicy,
+        bf16: bool,
+        evaluates: bool,
+        recomputes: bool,
+    ) -> None:
+        runs = []
+        precision = graphfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
+        for overlap in (False, policy):
+            pooled = overlap is not False
+            model: Any = make_net(
+                strategy, dropout=0.2, mp_policy=precision, overlap=overlap, buffer_pool=pooled
+            )
+            if recomputes:
+                for block in model.blocks:
+                    block.forward = partial(graphfsdp.recompute, block.forward)
+            torch.manual_seed(dist.get_rank())
+            optim = adam(model)
+            result = Training()
+            scope = "none" if seed else "full_iteration"
+            with graphfsdp.capture(
+                model, optim, microbatches=microbatches, scope=scope, max_grad_norm=1.0
+            ) as step:
+                for index, batch in enumerate(batches(6)):
+                    set_lr(optim, learning_rate(index))
+                    result.losses.append(step(*my_part(batch)))
+                    if evaluates:
+                        with torch.no_grad():
+                            result.losses.append(model(*my_part(batch)))
+                result.params = full_parameters(model)
+            runs.append(result)
+        assert_same_training(*runs)
+
+    check()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_combinations_change_no_bit(ranks2: RankPool, seed: int) -> None:
+    ranks2.run(random_combinations, seed, limit_s=150)
+
+
+# ---------------------------------------------------------------- odd uses
+
+
+def weights_written_between() -> None:
+    """Weights that a hook writes after they were gathered ahead are gathered again."""
+    losses = []
+    for overlap in (False, True):
+        model = make_stack(overlap=overlap)
+
+        def clip(module: nn.Module, args: Any, model: Any = model) -> None:
+            with torch.no_grad():
+                for param in model.blocks[1].parameters():
+                    param.to_local().clamp_(-0.05, 0.05)
+
+        model.blocks[0].norm.register_forward_pre_hook(clip)
+        values = []
+        for x in inputs(4):
+            loss = model(x)
+            loss.backward()
+            values.append(loss.detach())
+            with torch.no_grad():
+                for param in model.blocks[1].parameters():
+                    param.to_local().add_(0.3)
+            for param in model.parameters():
+                param.grad = None
+        losses.append(values)
+    for left, right in zip(*losses, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_weights_written_after_their_prefetch_are_seen(ranks2: RankPool) -> None:
+    ranks2.run(weights_written_between)
+
+
+class BoomError(RuntimeError):
+    """What a model raises."""
+
+
+@contextmanager
+def failing(module: nn.Module, *, in_backward: bool) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise BoomError
+
+    if in_backward:
+        handle = module.register_full_backward_hook(fail)
+    else:
+        handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def failures_in_between() -> None:
+    """Every rank fails in the middle, with gathers and reductions under way; then all goes on."""
+    model, plain = make_stack(), make_stack(overlap=False)
+    for index, x in enumerate(inputs(8)):
+        if index in (2, 4):
+            with failing(model.blocks[2].norm, in_backward=index == 4), pytest.raises(BoomError):
+                model(x.requires_grad_()).backward()
+            model.abandon_iteration()
+            assert not any(buffer.is_prefetched for buffer in buffers(model))
+            for param in model.parameters():
+                param.grad = None
+        both = []
+        for each in (model, plain):
+            each(x).backward()
+            both.append([param.grad.to_local().clone() for param in each.parameters()])
+            for param in each.parameters():
+                param.grad = None
+        for left, right in zip(*both, strict=True):
+            assert torch.equal(left, right), index
+
+
+def test_an_exception_with_collectives_under_way(ranks2: RankPool) -> None:
+    ranks2.run(failures_in_between)
+
+
+def not_abandoned() -> None:
+    """A plain loop that catches an error knows nothing of abandon_iteration."""
+    model, plain = make_stack(), make_stack(overlap=False)
+    for index, x in enumerate(inputs(6)):
+        for each in (model, plain):
+            if index == 3:
+                with failing(each.blocks[1].norm, in_backward=False), pytest.raises(BoomError):
+                    each(x)
+            each(x).backward()
+        grads = [[p.grad.to_local() for p in each.parameters()] for each in (model, plain)]
+        for left, right in zip(*grads, strict=True):
+            assert torch.equal(left, right), index
+
+
+def test_an_error_that_the_loop_catches(ranks2: RankPool) -> None:
+    ranks2.run(not_abandoned)
+
+
+def accumulating() -> None:
+    """no_sync, two backward passes of one forward, a backward inside a forward."""
+    results = []
+    for overlap in (False, True):
+        model = make_stack(overlap=overlap)
+        x, y, z = inputs(3)
+        for _ in range(3):
+            for param in model.parameters():
+                param.grad = None
+            with model.no_sync():
+                model(x).backward()
+            model(y).backward()
+            loss = model(z)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            probe = z.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(probe), probe)
+        results.append([slope, *(p.grad.to_local().clone() for p in model.parameters())])
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_accumulation_and_repeated_backward(ranks2: RankPool) -> None:
+    ranks2.run(accumulating)
+
+
+# ---------------------------------------------------------------- communicators, options, ops
+
+
+def communicators() -> tuple[int, bool]:
+    groups = []
+    for _ in range(2):  # the second model uses those of the first
+        model: Any = make_net("optim_grads_params")
+        model.prepare_shards()
+        for buffer in buffers(model):
+            assert (buffer.gather_group is not buffer.group) == buffer.sharded
+            assert buffer.gather_group.size() == buffer.group.size()
+            groups += [buffer.gather_group] * buffer.sharded
+    shared: Any = make_net(
+        "optim_grads_params", overlap=OverlapPolicy(separate_communicators=False)
+    )
+    shared.prepare_shards()
+    same = all(buffer.gather_group is buffer.group for buffer in buffers(shared))
+    return len({id(group) for group in groups}), same
+
+
+def test_all_gathers_have_a_communicator_made_once(ranks2: RankPool) -> None:
+    assert ranks2.run(communicators) == [(1, True)] * 2
+
+
+def test_the_policy_is_checked() -> None:
+    assert OverlapPolicy.parse(False) == OverlapPolicy(False, False, False, False)
+    assert OverlapPolicy.parse(True) == OverlapPolicy()
+    policy = OverlapPolicy(reduce_grads=False)
+    assert OverlapPolicy.parse(policy) is policy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.reduce_grads = True  # type: ignore[misc]
+    wrong: Any = "yes"
+    with pytest.raises(ConfigError, match="overlap must be True, False or an OverlapPolicy"):
+        OverlapPolicy.parse(wrong)
+    with pytest.raises(ConfigError, match="forward_prefetch must be True or False"):
+        OverlapPolicy(forward_prefetch=wrong)
+
+
+def operators_in_two_parts() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    shard_, whole = torch.full((3,), float(rank), device=device), torch.empty(3 * num_ranks)
+    whole = whole.to(device)
+    part, full = torch.empty(2, device=device), torch.ones(2 * num_ranks, device=device)
+    total = torch.ones(4, device=device)
+    transfers = [Transfer(whole, shard_), Transfer(part, full), Transfer(total, total)]
+    all_gather_(whole, shard_, group, transfers[0])
+    reduce_scatter_(part, full, group, reduction="sum", transfer=transfers[1])
+    all_reduce_(total, group, reduction="sum", transfer=transfers[2])
+    for transfer in reversed(transfers):  # in another order than they began
+        transfer.wait()
+    assert torch.equal(whole.view(num_ranks, 3)[:, 0].cpu(), torch.arange(float(num_ranks)))
+    assert torch.equal(part.cpu(), torch.full((2,), float(num_ranks)))
+    assert torch.equal(total.cpu(), torch.full((4,), float(num_ranks)))
+    with raises_on_rank(PhaseError) as messages:
+        transfers[0].wait()
+    assert "not under way" in messages[0]
+
+
+def test_collectives_in_two_parts(ranks2: RankPool) -> None:
+    ranks2.run(operators_in_two_parts)

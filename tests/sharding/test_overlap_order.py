@@ -1,0 +1,203 @@
+"""Which unit is gathered ahead of which, and how many whole gradients are alive meanwhile."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import graphfsdp
+from graphfsdp.sharding.schedule import Order
+from graphfsdp.sharding.unreduced import UnreducedGradients
+from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
+from ranks import RankPool
+from sharding_helpers import (
+    adam,
+    buffers,
+    full_parameters,
+)
+
+
+def journals(overlap: bool) -> list[list[str]]:
+    model = make_stack(overlap=overlap)
+    lines: list[list[str]] = []
+    model.prepare_shards()
+    for x in inputs(2):
+        with Journal(model) as journal:
+            model(x).backward()
+        lines.append(journal.lines)
+        model.zero_grad()
+    return lines
+
+
+def test_the_next_unit_is_gathered_before_this_one_computes(ranks2: RankPool) -> None:
+    """In the first iteration nothing is known; the second goes one unit ahead, both ways."""
+    for first, second in ranks2.run(journals, True):
+        assert not [line for line in first if line.startswith("begin all_gather")]
+        blocks = [f"blocks.{index}/0" for index in range(NUM_BLOCKS)]
+        forward = ["all_gather root/0", "all_gather root/1", f"begin all_gather {blocks[0]}"]
+        for here, following in zip(blocks, [*blocks[1:], None], strict=True):
+            forward.append(f"wait {here}")
+            forward += [f"begin all_gather {following}"] * (following is not None)
+        assert second[: len(forward)] == forward
+        gathers = [line for line in second[len(forward) :] if "all_gather" in line]
+        assert gathers[0].startswith("all_gather root/")
+        assert gathers[1:] == [f"begin all_gather {name}" for name in reversed(blocks)]
+    for lines in ranks2.run(journals, False):
+        assert not [line for pair in lines for line in pair if "begin" in line or "wait" in line]
+
+
+def test_a_third_reduction_waits_for_the_first(ranks2: RankPool) -> None:
+    for lines in ranks2.run(journals, True):
+        for iteration in lines:
+            under_way: list[str] = []
+            most = 0
+            for line in iteration:
+                kind, _, name = line.rpartition(" ")
+                if kind == "begin reduce_scatter":
+                    under_way.append(name)
+                elif kind == "wait" and name in under_way:
+                    assert under_way[0].partition("/")[0] == name.partition("/")[0], "oldest first"
+                    under_way.remove(name)
+                most = max(most, len({name.partition("/")[0] for name in under_way}))
+            assert most == 2
+            assert not under_way, "all are over when backward returns"
+
+
+def full_gradients_alive() -> int:
+    """The most whole gradient buffers alive at a time, counted by storage."""
+    model = make_stack()
+    model.prepare_shards()
+    most = 0
+    alive: list[Any] = []
+    make = UnreducedGradients._new_full
+
+    def noted(self: UnreducedGradients, main_grad: Tensor, *, accumulate: bool) -> Tensor:
+        nonlocal most
+        tensor = make(self, main_grad, accumulate=accumulate)
+        if len(self._layout.slots) > 2:  # a block's
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()))
+            most = max(most, sum(not reference.expired() for reference in alive))
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnreducedGradients, "_new_full", noted)
+        for x in inputs(2):
+            model(x).backward()
+    assert len(alive) == 2 * NUM_BLOCKS
+    return most
+
+
+def test_at_most_two_whole_gradient_buffers_are_alive(ranks2: RankPool) -> None:
+    assert ranks2.run(full_gradients_alive) == [2, 2]
+
+
+ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [0, 1, 2, 3, 1])
+
+
+def changing_orders() -> None:
+    """Another order in each iteration, evaluation in between: as without overlap."""
+    seen = []
+    for overlap in (False, True):
+        model = make_stack(overlap=overlap)
+        optim = adam(model)
+        values = []
+        for index, x in enumerate(inputs(3 * len(ORDERS))):
+            # Each order twice, so that the second time goes by what the first has recorded.
+            model.order = ORDERS[(index // 2) % len(ORDERS)]
+            if index % 3 == 0:
+                with torch.no_grad():
+                    values.append(model(x))
+            loss = model(x)
+            loss.backward()
+            values += [loss.detach(), graphfsdp.clip_grad_norm_(model, 0.5)]
+            optim.step()
+            optim.zero_grad()
+            assert not any(buffer.is_prefetched for buffer in buffers(model))
+            assert not any(buffer.full is not None for buffer in buffers(model))
+        values += full_parameters(model).values()
+        seen.append(values)
+    for left, right in zip(*seen, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_changed_order_falls_back_and_is_right(ranks2: RankPool) -> None:
+    ranks2.run(changing_orders)
+
+
+def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:
+    """Calls fail in the middle and are made again; return how often the recording waits."""
+    model = make_stack()
+    is_failing = False
+
+    def fail(*_: object) -> None:
+        if is_failing:
+            raise ArithmeticError
+
+    model.blocks[2].norm.register_forward_pre_hook(fail)
+    with graphfsdp.capture(model, adam(model), **options) as step:
+        for index, x in enumerate(inputs(6)):
+            is_failing = index in fails_at
+            if is_failing:
+                with pytest.raises(ArithmeticError):
+                    step(x)
+                is_failing = False
+            step(x)  # never refused as another path than that of the last warm-up
+        assert step.report().num_captures == 1
+        return step.report().op_counts["graphfsdp.wait_.default"]
+
+
+def all_captures_overlap() -> None:
+    # A wait for each block in both passes, and one for each reduction of five units.
+    usual = 2 * NUM_BLOCKS + NUM_BLOCKS + 1
+    assert captured_after_failures((2, 3)) == usual
+    assert captured_after_failures((), warmup_steps=1) == usual
+
+
+def test_whatever_happened_before_a_capture_it_overlaps(ranks1: RankPool) -> None:
+    ranks1.run(all_captures_overlap)
+
+
+def inference_first() -> None:
+    """A model whose first passes are in torch.inference_mode trains as any other."""
+    model, plain = make_stack(buffer_pool=True), make_stack(overlap=False)
+    for x in inputs(3):
+        with torch.inference_mode():
+            seen = [model(x) for _ in range(2)]
+            assert all(torch.equal(loss, plain(x)) for loss in seen)
+        for each in (model, plain):
+            each(x).backward()
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(left.grad.to_local(), right.grad.to_local())
+
+
+def test_inference_mode_before_and_between(ranks2: RankPool) -> None:
+    ranks2.run(inference_first)
+
+
+class Item:
+    """Stands for a unit and for its only buffer."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=4))
+def test_an_order_predicts_what_came_next_and_nothing_else(passes: list[list[int]]) -> None:
+    items: Any = [Item() for _ in range(5)]
+    order = Order()
+    before: list[int] = []
+    for sequence in passes:
+        order.begin()
+        for index, number in enumerate(sequence):
+            upcoming = [items.index(unit) for unit, _ in order.note(items[number], [items[number]])]
+            follows = before[: index + 1] == sequence[: index + 1]
+            rest = before[index + 1 :] if follows else []
+            for guess in upcoming:
+                assert guess in rest
+            others = [other for other in rest if other != number]
+            assert bool(others) <= bool(upcoming)
+            assert len({guess for guess in upcoming if guess != number}) <= 1
+        order.end()
+        before = sequence

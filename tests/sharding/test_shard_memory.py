@@ -1,0 +1,253 @@
+"""Bytes that a sharded model keeps for ever, and whole weights that live only for a while."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.fused.flat_runs import merge_neighbours
+from graphfsdp.sharding.layout_plan import plan_unit
+from ranks import RankPool, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    Block,
+    adam,
+    batches,
+    buffers,
+    make_net,
+    my_part,
+    shard,
+    units,
+)
+
+FLOAT_BYTES = 4
+WIDTH = 16
+NUM_BLOCKS = 6
+
+
+class Stack(nn.Module):
+    """Blocks of one size, all of whose shapes are multiples of 16 bytes."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(num_blocks)])
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x).square().mean()
+        return out
+
+
+def make_stack(strategy: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return shard(Stack().to(rank_device()), strategy, **options)
+
+
+def batch() -> Tensor:
+    return torch.randn(4, WIDTH, device=rank_device())
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of all different storages behind some tensors."""
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def unit_shapes(model: nn.Module) -> list[list[tuple[int, ...]]]:
+    """Shapes of the parameters of each unit, from a model that is not sharded."""
+    assert isinstance(model.blocks, nn.ModuleList)
+    shapes = [[tuple(p.shape) for p in block.parameters()] for block in model.blocks]
+    below = {id(p) for block in model.blocks for p in block.parameters()}
+    return [*shapes, [tuple(p.shape) for p in model.parameters() if id(p) not in below]]
+
+
+def kept_bytes(strategy: str) -> tuple[int, int, int, int]:
+    model = make_stack(strategy)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    with graphfsdp.capture(model, optim) as step:
+        for _ in range(6):
+            step(batch())
+        del step
+    gc.collect()
+    locals_: list[Any] = list(model.parameters())
+    mains = storage_bytes([param.to_local() for param in locals_])
+    grads: list[Any] = [param.grad for param in model.parameters() if param.grad is not None]
+    states: list[Any] = [
+        state[key] for state in optim.state.values() for key in ("exp_avg", "exp_avg_sq")
+    ]
+    whole = [buffer.full for buffer in buffers(model) if buffer.full is not None]
+    whole_bytes = sum(tensor.numel() * FLOAT_BYTES for tensor in whole)
+    if strategy == "no_shard":  # the main weights themselves
+        assert storage_bytes(whole) <= mains
+        whole_bytes = 0
+    return (
+        mains,
+        storage_bytes([grad.to_local() for grad in grads]),
+        storage_bytes([state.to_local() for state in states]),
+        whole_bytes,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_kept_bytes_follow_from_the_layout(
+    request: pytest.FixtureRequest, strategy: str, num_ranks: int
+) -> None:
+    """Main weights and main grads are the shards of the layout; Adam keeps two of the weights."""
+    parts = 1 if strategy == "no_shard" else num_ranks
+    plans = [
+        plan_unit(shapes, num_ranks=parts, itemsize=FLOAT_BYTES) for shapes in unit_shapes(Stack())
+    ]
+    shards = sum(plan.shard_numel for plan in plans) * FLOAT_BYTES
+    exact = sum(param.numel() for param in Stack().parameters()) * FLOAT_BYTES
+    full = sum(plan.total_numel for plan in plans) * FLOAT_BYTES
+    results = request.getfixturevalue(f"ranks{num_ranks}").run(kept_bytes, strategy)
+    for mains, grads, states, whole in results:
+        assert mains == grads == shards
+        # The optimizer's state has no padding, but starts on borders of 64 elements.
+        num_buffers = sum(len(plan.buffers) for plan in plans)
+        assert states <= 2 * (shards + num_buffers * 64 * FLOAT_BYTES)
+        assert whole == (0 if strategy in ("no_shard", "optim_grads_params") else full)
+    assert exact / parts <= shards <= 1.25 * exact / parts
+    total_states = sum(states for _, _, states, _ in results)
+    assert total_states >= 2 * exact * (num_ranks if parts == 1 else 1)
+
+
+def count_runs(strategy: str) -> tuple[int, int, list[int]]:
+    """Count flat runs of weight, gradient and moments, and kernels of the recorded step."""
+    model = make_stack(strategy)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    with graphfsdp.capture(model, optim) as step:
+        for _ in range(5):
+            step(batch())
+        num_calls = step.report().op_counts["graphfsdp.fused_adam_.default"]
+    bundles = []
+    params: list[Any] = list(model.parameters())
+    for param in params:
+        if param.grad is not None:
+            state: Any = optim.state[param]
+            tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+            bundles.append(tuple(tensor.to_local().detach() for tensor in tensors))
+    runs = merge_neighbours(bundles)
+    return len(runs), num_calls, [buffer.layout.num_padding for buffer in buffers(model)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_handful_of_flat_runs_covers_the_model(ranks2: RankPool, strategy: str) -> None:
+    """Without padding all shards are neighbours: one run, whatever the number of parameters."""
+    for num_runs, num_calls, padding in ranks2.run(count_runs, strategy):
+        assert num_calls == 1
+        assert num_runs <= 1 + sum(numel > 0 for numel in padding)
+        assert num_runs <= NUM_BLOCKS + 1 < len(list(Stack().parameters()))
+
+
+def num_alive(model: nn.Module) -> int:
+    return sum(buffer.full is not None for buffer in buffers(model))
+
+
+def whole_weights_while_running(reshard: bool) -> dict[str, list[int]]:
+    """Whole buffers at the start of each block's forward, and while gradients are taken."""
+    model = make_stack("optim_grads_params", reshard_after_forward=reshard)
+    seen: dict[str, list[int]] = {"forward": [], "backward": []}
+    assert isinstance(model.blocks, nn.ModuleList)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.norm.register_forward_pre_hook(
+            lambda module, args: seen["forward"].append(num_alive(model))
+        )
+        block.norm.register_full_backward_hook(
+            lambda module, grads, outputs: seen["backward"].append(num_alive(model))
+        )
+    model(batch().requires_grad_()).backward()  # torch warns if no input needs a gradient
+    seen["after"] = [num_alive(model)]
+    seen["of_units"] = [len(unit.group.buffers) for unit in units(model)]
+    return seen
+
+
+def test_zero_3_holds_one_block_and_the_root(ranks2: RankPool) -> None:
+    for seen in ranks2.run(whole_weights_while_running, True):
+        root, *blocks = seen["of_units"]
+        assert len(seen["forward"]) == len(seen["backward"]) == len(blocks) == NUM_BLOCKS
+        assert max(seen["forward"]) <= root + max(blocks)
+        assert max(seen["backward"]) <= root + max(blocks)
+        assert seen["after"] == [0]
+    for seen in ranks2.run(whole_weights_while_running, False):
+        assert max(seen["backward"]) == sum(seen["of_units"])
+        assert seen["after"] == [0]
+
+
+def storages_die(overlap: bool) -> tuple[dict[str, int], int]:
+    """By storage, not by attribute: what a forgotten reference would keep is seen too."""
+    model = make_stack("optim_grads_params", overlap=overlap)
+    x = batch()
+    alive: list[weakref.ref[Any]] = []
+    peak = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            nonlocal peak
+            result = func(*args, **(kwargs or {}))
+            if str(func).startswith("graphfsdp.all_gather_"):
+                alive.append(weakref.ref(args[0]))
+                peak = max(peak, sum(ref() is not None for ref in alive))
+            return result
+
+    with Watch():  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            model(x).backward()
+    left = sum(ref() is not None for ref in alive)
+    return {"gathered": len(alive), "left": left}, peak
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gathered_buffers_are_freed_by_storage(ranks2: RankPool, overlap: bool) -> None:
+    for counts, peak in ranks2.run(storages_die, overlap):
+        assert counts["gathered"] >= 4 * NUM_BLOCKS
+        assert counts["left"] == 0
+        # The root's two, the block's, and with overlap that of the block which comes next.
+        assert peak <= (4 if overlap else 3)
+
+
+def optimizer_of_whole_parameters() -> int:
+    """An optimizer that was made before does not keep the whole weights alive."""
+    model = Stack().to(rank_device())
+    optim = adam(model)
+    storages = [weakref.ref(param) for param in model.parameters()]
+    shard(model, "optim_grads_params")
+    held = [ref() for ref in storages]
+    assert all(param is not None for param in held), "the optimizer holds them"
+    total = sum(param.untyped_storage().nbytes() for param in held if param is not None)
+    assert optim.param_groups
+    return total
+
+
+def test_whole_parameters_give_their_memory_back(ranks2: RankPool) -> None:
+    assert ranks2.run(optimizer_of_whole_parameters) == [0, 0]
+
+
+def sharded_models_die() -> bool:
+    model = make_net("optim_grads_params")
+    optim = adam(model)
+    step = graphfsdp.capture(model, optim)
+    for data in batches(5):
+        step(*my_part(data))
+    step.close()
+    reference = weakref.ref(buffers(model)[0])
+    del model, optim, step
+    gc.unfreeze()
+    gc.collect()
+    return reference() is None
+
+
+def test_a_model_that_is_dropped_gives_its_buffers_back(ranks2: RankPool) -> None:
+    assert ranks2.run(sharded_models_die) == [True, True]

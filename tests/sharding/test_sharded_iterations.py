@@ -1,0 +1,292 @@
+"""iteration=fn of sharded models: as one unsharded process, and bit for bit in replays."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_custom_iteration import gan, gradient_penalty, moving_average
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import graphfsdp
+from faults import Fault, FaultMode, InjectedError
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, quick_garbage_collection, set_lr
+from ranks import RankPool, rank_device
+from sharding_helpers import hybrid_mesh
+
+NUM_STEPS = 15
+ROUNDING = 1e-6  # of a norm that is summed in parts, over 15 steps of 0.01 at most
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.dropout(torch.tanh(self.up(x))))
+        return out
+
+
+class Net(nn.Sequential):
+    """Two residual blocks between two layers."""
+
+    def __init__(self, num_in: int, num_out: int, dropout: float = 0.0, width: int = 7) -> None:
+        blocks = [Residual(width, dropout), Residual(width, dropout)]
+        super().__init__(nn.Linear(num_in, width), *blocks, nn.Linear(width, num_out))
+
+
+def two_nets(width: int = 7) -> list[nn.Module]:
+    return [Net(4, 6, width=width), Net(6, 1, dropout=0.2, width=width)]
+
+
+def student_and_teacher() -> list[nn.Module]:
+    pair: list[nn.Module] = [Net(4, 6, dropout=0.2), Net(4, 6)]
+    pair[1].requires_grad_(False)
+    return pair
+
+
+ITERATIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[nn.Module]]]] = {
+    "gan": (gan, two_nets),
+    "wide_gan": (gan, functools.partial(two_nets, 200)),  # too much to be undone for nothing
+    "gradient_penalty": (gradient_penalty, two_nets),
+    "moving_average": (moving_average, student_and_teacher),
+}
+
+
+def make(name: str, **options: Any) -> tuple[list[nn.Module], Any]:
+    """Return models, sharded if there are options, and an optimizer for each, or only one."""
+    torch.manual_seed(0)
+    models = [model.to(rank_device()) for model in ITERATIONS[name][1]()]
+    for model in models if options else ():
+        for block in list(model.children())[1:3]:
+            graphfsdp.fully_shard(block, **options)
+        graphfsdp.fully_shard(model, **options)
+    trained = [model for model in models if next(model.parameters()).requires_grad]
+    optimizers = [FusedAdam(model.parameters(), lr=1e-2, eps=1e-2) for model in trained]
+    return models, optimizers if len(optimizers) > 1 else optimizers[0]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def train(
+    name: str, scope: str | None, *, apart: bool, options: dict[str, Any]
+) -> list[dict[str, Tensor]]:
+    """Train, with scope None in a plain loop; return results and weights of each iteration.
+
+    Args:
+        name: Of the iteration.
+        scope: As of ``capture``.
+        apart: Each rank has batches and random numbers of its own.
+        options: Of ``fully_shard``.
+    """
+    quick_garbage_collection()
+    models, optimizers = make(name, **options)
+    rank = dist.get_rank() if apart else 0
+    torch.manual_seed(10 + rank)
+    generator = torch.Generator().manual_seed(20 + rank)
+    iteration = ITERATIONS[name][0]
+    step: Any = None
+    if scope is not None:
+        step = graphfsdp.capture(models, optimizers, iteration=iteration, scope=scope)
+    states = []
+    for index in range(NUM_STEPS):
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            set_lr(optimizer, 1e-2 / (1 + index))
+        real = torch.randn(8, 6, generator=generator).to(rank_device())
+        if step is None:
+            for model in models:
+                model.zero_grad()
+            output = iteration(models, optimizers, real)
+        else:
+            output = step(real)
+        results = [leaf for leaf in pytree.tree_leaves(output) if leaf is not None]
+        state = {f"result {at}": leaf.detach().clone() for at, leaf in enumerate(results)}
+        for at, model in enumerate(models):
+            state |= {f"{key} of model {at}": whole(p) for key, p in model.named_parameters()}
+        states.append(state)
+    if step is not None:
+        if scope == "full_iteration":
+            assert step.report().num_calls["replay"] == NUM_STEPS - 4
+        step.close()
+    return states
+
+
+def agrees(name: str, options: dict[str, Any], has_outer: bool) -> None:
+    if has_outer:
+        options = {**options, "mesh": hybrid_mesh()}
+    # Ranks that do the same reduce to what one process has, so the plain loop is the reference.
+    alone = train(name, None, apart=False, options={})
+    sharded = train(name, None, apart=False, options=options)
+    for index, (expected, got) in enumerate(zip(alone, sharded, strict=True)):
+        for key, value in expected.items():
+            largest = float((value - got[key]).abs().max())
+            assert largest <= ROUNDING, f"{key} after iteration {index}: {largest}"
+    plain, eager, captured = (
+        train(name, scope, apart=True, options=options)
+        for scope in (None, "none", "full_iteration")
+    )
+    for before, between, after in zip(plain, eager, captured, strict=True):
+        assert_same_state(before, between)
+        assert_same_state(between, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("gan", "optim_grads_params"),
+        ("gradient_penalty", "optim_grads_params"),
+        ("moving_average", "optim_grads_params"),
+        ("gan", "optim"),
+        ("moving_average", "optim_grads"),
+    ],
+)
+def test_iterations_train_sharded_models_as_one_process_and_replay_as_eager(
+    ranks2: RankPool, name: str, strategy: str
+) -> None:
+    ranks2.run(agrees, name, {"strategy": strategy}, False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "no_shard", "overlap": False},
+        {"strategy": "optim_grads_params", "buffer_pool": True},
+        {"strategy": "optim_grads_params", "reshard_after_forward": False},
+    ],
+    ids=["one after the other", "pool", "weights kept"],
+)
+def test_options_of_sharding_go_with_iterations(ranks2: RankPool, options: dict[str, Any]) -> None:
+    ranks2.run(agrees, "moving_average", options, False)
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_gradients_of_several_backwards_are_reduced_over_two_axes(
+    ranks4: RankPool, outer: str
+) -> None:
+    options = {"strategy": "optim_grads_params", "outer_strategy": outer}
+    ranks4.run(agrees, "moving_average", options, True)
+
+
+def proves_evaluates_and_recaptures() -> None:
+    models, optimizers = make("gan", strategy="optim_grads_params")
+
+    def score(models: list[nn.Module], real: Tensor) -> Tensor:
+        out: Tensor = models[1](real)
+        return out.mean()
+
+    step = graphfsdp.capture(
+        models, optimizers, iteration=gan, loss_fn=score, verify=3, on_change="recapture"
+    )
+    with step:
+        for index in range(16):
+            step(torch.randn(8 if index % 3 else 6, 6, device=rank_device()))
+            assert not step.evaluate(torch.ones(4, 6, device=rank_device())).requires_grad
+        assert step.report().num_calls["capture"] == 2
+        assert step.report().num_calls["replay"] >= 6
+
+
+def test_a_sharded_iteration_is_verified_evaluated_and_captured_again(ranks2: RankPool) -> None:
+    ranks2.run(proves_evaluates_and_recaptures)
+
+
+def ahead_of_time() -> None:
+    runs = []
+    for example in (None, torch.zeros(8, 6, device=rank_device())):
+        models, optimizers = make("gan", strategy="optim_grads_params")
+        torch.manual_seed(dist.get_rank())
+        args: dict[str, Any] = {} if example is None else {"example_batch": example}
+        with graphfsdp.capture(models, optimizers, iteration=gan, **args) as step:
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            for _ in range(12):
+                step(torch.randn(8, 6, generator=generator).to(rank_device()))
+        params = [p for model in models for p in model.parameters()]
+        runs.append({str(at): whole(param) for at, param in enumerate(params)})
+    assert_same_state(runs[0], runs[1])
+
+
+def test_a_sharded_iteration_is_captured_ahead_of_time(ranks2: RankPool) -> None:
+    ranks2.run(ahead_of_time)
+
+
+def leaves_no_trace_before_a_run() -> bool:
+    models, optimizers = make("gan", strategy="optim_grads_params")
+    before = [whole(p) for model in models for p in model.parameters()]
+    real = torch.ones(8, 6, device=rank_device())
+    report = graphfsdp.check(models, optimizers, real, iteration=gan)
+    assert report.ok, str(report)
+    after = [whole(p) for model in models for p in model.parameters()]
+    return all(map(torch.equal, before, after))
+
+
+def test_check_rehearses_a_sharded_iteration(ranks2: RankPool) -> None:
+    assert ranks2.run(leaves_no_trace_before_a_run) == [True, True]
+
+
+def called(step: Any, batch: Tensor, mode: FaultMode | None = None) -> Exception | None:
+    """Call, and return what was raised."""
+    try:
+        with mode or contextlib.nullcontext():
+            step(batch)
+    except Exception as error:
+        return error
+    return None
+
+
+def fails_anywhere(name: str, num_apart: int) -> tuple[int, int]:
+    """Rank 1 fails in a replay that steps twice and reduces in between; all know what it means.
+
+    Returns:
+        How often the replay was undone, and how often the step was broken.
+    """
+    me = dist.get_rank()
+    real = torch.ones(8, 6, device=rank_device())
+    num_undone = num_broken = 0
+    step: Any = None
+    for position in itertools.count(2, num_apart):
+        if step is None:
+            models, optimizers = make(name, strategy="optim_grads_params")
+            step = graphfsdp.capture(models, optimizers, iteration=gan, warmup_steps=1)
+            step(real)
+            step(real)
+        mode = FaultMode(position if me else -1, Fault.ERROR, after=bool(position % 2))
+        error = called(step, real, mode)
+        # A rank that is late hears of a broken step before it begins.
+        allowed = (InjectedError,) if me else (graphfsdp.RankFailedError, graphfsdp.PhaseError)
+        assert error is None or isinstance(error, allowed), repr(error)
+        assert error is not None or mode.fired is None
+        after = called(step, real)
+        if after is not None:
+            assert isinstance(after, graphfsdp.PhaseError)
+            assert "load model and optimizer" in str(after)
+            num_broken += 1
+            step.close()
+            step = None
+        elif error is not None:
+            num_undone += 1
+        else:  # the program has no operator at that position any more
+            break
+    step.close()
+    return num_undone, num_broken
+
+
+@pytest.mark.parametrize(("name", "num_apart"), [("gan", 7), ("wide_gan", 29)])
+def test_a_fault_anywhere_on_one_rank_is_undone_on_all_or_ends_the_step_on_all(
+    ranks2: RankPool, name: str, num_apart: int
+) -> None:
+    counts, others = ranks2.run(fails_anywhere, name, num_apart, limit_s=110)
+    assert counts == others
+    num_undone, num_broken = counts
+    assert num_undone >= (20 if name == "gan" else 3)
+    assert num_broken >= (1 if name == "gan" else 3)

@@ -1,0 +1,190 @@
+"""What the parameters of a sharded module can do: full_tensor, state_dict, torch's clipping."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import graphfsdp
+from graphfsdp.sharding.row_shard import RowShard
+from ranks import RankPool, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    Block,
+    Net,
+    adam,
+    batches,
+    full_parameters,
+    gradients,
+    make_net,
+    my_part,
+    shard,
+    units,
+)
+
+NUM_STEPS = 5
+
+
+def attributes_of_owners() -> None:
+    model = Net()
+    model.scale.tag = "owner"  # type: ignore[attr-defined]
+    model.embedding.weight.is_embedding = True  # type: ignore[attr-defined]
+    shard(model, "optim_grads_params")
+    assert model.scale.tag == "owner"  # type: ignore[attr-defined]
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.is_embedding  # type: ignore[attr-defined]
+    assert isinstance(model.scale, nn.Parameter)
+    assert isinstance(model, Net)
+    assert not model.frozen.requires_grad
+
+
+def test_parameters_keep_what_their_owner_put_on_them(ranks2: RankPool) -> None:
+    ranks2.run(attributes_of_owners)
+
+
+def full_tensors(strategy: str) -> None:
+    """Of parameters, gradients, and what the state_dict and detach() make of parameters."""
+    model = make_net(strategy)
+    plain = make_net(None)
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), expected[name]), name
+    model(*my_part(batches(1)[0])).backward()
+    by_hand = gradients(model)
+    for unit in units(model):
+        for item in unit.group.trainable:
+            name = f"{unit.group.name}.{item.name}".lstrip(".")
+            holders = torch.tensor(float(item.param.grad is not None))
+            dist.all_reduce(holders)
+            if float(holders) == dist.get_world_size():  # a collective needs every rank
+                grad: Any = item.param.grad
+                assert torch.equal(grad.full_tensor(), by_hand[name]), f"gradient of {name}"
+    assert len(by_hand) >= 12
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_full_tensor_is_right_for_uneven_rows(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(full_tensors, strategy)
+
+
+def full_tensors_of_copies(strategy: str) -> None:
+    model = make_net(strategy)
+    expected = make_net(None).state_dict()
+    for name, param in model.named_parameters():
+        assert param.shape == expected[name].shape, f"{name} has shape {tuple(param.shape)}"
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.equal(value.full_tensor(), expected[name]), f"{name} of the state_dict"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_dict_holds_right_full_tensors(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(full_tensors_of_copies, strategy)
+
+
+class Scaled(nn.Module):
+    """Rows that two ranks share unevenly; every rank has some of each parameter, or none."""
+
+    def __init__(self, with_scalar: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(8), nn.Linear(8, 3)])
+        self.scale = nn.Parameter(torch.tensor(1.5)) if with_scalar else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x if self.scale is None else x * self.scale).square().mean()
+
+
+def clipped_by_torch(strategy: str, with_scalar: bool) -> tuple[float, float]:
+    norms = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Scaled(with_scalar).to(rank_device())
+        if sharded:
+            shard(model, strategy)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(rank_device())
+        (100 * model(x)).backward()
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        if sharded:
+            after = float(graphfsdp.clip_grad_norm_(model, 1.0))
+            assert after == pytest.approx(0.1, rel=1e-4)
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("with_scalar", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_torch_clips_uneven_shards(ranks2: RankPool, strategy: str, with_scalar: bool) -> None:
+    for expected, got in ranks2.run(clipped_by_torch, strategy, with_scalar):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+class Recurrent(nn.Module):
+    """An LSTM as a unit: torch keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(4, 5, batch_first=True)])
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks[0](x)[0]).square().mean()
+        return out
+
+
+def recurrent(strategy: str) -> None:
+    runs = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Recurrent().to(rank_device())
+        if sharded:
+            shard(model, strategy)
+        optim = adam(model, "adamw")
+        generator = torch.Generator().manual_seed(1)  # equal on all ranks: the mean is the same
+        losses = []
+        for _ in range(NUM_STEPS):
+            loss = model(torch.randn(2, 3, 4, generator=generator).to(rank_device()))
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        runs.append((torch.stack(losses), full_parameters(model)))
+    torch.testing.assert_close(runs[1][0], runs[0][0], rtol=1e-5, atol=1e-6)
+    for name, whole in runs[0][1].items():
+        torch.testing.assert_close(runs[1][1][name], whole, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_an_lstm_can_be_a_unit(ranks2: RankPool, strategy: str) -> None:
+    ranks2.run(recurrent, strategy)
+
+
+def neighbours_in_torchs_tables(strategy: str) -> None:
+    """As if hashes had come close to those of plain shards, by the addresses of a process."""
+    own_hash = RowShard.__hash__
+    RowShard.__hash__ = lambda self: hash(Shard(0))  # type: ignore[method-assign]
+    try:
+        model = make_net(strategy)
+        expected = dict(make_net(None).named_parameters())
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor)
+            if not param.ndim:
+                continue
+            plain = distribute_tensor(expected[name].detach(), param.device_mesh, [Shard(0)])
+            for tensor in (plain, param, plain):  # each finds what was worked out for the other
+                whole: Any = tensor.detach()
+                assert torch.equal(whole.full_tensor(), expected[name]), name
+    finally:
+        RowShard.__hash__ = own_hash  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(
+    ranks2: RankPool, strategy: str
+) -> None:
+    ranks2.run(neighbours_in_torchs_tables, strategy)

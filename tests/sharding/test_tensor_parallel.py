@@ -1,0 +1,191 @@
+"""Parameters that torch's parallelize_module has cut, sharded on top: 2 x 2 ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import graphfsdp
+from graphfsdp import ConfigError
+from graphfsdp.base.dtensors import local_part
+from graphfsdp.sharding import diagnostics
+from parallel_models import (
+    TP_AXES,
+    assert_trains_as_one,
+    part_of_axis,
+    plain_model,
+    tensor_parallel,
+    train_parts,
+    whole_batches,
+)
+from ranks import RankPool
+from sharding_helpers import (
+    Training,
+    assert_replayed,
+    assert_same_training,
+    hybrid_mesh,
+    raises_on_rank,
+    units,
+)
+
+
+def both_scopes(strategy: str, sequence: bool, microbatches: int) -> None:
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()]
+    runs: list[Training] = []
+    for scope in ("none", "full_iteration"):
+        model = tensor_parallel(strategy, sequence=sequence)
+        runs.append(train_parts(model, parts, scope=scope, microbatches=microbatches))
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    plain = train_parts(plain_model("feed"), whole_batches(), scope="none")
+    assert_trains_as_one(runs[1], plain, mesh.get_group("dp"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sequence", "microbatches"),
+    [
+        ("optim", False, 1),
+        ("optim_grads_params", True, 3),
+    ],
+)
+def test_parallelized_modules_train_as_one_rank_and_replay_as_eager(
+    ranks4: RankPool, strategy: str, sequence: bool, microbatches: int
+) -> None:
+    ranks4.run(both_scopes, strategy, sequence, microbatches)
+
+
+def looked_at() -> dict[str, Any]:
+    model = tensor_parallel(sequence=True)
+    plain: Any = plain_model("feed")
+    whole = whole_batches()[0]
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    plain(*whole).backward()
+    model(*part_of_axis(whole, mesh, "dp")).backward()
+    norms = {found.name: found for found in diagnostics.parameter_norms(model)}
+    for name, param in plain.named_parameters():
+        assert norms[name].weight == pytest.approx(float(param.detach().norm()), rel=1e-12)
+        if param.grad is not None:
+            assert norms[name].grad == pytest.approx(float(param.grad.norm()), rel=1e-9)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert float(graphfsdp.clip_grad_norm_(model, 0.1)) == pytest.approx(float(norm), rel=1e-6)
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(
+                param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=1e-9
+            )
+        if "up" in name:
+            assert param.placements[0] == Shard(0)
+    diagnostics.check_slices(model)
+    rows = {row.name: row for row in diagnostics.shard_table(model).rows}
+    if dist.get_rank() == 2:
+        held = [name for name, row in rows.items() if row.weight_bytes and "up" in name]
+        local_part(model.get_parameter(held[0])).view(-1)[0] = torch.nan
+    else:
+        held = []
+    return {
+        "held": held,
+        "shapes": {name: row.shape for name, row in rows.items()},
+        "found": [str(found) for found in diagnostics.find_nonfinite(model)],
+    }
+
+
+def test_norms_and_tables_count_each_element_once(ranks4: RankPool) -> None:
+    results = ranks4.run(looked_at)
+    (name, *_) = results[2]["held"]
+    for result in results:
+        assert result["found"] == [f"weight of {name!r} on rank 2: 1 NaN, 0 infinite"]
+        assert result["shapes"]["blocks.0.up.weight"] == (16, 8)  # this rank's half
+
+
+def freed_weights() -> None:
+    """Saved weights are places in the gathered buffer, DTensors too, so that it is freed."""
+    model = tensor_parallel(sequence=True)
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    gathered: list[StorageWeakRef] = []
+
+    def remember(module: nn.Module, args: Any) -> None:
+        for unit in units(module):
+            for buffer in unit.group.buffers:
+                if buffer.sharded and buffer.full is not None:
+                    gathered.append(StorageWeakRef(buffer.full.untyped_storage()))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(remember)
+    loss = model(*part_of_axis(whole_batches()[0], mesh, "dp"))
+    assert len(gathered) >= 2
+    assert all(storage.expired() for storage in gathered)
+    loss.backward()
+
+
+def test_whole_weights_are_dropped_between_forward_and_backward(ranks4: RankPool) -> None:
+    ranks4.run(freed_weights)
+
+
+def materialized() -> None:
+    """What a whole model's initialisation draws; parameters without one are set by hand."""
+
+    def set_own(module: nn.Module) -> None:
+        for name in ("scale", "frozen"):
+            if hasattr(module, name):
+                nn.init.constant_(getattr(module, name), 0.5)
+
+    model = tensor_parallel(meta=True)
+    torch.manual_seed(3 + dist.get_rank())  # the first rank's values count
+    graphfsdp.materialize(model, init=set_own)
+    plain = plain_model("feed")
+    torch.manual_seed(3)
+    for module in plain.modules():
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    set_own(plain)
+    for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), whole), name
+
+
+def test_meta_parameters_get_the_values_of_the_whole_model(ranks4: RankPool) -> None:
+    ranks4.run(materialized)
+
+
+class _OneWeight(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def refusals() -> list[str]:
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    other = hybrid_mesh((4,), ("all",))
+    tp = mesh["tp"]
+    even = distribute_tensor(torch.ones(4, 2), tp, [Shard(0)])
+    weights: list[tuple[DTensor, Any]] = [
+        (even, other),
+        (even, None),
+        (even, tp),
+        (distribute_tensor(torch.ones(3, 2), tp, [Shard(0)]), mesh["dp"]),
+        (DTensor.from_local(torch.ones(4, 2), tp, [Partial()]), mesh["dp"]),
+    ]
+    found = []
+    for weight, over in weights:
+        with raises_on_rank(ConfigError) as messages:
+            graphfsdp.fully_shard(_OneWeight(weight), over)
+        found += messages
+    fine: Any = graphfsdp.fully_shard(
+        _OneWeight(distribute_tensor(torch.ones(3, 2), tp, [Replicate()])), mesh["dp"]
+    )
+    assert torch.equal(fine.weight.full_tensor(), torch.ones(3, 2))
+    return found
+
+
+def test_meshes_and_cuts_that_do_not_fit_are_refused_by_name(ranks4: RankPool) -> None:
+    for one_mesh, default, same, uneven, partial in ranks4.run(refusals):
+        for message in (one_mesh, default, same):
+            assert "parameter 'weight' lies on the mesh axes ('tp',)" in message
+            assert "Remedy: make one mesh" in message
+        assert "dim 0 of parameter 'weight' of shape (3, 2) is cut into 2 parts" in uneven
+        assert "parameter 'weight' is Partial(sum) on mesh axis 0" in partial

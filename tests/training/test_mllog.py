@@ -1,0 +1,321 @@
+"""``graphfsdp train --mllog``: lines that the official checker accepts, and an honest clock."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphfsdp
+from graphfsdp.cli import main
+from graphfsdp.optim import FusedAdam
+from graphfsdp.training import build, loop
+from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.corpus import load_corpus
+from graphfsdp.training.mllog import MlperfLog, is_success
+from graphfsdp.training.presets import find_preset
+from graphfsdp.training.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+TEXT = argparse.__file__  # real text that every Python has
+RULES = ROOT / "graphfsdp" / "training" / "mllog_rules.yaml"
+# Dropout, clipping and micro-batches, which a capture on made-up data could disturb.
+SMALL = (  # noqa: SIM905
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.2 --train-iters 12 --lr 1e-2 "
+    "--lr-warmup-iters 4 --clip-grad 0.5 --log-interval 1 --eval-interval 4 --eval-iters 2 "
+    "--sample-tokens 0 --no-progress"
+).split()
+
+Event = tuple[str, Any, dict[str, Any]]
+
+needs_mllog = pytest.mark.skipif(
+    importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
+)
+
+
+def train(device: torch.device, *flags: str) -> int:
+    return main(["train", *SMALL, "--data", TEXT, "--device", device.type, *flags])
+
+
+def events(path: Path) -> list[Event]:
+    """Key, value and metadata of each line."""
+    found = []
+    for line in path.read_text().splitlines():
+        data = json.loads(line.removeprefix(":::MLLOG "))
+        found.append((data["key"], data["value"], data["metadata"]))
+    return found
+
+
+def complaints(path: Path, config: str = "training_6.1.0/common.yaml") -> str:
+    """What the official checker says against a log; nothing if it accepts it."""
+    from mlperf_logging.compliance_checker import mlp_compliance
+
+    checker = mlp_compliance.make_checker("training", "6.1.0", quiet=False, werror=True)
+    accepted = mlp_compliance.main(str(path), config, checker)[0]
+    found = "\n".join([*checker.overwritable.values(), *checker.not_overwritable])
+    assert accepted == (not found)
+    return found
+
+
+def command_line_verdict(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    module = "mlperf_logging.compliance_checker"
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", module, "--usage", "training", "--ruleset", "6.1.0", *options),
+            *("--log_output", str(path.with_suffix(".verdict")), str(path)),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@needs_mllog
+def test_the_checker_accepts_a_run_whose_numbers_are_those_without_a_log(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, seen_at_first_touch = tmp_path / "new" / "result_0.txt", list[str]()
+
+    def watched(path: str | None) -> Any:
+        if log.exists():
+            seen_at_first_touch.extend(key for key, _, _ in events(log))
+        return load_corpus(path)
+
+    monkeypatch.setattr(build, "load_corpus", watched)
+    assert train(device, "--out", str(tmp_path / "plain")) == 0
+    assert train(device, "--out", str(tmp_path / "logged"), "--mllog", str(log)) == 0
+    # No data before the clock runs, and the capture has left nothing behind.
+    assert seen_at_first_touch[-2:] == ["init_stop", "run_start"]
+    lines = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("logged", "plain")
+    ]
+    names = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
+    kept = [[[line.get(name) for name in names] for line in run] for run in lines]
+    assert kept[0] == kept[1]
+    assert {line["phase"] for line in lines[0]} == {"replay"}
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("logged", "plain")]
+    assert models[0] == models[1]
+
+    verdict = command_line_verdict(log, "--config", str(RULES))
+    assert verdict.returncode == 0, verdict.stderr
+    moments = [key for key, _, _ in events(log) if key.endswith(("_start", "_stop", "_clear"))]
+    block = ["block_start", "block_stop", "eval_start", "eval_stop"]
+    assert moments == [
+        *("cache_clear", "init_start", "init_stop", "run_start"), *3 * block, "run_stop"
+    ]  # fmt: skip
+    losses = [value for key, value, _ in events(log) if key == "eval_accuracy"]
+    assert losses == [line["val_loss"] for line in lines[0] if "val_loss" in line]
+    facts = {key: value for key, value, _ in events(log)}
+    assert (facts["global_batch_size"], facts["gradient_accumulation_steps"]) == (4, 2)
+    assert (facts["train_samples"], facts["eval_samples"]) == (48, 4)
+    assert not facts["cache_clear"]  # nobody has said that it was done
+    assert "not verified by MLCommons Association" in facts["note"]
+
+
+@needs_mllog
+@pytest.mark.parametrize(("target", "success"), [("5.4", True), ("0.1", False)])
+def test_a_target_ends_the_run_or_is_missed(
+    target: str, success: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, cpu = tmp_path / "log", torch.device("cpu")
+    flags = ["--save", str(tmp_path / "saved"), "--mllog", str(log), "--target-loss", target]
+    assert train(cpu, *flags) == 0
+    found = events(log)
+    stop = [metadata for key, _, metadata in found if key == "run_stop"]
+    losses = [value for key, value, _ in found if key == "eval_accuracy"]
+    assert [metadata["status"] for metadata in stop] == ["success" if success else "aborted"]
+    assert [loss <= float(target) for loss in losses] == (
+        [False] * (len(losses) - 1) + [True] if success else [False] * 3
+    )
+    done = 4 * len(losses)
+    assert stop[0]["samples_count"] == 4 * done
+    # What a run keeps at its end is kept at an early end too.
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{done:08d}"]
+    assert complaints(log, str(RULES)) == ""
+    said = "reached" if success else "not reached"
+    printed = capsys.readouterr().out
+    assert f"target loss {target} {said} after {done} iterations" in printed
+    assert "result not verified by MLCommons Association" in printed
+
+
+def closed_llama(path: Path, **changed: Any) -> TrainConfig:
+    preset = find_preset("llama31-8b-mlperf")
+    return dataclasses.replace(
+        preset, mllog=str(path), mllog_org="us", mllog_status="onprem", **changed
+    )
+
+
+def write_made_up_run(config: TrainConfig, losses: list[float]) -> None:
+    """Tell a log of a run that no test can train: the settings are real, the losses are not."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = FusedAdam(model.parameters())
+    batch = torch.zeros(2, 4)
+    ranks = Ranks(size=16, local_size=8, launched=True)
+
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).mean()
+        return loss
+
+    began_ms = time.time_ns() // 1_000_000
+    with (
+        graphfsdp.capture(model, optimizer, loss_fn=loss_fn, example_batch=batch) as step,
+        MlperfLog(config, ranks, torch.device("cpu"), began_ms=began_ms) as log,
+    ):
+        log.run_starts(step)
+        for number, loss in enumerate(losses):
+            log.block_starts(12288 * number)
+            log.block_stops(12288 * (number + 1))
+            log.validated(12288 * (number + 1), loss)
+        log.run_stops(12288 * len(losses), success=is_success(config, losses[-1]))
+
+
+@needs_mllog
+@pytest.mark.parametrize(
+    ("changed", "losses", "complaint"),
+    [
+        ({}, [6.1, 3.4, 3.29], None),
+        ({}, [6.1, 3.4], "Failed checks for eval_accuracy"),
+        ({"adam_eps": 1e-8}, [3.2], "CHECK for 'opt_adamw_epsilon' failed"),
+        ({"train_iters": 1000}, [3.2], "CHECK for 'max_steps' failed"),
+        ({"mllog_org": ""}, [3.2], "CHECK for 'submission_org' failed"),
+    ],
+    ids=["as the rules say", "target missed", "epsilon", "steps", "nobody"],
+)
+def test_the_checker_judges_closed_llama31_8b(
+    changed: dict[str, Any], losses: list[float], complaint: str | None, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(closed_llama(tmp_path / "log"), **changed)
+    write_made_up_run(config, losses)
+    if complaint is None:
+        assert complaints(tmp_path / "log") == ""
+        verdict = command_line_verdict(tmp_path / "log")
+        assert verdict.returncode == 0, verdict.stderr
+        assert "SUCCESS" in verdict.stderr
+        facts = {key: value for key, value, _ in events(tmp_path / "log")}
+        assert facts["submission_benchmark"] == "llama31_8b"
+        assert (facts["global_batch_size"], facts["gradient_accumulation_steps"]) == (16, 1)
+        assert facts["lowest_numerical_precision_in_linear"] == "bfloat16"
+    else:
+        assert complaint in complaints(tmp_path / "log")
+
+
+@needs_mllog
+def test_our_rules_ask_for_every_key_of_the_official_ones() -> None:
+    import mlperf_logging.compliance_checker as official
+    import yaml  # mlperf-logging needs it
+
+    def required(path: Path) -> dict[str, str]:
+        records = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+        return {r["KEY"]["NAME"]: r["KEY"].get("REQ", "") for r in records if "KEY" in r}
+
+    folder = Path(official.__file__).parent / "training_6.1.0"
+    ours = required(RULES)
+    for name in ("common.yaml", "closed_common.yaml"):
+        for key, requirement in required(folder / name).items():
+            if key.startswith("epoch_"):  # instead of blocks
+                continue
+            if requirement.startswith("AT_LEAST_ONE_OR"):
+                requirement = "AT_LEAST_ONE"
+            assert ours[key] in (requirement, "EXACTLY_ONE"), key
+
+
+@needs_mllog
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ('"key": "eval_stop"', '"key": "eval_over"', "'eval_stop' but found 0"),
+        ('"samples_count": 24576', '"samples_count": 8', "CHECK for 'block_stop' failed"),
+        ('"key": "run_start"', '"key": "init_start"', "CHECK for 'block_start' failed"),
+        ('"status": "success"', '"status": "fine"', "CHECK for 'run_stop' failed"),
+        ('"value": 5.5', '"value": 0.5', "failed test: s['status'] == 'aborted'"),
+        ('"key": "seed"', '"key": "seat"', "'seed' but found 0"),
+    ],
+)
+def test_our_rules_refuse_a_log_out_of_order_or_untrue(
+    old: str, new: str, complaint: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    write_made_up_run(TrainConfig(mllog=str(log), target_loss=5.5), [6.1, 5.3])
+    assert complaints(log, str(RULES)) == ""
+    text = log.read_text()
+    assert old in text
+    log.write_text(text.replace(old, new))
+    assert complaint in complaints(log, str(RULES))
+
+
+def test_a_failure_after_the_clock_has_started_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlperf_logging")
+    calls = list[int]()
+
+    def fails_at_the_second(*args: Any, **options: Any) -> float:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("the disk is gone")
+        return 4.0
+
+    monkeypatch.setattr(loop, "validation_loss", fails_at_the_second)
+    assert train(torch.device("cpu"), "--mllog", str(tmp_path / "log")) == 1
+    assert "the disk is gone" in capsys.readouterr().err
+    found = events(tmp_path / "log")
+    stops = [metadata for key, _, metadata in found if key == "run_stop"]
+    assert [(stop["status"], stop["samples_count"]) for stop in stops] == [("aborted", 32)]
+    assert found[-1][:2] == ("train_samples", 32)
+
+
+@needs_mllog
+def test_a_run_ended_by_sigterm_says_so(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    flags = ["--data", TEXT, "--device", "cpu", "--train-iters", "100000", "--mllog", str(log)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "graphfsdp", "train", *SMALL, *flags, "--eval-interval", "0"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not (log.exists() and "block_start" in log.read_text()):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    assert [(k, m.get("status")) for k, _, m in events(log)[-2:]] == [
+        ("run_stop", "aborted"), ("train_samples", None)
+    ]  # fmt: skip
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert train(torch.device("cpu"), *flags) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_logged_is_refused_by_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = tmp_path / "used"
+    used.write_text("precious")
+    log = ("--mllog", str(tmp_path / "log"))
+    if importlib.util.find_spec("mlperf_logging") is not None:
+        assert "holds a log already" in refusal(capsys, "--mllog", str(used))
+        assert "is a directory" in refusal(capsys, "--mllog", str(tmp_path))
+        assert "cannot be made" in refusal(capsys, "--mllog", str(used / "log"))
+        assert used.read_text() == "precious"
+        said = refusal(capsys, *log, "--data", str(tmp_path / "tokens.bin"))
+        assert "say with --vocab-size" in said
+    assert "--mllog times a run from its" in refusal(capsys, *log, "--load", str(tmp_path))
+    assert "--target-loss must be greater than 0" in refusal(capsys, "--target-loss", "0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install mlperf-logging" in refusal(capsys, "--mllog", str(tmp_path / "new"))

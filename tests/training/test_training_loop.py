@@ -1,0 +1,205 @@
+"""A whole run through the command line's ``main``: equal bits in every scope, and what is kept."""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphfsdp.cli import main
+
+ROOT = Path(__file__).parents[2]
+# Real text that every Python has; 16 KiB or more of it are held out of training.
+TEXT = argparse.__file__
+# Clipping, schedule, dropout and several micro-batches, each of which a capture could freeze.
+SMALL = (  # noqa: SIM905
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.2 --attention-dropout 0.1 "
+    "--train-iters 20 --lr 1e-2 --lr-warmup-iters 6 --clip-grad 0.5 --log-interval 1 "
+    "--eval-interval 6 --eval-iters 2 --sample-tokens 0 --no-progress"
+).split()
+
+Lines = list[dict[str, Any]]
+
+
+def run(device: torch.device, out: Path, *flags: str) -> Lines:
+    arguments = ["train", *SMALL, "--data", TEXT, "--device", device.type, "--out", str(out)]
+    assert main([*arguments, *flags]) == 0
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(lines: Lines) -> list[tuple[float, ...]]:
+    """What must be equal bit for bit: everything but speed, memory and phase."""
+    names = ("step", "loss", "lr", "grad_norm", "tokens")
+    return [tuple(line[name] for name in names) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "--no-bf16",
+        "--bf16",
+        "--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer",
+    ],
+    ids=["fp32", "bf16", "decoupled"],
+)
+@pytest.mark.parametrize("scope", ["forward_backward", "full_iteration"])
+def test_a_captured_run_has_the_bits_of_an_eager_one(
+    scope: str, precision: str, device: torch.device, tmp_path: Path
+) -> None:
+    flags = precision.split()
+    eager = run(device, tmp_path / "none", *flags, "--cuda-graph-scope", "none")
+    captured = run(device, tmp_path / scope, *flags, "--cuda-graph-scope", scope)
+    assert numbers(captured) == numbers(eager)
+    assert [line.get("val_loss") for line in captured] == [line.get("val_loss") for line in eager]
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("none", scope)]
+    assert models[0] == models[1]
+    # The run did what could have been frozen, and was captured.
+    assert [line["phase"] for line in captured] == ["warmup"] * 3 + ["capture"] + ["replay"] * 16
+    assert {line["phase"] for line in eager} == {"eager"}
+    assert sum(line["grad_norm"] > 0.5 for line in eager) > 10
+    assert len({line["lr"] for line in eager}) > 15
+    assert len({line["loss"] for line in eager}) == 20
+
+
+def test_dropout_and_the_seed_change_the_numbers(device: torch.device, tmp_path: Path) -> None:
+    reference = numbers(run(device, tmp_path / "reference"))
+    for flags in (["--seed", "5"], ["--hidden-dropout", "0"], ["--attention-dropout", "0"]):
+        assert numbers(run(device, tmp_path / "-".join(flags), *flags)) != reference
+
+
+def test_validation_does_not_change_the_training(device: torch.device, tmp_path: Path) -> None:
+    often = run(device, tmp_path / "often", "--eval-interval", "1", "--eval-iters", "3")
+    never = run(device, tmp_path / "never", "--eval-interval", "0")
+    assert numbers(often) == numbers(never)
+    assert all("val_loss" in line for line in often)
+    assert [line["step"] for line in never if "val_loss" in line] == [20]
+
+
+def test_the_log_interval_changes_what_is_written_alone(
+    device: torch.device, tmp_path: Path
+) -> None:
+    every = run(device, tmp_path / "every", "--eval-interval", "0")
+    some = run(device, tmp_path / "some", "--eval-interval", "0", "--log-interval", "8")
+    assert [line["step"] for line in some] == [1, 8, 16, 20]
+    assert numbers(some) == [entry for entry in numbers(every) if entry[0] in (1, 8, 16, 20)]
+
+
+def test_validation_loss_is_that_of_the_kept_parameters(
+    device: torch.device, tmp_path: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    from graphfsdp.training.corpus import load_corpus
+    from graphfsdp.training.data import BatchSampler
+    from graphfsdp.training.evaluation import validation_loss
+    from graphfsdp.training.gpt import GPT, GPTConfig
+
+    lines = run(device, tmp_path / "run", "--swiglu", "--position-embedding-type", "rope")
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())
+    names = ["seq_length", "num_layers", "hidden_size", "num_attention_heads", "swiglu"]
+    names += ["position_embedding_type", "normalization", "disable_bias_linear"]
+    model = GPT(GPTConfig(vocab_size=256, **{name: kept[name] for name in names})).to(device)
+    safetensors.load_model(model, tmp_path / "run" / "model.safetensors", device=str(device))
+    sampler = BatchSampler(load_corpus(TEXT), seq_length=16, batch_size=4, seed=0, device=device)
+    loss = validation_loss(model, sampler, num_batches=2, batch_size=2, device=device)
+    assert loss == lines[-1]["val_loss"]
+
+
+def test_training_learns_what_comes_next(device: torch.device, tmp_path: Path) -> None:
+    """A text in which each byte follows from the one before, though all are equally frequent."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes((7 * i) % 64 for i in range(20_000)))
+    arguments = f"train {' '.join(SMALL)} --data {text} --device {device.type} --out {tmp_path}/run"
+    flags = "--train-iters 60 --log-interval 20 --hidden-dropout 0 --attention-dropout 0"
+    assert main([*arguments.split(), *flags.split()]) == 0
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    resolved = json.loads((tmp_path / "run" / "config.json").read_text())["resolved"]
+    assert resolved["unigram_entropy"] == pytest.approx(math.log(64), rel=1e-3)
+    assert last["val_loss"] < 0.2 * math.log(64)
+
+
+def test_the_console_says_what_ran_and_how_it_ended(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = run(device, tmp_path / "run", "--sample-tokens", "5", "--log-interval", "10")
+    shown = capsys.readouterr().out
+    for expected in (
+        torch.__version__,
+        "full_iteration after 3 warm-up iterations",
+        "64 tokens (4 x 16 tokens in 2 micro-batches)",
+        "fp32 model weights",
+        f"step 20/20  loss {lines[-1]['loss']:.4f}",
+        f"validation loss {lines[-1]['val_loss']:.4f} nats per token; unigram entropy",
+        "captured step",
+        "sample (prompt from the held-out part)",
+        "kept in",
+    ):
+        assert expected in shown
+    assert "parameters" in shown
+
+
+def test_token_files_give_a_sample_of_numbers(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = torch.randint(300, (2000,), dtype=torch.int16)
+    (tmp_path / "tokens.bin").write_bytes(tokens.numpy().tobytes())
+    run(device, tmp_path / "run", "--data", f"{tmp_path}/tokens.bin", "--sample-tokens", "3")
+    held_out = " ".join(str(token) for token in tokens[1900:1903].tolist())
+    assert held_out in capsys.readouterr().out
+
+
+def test_without_out_nothing_is_written(
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL, "--data", TEXT, "--device", device.type]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "nothing of this run is kept" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_what_was_logged(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["train", *SMALL, "--data", TEXT, "--device", "cpu", "--out", str(out)]
+    arguments += ["--train-iters", "1000000"]
+    # A parent that ignores SIGINT, as a shell's background job does, would pass that on.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"from graphfsdp.cli import main; sys.exit(main({arguments!r}))"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        metrics = out / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not metrics.exists() or metrics.read_text().count("\n") < 8:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == "interrupted; what was logged so far is kept\n"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert json.loads((out / "config.json").read_text())["train_iters"] == 1_000_000
+    assert not (out / "model.safetensors").exists()
