@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.cpu.recorder import Node, Value
-from graphfsdp._capture.trace.values import span_bytes, values_in
+from graphfsdp._capture.trace.values import Node, Value, span_bytes, values_in
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES
 
 

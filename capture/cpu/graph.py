@@ -13,11 +13,12 @@ from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cpu.arena import Arena
 from graphfsdp._capture.cpu.program import ProgramBuilder
 from graphfsdp._capture.cpu.program_source import Replay
-from graphfsdp._capture.cpu.recorder import Recorder, Value
+from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.ranks.collective_order import CollectiveOrder
 from graphfsdp._capture.report.measured_replay import measure_replay
 from graphfsdp._capture.report.program_description import describe_program
 from graphfsdp._capture.trace.storages import refuse_dropped_tensors
+from graphfsdp._capture.trace.values import Value
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp._capture.undo.replay_undo import ReplayUndo
 from graphfsdp._capture.undo.undo_arena import give_back_freed_pages

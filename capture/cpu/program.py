@@ -16,10 +16,10 @@ from graphfsdp._capture.cpu.out_calls import call_into
 from graphfsdp._capture.cpu.program_memory import ProgramMemory
 from graphfsdp._capture.cpu.program_scratch import add_scratch
 from graphfsdp._capture.cpu.program_source import ProgramSource, Replay
-from graphfsdp._capture.cpu.recorder import Node, Recorder, Value
+from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.ranks.collective_order import is_collective
 from graphfsdp._capture.trace.storages import StorageInfo
-from graphfsdp._capture.trace.values import materialise, values_in
+from graphfsdp._capture.trace.values import Node, Value, materialise, values_in
 
 Commit = Callable[[], None]
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -9,9 +9,15 @@ from torch import Tensor
 from graphfsdp._capture.cpu.arena import Arena
 from graphfsdp._capture.cpu.copy_elision import elide_copies
 from graphfsdp._capture.cpu.out_calls import can_write_into
-from graphfsdp._capture.cpu.recorder import Node, Value, geometry_of
 from graphfsdp._capture.trace.op_tensors import is_empty
-from graphfsdp._capture.trace.values import materialise, span_bytes, values_in
+from graphfsdp._capture.trace.values import (
+    Node,
+    Value,
+    geometry_of,
+    materialise,
+    span_bytes,
+    values_in,
+)
 from graphfsdp.base.memory_plan import Lifetime, MemoryPlan, plan_memory
 
 _FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.cpu.recorder import Node, Value
 from graphfsdp._capture.trace.op_tensors import scratch_places
 from graphfsdp._capture.trace.storages import StorageInfo
+from graphfsdp._capture.trace.values import Node, Value
 
 
 def add_scratch(nodes: Sequence[Node]) -> list[Value]:

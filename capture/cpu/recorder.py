@@ -1,7 +1,6 @@
 """Records one iteration on a CPU as nodes over values, while it runs for real."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,53 +8,15 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.rules.refusals import Refusal, new_generator
 from graphfsdp._capture.rules.watcher import Run, Watcher
-from graphfsdp._capture.trace.op_tensors import flat_tensors, is_empty, read_tensors
+from graphfsdp._capture.trace.op_tensors import (
+    TRUSTED_NAMESPACES,
+    flat_tensors,
+    is_empty,
+    read_tensors,
+)
 from graphfsdp._capture.trace.storages import StorageInfo, storage_of
+from graphfsdp._capture.trace.values import Geometry, Node, Value, geometry_of
 from graphfsdp.base.hazards import HazardKind
-
-_TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional")
-
-Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
-
-
-@dataclass(eq=False, slots=True)
-class Value:
-    """One way to look at one storage: what a tensor of the iteration is to the program.
-
-    Attributes:
-        storage: The storage it looks at.
-        geometry: Offset, shape, strides, dtype, conjugate bit, negative bit.
-        node: Index of the node that makes it; None if it can be made before any node runs.
-    """
-
-    storage: StorageInfo
-    geometry: Geometry
-    node: int | None
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """One operator call of the program.
-
-    Attributes:
-        op: The operator.
-        args: Its arguments; every tensor replaced by its Value.
-        kwargs: Likewise.
-        outputs: Values of its results, in order; None for what is not a tensor.
-        results: "none", "tensor" or "list": the form of what the operator returns.
-        touched: Storages that it reads or writes.
-        effects: It must run even when nobody uses its results.
-        site: Number of the place in the user's program that it comes from.
-    """
-
-    op: torch._ops.OpOverload
-    args: list[Any]
-    kwargs: dict[str, Any]
-    outputs: list[Value | None]
-    results: str
-    touched: list[StorageInfo] = field(default_factory=list)
-    effects: bool = True
-    site: int = 0
 
 
 class Recorder(Watcher):
@@ -103,7 +64,7 @@ class Recorder(Watcher):
         for tensor in written:
             info = self._known(tensor, name)
             info.filled = True
-        trusted = op.namespace in _TRUSTED_NAMESPACES
+        trusted = op.namespace in TRUSTED_NAMESPACES
         result = run() if trusted else self._run_distrusted(op, inputs, written, run)
         self._finish(node, result, inputs, written)
         return result
@@ -294,18 +255,6 @@ class Recorder(Watcher):
                     ),
                 )
         return result
-
-
-def geometry_of(tensor: Tensor) -> Geometry:
-    """Return how a tensor looks at its storage."""
-    return (
-        int(tensor.storage_offset()),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 def _is_new(generator: torch.Generator) -> bool:

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp._capture.cpu.recorder import Node, Value
-from graphfsdp._capture.trace.values import materialise, span_bytes, values_in
+from graphfsdp._capture.trace.values import Node, Value, materialise, span_bytes, values_in
 
 _NAMESPACES = ("graphfsdp", "_c10d_functional")
 _CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
+from graphfsdp._capture.trace.storages import span
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.dtensors import local_part
 
@@ -59,9 +60,7 @@ class MemoryNames:
             if local.numel() == 0:
                 continue
             start = local.data_ptr()
-            spans = zip(local.shape, local.stride(), strict=True)
-            reach = 1 + sum((length - 1) * step for length, step in spans)
-            end = start + reach * local.element_size()
+            end = start + span(local.shape, local.stride()) * local.element_size()
             found.setdefault((start, end), NamedMemory(start, end, role, name))
         self._items = sorted(found.values(), key=lambda item: (item.start, -item.end))
         self._starts = [item.start for item in self._items]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.cpu.program_memory import ProgramMemory
-from graphfsdp._capture.cpu.recorder import Node, Value
 from graphfsdp._capture.report.program_facts import (
     Argument,
     BufferKind,
@@ -20,6 +19,8 @@ from graphfsdp._capture.report.program_facts import (
 )
 from graphfsdp._capture.trace.op_tensors import RUNNING_STATISTICS, SILENT_WRITERS, draws_numbers
 from graphfsdp._capture.trace.sites import Site
+from graphfsdp._capture.trace.storages import span
+from graphfsdp._capture.trace.values import Node, Value
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVES = ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_")  # ours
@@ -179,10 +180,7 @@ def _reach(
     offset: int, shape: Sequence[int], stride: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
     """Return the first byte in its storage that a strided tensor touches, and how many follow."""
-    if 0 in shape:
-        return offset * itemsize, 0
-    last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    return offset * itemsize, (last + 1) * itemsize
+    return offset * itemsize, span(shape, stride) * itemsize
 
 
 def _kind_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NodeKind:

@@ -18,6 +18,9 @@ SILENT_WRITERS = (
 RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
 
 
+# Operators of others may write what they do not declare.
+TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional", "profiler")
+
 # Python hands these a tensor whose data it has just filled in, outside any operator.
 LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
 
@@ -109,6 +112,15 @@ def written_tensors(
 ) -> list[Tensor]:
     """Return the tensors that an operator writes."""
     return flat_tensors(written_arguments(op, args, kwargs))
+
+
+def may_write(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the tensors that an operator may write: of somebody else's operator, all."""
+    if op.namespace in TRUSTED_NAMESPACES:
+        return written_tensors(op, args, kwargs)
+    return flat_tensors(args) + flat_tensors(kwargs.values())
 
 
 def read_tensors(

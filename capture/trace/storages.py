@@ -1,6 +1,6 @@
 """What a recording knows of every storage that it meets, without keeping any of them alive."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,13 @@ def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
             "fixed address. Remedy: use strided (dense) tensors inside the iteration",
             op=op,
         ) from None
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie from the first to the last that a strided tensor looks at."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def identity_of(tensor: Tensor) -> int:

@@ -1,27 +1,73 @@
-"""What a program's values say: which are in a node, how many bytes they span, their tensors."""
+"""What a recording consists of: values, each a way to look at a storage, and nodes over them."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.cpu.recorder import Node, Value
+from graphfsdp._capture.trace.storages import StorageInfo, span
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One way to look at one storage: what a tensor of the iteration is to the program.
+
+    Attributes:
+        storage: The storage it looks at.
+        geometry: Offset, shape, strides, dtype, conjugate bit, negative bit.
+        node: Index of the node that makes it; None if it can be made before any node runs.
+    """
+
+    storage: StorageInfo
+    geometry: Geometry
+    node: int | None
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One operator call of the program.
+
+    Attributes:
+        op: The operator.
+        args: Its arguments; every tensor replaced by its Value.
+        kwargs: Likewise.
+        outputs: Values of its results, in order; None for what is not a tensor.
+        results: "none", "tensor" or "list": the form of what the operator returns.
+        touched: Storages that it reads or writes.
+        effects: It must run even when nobody uses its results.
+        site: Number of the place in the user's program that it comes from.
+    """
+
+    op: torch._ops.OpOverload
+    args: list[Any]
+    kwargs: dict[str, Any]
+    outputs: list[Value | None]
+    results: str
+    touched: list[StorageInfo] = field(default_factory=list)
+    effects: bool = True
+    site: int = 0
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Return how a tensor looks at its storage."""
+    return (
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def values_in(node: Node) -> Iterable[Value]:
     """Yield the values among a node's arguments."""
     yield from _values(node.args)
     yield from _values(node.kwargs.values())
-
-
-def span_bytes(value: Value) -> int:
-    """Return the bytes from the start of a value's storage to the end of the value."""
-    offset, shape, stride, dtype, *_ = value.geometry
-    if 0 in shape:
-        return 0
-    steps = ((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return (offset + 1 + sum(steps)) * dtype.itemsize
 
 
 def _values(items: Iterable[Any]) -> Iterable[Value]:
@@ -31,6 +77,13 @@ def _values(items: Iterable[Any]) -> Iterable[Value]:
             yield item
         elif isinstance(item, list):
             yield from _values(item)
+
+
+def span_bytes(value: Value) -> int:
+    """Return the bytes from the start of a value's storage to the end of the value."""
+    offset, shape, stride, dtype, *_ = value.geometry
+    length = span(shape, stride)
+    return (offset + length) * dtype.itemsize if length else 0
 
 
 def materialise(value: Value, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.cpu.recorder import Node, Value
 from graphfsdp._capture.trace.op_tensors import written_arguments
 from graphfsdp._capture.trace.storages import StorageInfo
+from graphfsdp._capture.trace.values import Node, Value
 
 _MAX_KEPT_BYTES = 1 << 20
 _MIN_KEPT = 8

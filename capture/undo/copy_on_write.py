@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.trace.op_tensors import flat_tensors, written_tensors
-from graphfsdp._capture.trace.storages import identity_of, storage_of
+from graphfsdp._capture.trace.op_tensors import TRUSTED_NAMESPACES, flat_tensors, may_write
+from graphfsdp._capture.trace.storages import identity_of, span, storage_of
 from graphfsdp._capture.trace.watch_modes import OperatorMode
 from graphfsdp._capture.undo.held_back import HeldBack
 from graphfsdp._capture.undo.undo_arena import (
@@ -23,8 +23,6 @@ from graphfsdp.errors import CaptureError
 _Range = tuple[int, int]  # first byte, byte after the last
 _OPS_PER_TRIM = 64  # see Note [Undo memory]
 _FREE_BYTES = 2 << 20  # memory that copies for steps that wait may take in any case
-# Operators of others may write what they do not declare.
-_TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional", "profiler")
 
 
 class CopyOnWrite:
@@ -164,7 +162,7 @@ class _UndoMode(OperatorMode):
         if held.take(op, args, kwargs, self._made.keys()):
             self._undo.trim()
             return None
-        if held.is_touched_by(op, given, _may_write(op, args, kwargs, given)):
+        if held.is_touched_by(op, given, may_write(op, args, kwargs)):
             for call in held.let_go():
                 self._run(*call)
         return self._run(op, args, kwargs)
@@ -173,7 +171,7 @@ class _UndoMode(OperatorMode):
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         given = flat_tensors(args) + flat_tensors(kwargs.values())
-        self._save(op, args, kwargs, given)
+        self._save(op, args, kwargs)
         result = op(*args, **kwargs)
         before = {identity_of(tensor) for tensor in given}
         for tensor in flat_tensors([result]):
@@ -183,30 +181,16 @@ class _UndoMode(OperatorMode):
         return result
 
     def _save(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        for tensor in _may_write(op, args, kwargs, given):
+        for tensor in may_write(op, args, kwargs):
             identity = identity_of(tensor)
             if identity not in self._made and identity not in self._undo.free:
                 with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
                     self._undo.save(tensor)
-        trusted = op.namespace in _TRUSTED_NAMESPACES
+        trusted = op.namespace in TRUSTED_NAMESPACES
         if not trusted or torch.Tag.nondeterministic_seeded in op.tags:
             self._undo.save_generators(args, kwargs)
-
-
-def _may_write(
-    op: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    given: Sequence[Tensor],
-) -> Sequence[Tensor]:
-    trusted = op.namespace in _TRUSTED_NAMESPACES
-    return written_tensors(op, args, kwargs) if trusted else given
 
 
 def is_undo_mode(mode: object) -> bool:
@@ -218,10 +202,8 @@ def byte_range(tensor: Tensor) -> _Range:
     """Return the first byte of its storage that a tensor looks at, and the one behind its last."""
     if tensor.numel() == 0:
         return (0, 0)
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in pairs)
     start = int(tensor.storage_offset()) * tensor.element_size()
-    return (start, start + span * tensor.element_size())
+    return (start, start + span(tensor.shape, tensor.stride()) * tensor.element_size())
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:

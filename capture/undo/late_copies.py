@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.cpu.recorder import Node
+from graphfsdp._capture.trace.values import Node
 from graphfsdp._capture.undo.node_cost import copies_are_cheap
 
 _OWN_BYTES = 2 << 20  # memory that the copies may take for themselves

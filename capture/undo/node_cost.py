@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from graphfsdp._capture.cpu.recorder import Node, Value
-from graphfsdp._capture.trace.values import values_in
+from graphfsdp._capture.trace.values import Node, Value, values_in
 
 # Of one thread of a server's CPU. Only ratios count, and only within a factor of two or so.
 _CALL_NS = 5_000.0  # an operator that is called from Python

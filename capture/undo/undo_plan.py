@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from graphfsdp._capture.cpu.program import ProgramBuilder
-from graphfsdp._capture.cpu.recorder import Value
-from graphfsdp._capture.trace.values import materialise
+from graphfsdp._capture.trace.values import Value, materialise
 from graphfsdp._capture.undo.commit_point import (
     CommitPoint,
     find_commit_point,

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.cpu.recorder import Node, Value, geometry_of
 from graphfsdp._capture.trace.storages import StorageInfo
+from graphfsdp._capture.trace.values import Node, Value, geometry_of
 from graphfsdp._capture.undo.commit_point import find_commit_point, find_everything_written
 
 
