@@ -88,8 +88,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # DTensor takes about a second to import, which a run on one rank need not wait for, and so
-    # does torch.distributed.checkpoint.
+    # DTensor takes about a second to import, which a run on one rank need not wait for.
     if name in ("FSDPModule", "fully_shard"):
         from graphfsdp.sharding import fully_shard as module
 

@@ -55,7 +55,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _checkpoint(arguments: Sequence[str]) -> int:
-    from graphfsdp.checkpoint.command import run_checkpoint_command
+    from graphfsdp.checkpoint.convert import run_checkpoint_command
 
     def say(line: str) -> None:
         Console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,104 +1,58 @@
-"""Checkpoints without a model: read whole, written in another form, described, compared."""
+"""``graphfsdp checkpoint show|convert|diff``: checkpoints without a model."""
 
+import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from graphfsdp.checkpoint.engine import Members
-from graphfsdp.checkpoint.folder import entries, resolve
+from graphfsdp.checkpoint.folder import begin, entries, resolve
 from graphfsdp.checkpoint.full import FullState, describe_full, read_full_file
-from graphfsdp.checkpoint.manifest import Manifest, read_manifest
+from graphfsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL
 from graphfsdp.checkpoint.parts import whole
-from graphfsdp.checkpoint.reader import CheckpointFiles, check_everything
+from graphfsdp.checkpoint.reading import CheckpointFiles
 from graphfsdp.checkpoint.safetensors_file import write_state
-from graphfsdp.checkpoint.saving import Snapshot, begin_save, write_snapshot
+from graphfsdp.checkpoint.saving import Snapshot, write_snapshot
 from graphfsdp.checkpoint.values import decode
-from graphfsdp.checkpoint.writer import objects_file
-from graphfsdp.errors import CheckpointError
+from graphfsdp.checkpoint.writing import objects_file
+from graphfsdp.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint or a file that was opened without a model.
-
-    Attributes:
-        path: What was opened.
-        manifest: What is in it.
-        files: Of a checkpoint.
-        tensors: Of a file.
-    """
+    """A checkpoint or a file that was opened without a model; only one of the two has files."""
 
     path: Path
     manifest: Manifest
     files: CheckpointFiles | None
-    tensors: dict[str, Tensor]
-
-    def tensor(self, key: str) -> Tensor:
-        """Return a whole tensor; a checkpoint's is checked, and put together if it was cut.
-
-        Raises:
-            CheckpointDamagedError: it is not what was saved.
-        """
-        if self.files is None:
-            return self.tensors[key]
-        saved = self.manifest.tensors[key]
-        for piece in saved.pieces:
-            num_bytes = torch.Size(piece.sizes).numel() * saved.dtype.itemsize
-            self.files.check(key, piece, 0, num_bytes)
-        self.files.raise_damage()
-        if len(saved.pieces) == 1:
-            return self.files.tensor(key, saved.pieces[0])
-        found = torch.empty(saved.shape, dtype=saved.dtype)
-        for piece in saved.pieces:
-            ranges = zip(piece.offsets, piece.sizes, strict=True)
-            place = tuple(slice(first, first + size) for first, size in ranges)
-            found[place].copy_(self.files.tensor(key, piece))
-        return found
+    tensor: Callable[[str], Tensor]  # whole, by key
 
 
 def open_any(path: str | os.PathLike[str], step: int | None = None) -> Opened:
-    """Open a folder of checkpoints, one checkpoint, a safetensors file or one of ``torch.save``.
-
-    Raises:
-        CheckpointError: there is nothing like that.
-    """
+    """Open a folder of checkpoints, one checkpoint, a safetensors file or one of ``torch.save``."""
     place = Path(path)
-    if place.is_file() and place.name != "manifest.json":
+    if place.is_file() and place.name != MANIFEST:
         manifest, tensors = describe_full(read_full_file(place))
-        return Opened(place, manifest, None, tensors)
+        return Opened(place, manifest, None, tensors.__getitem__)
     folder = resolve(place, step)
-    manifest = read_manifest(folder)
-    return Opened(folder, manifest, CheckpointFiles(folder, manifest), {})
+    files = CheckpointFiles(folder, read_manifest(folder))
+    return Opened(folder, files.manifest, files, files.tensor)
 
 
 def convert(source: str, target: str, *, step: int | None = None, dtype: str | None = None) -> str:
-    """Write a checkpoint in another form.
-
-    Args:
-        source: See ``open_any``.
-        target: A new file ending in ".safetensors" (the model), ".pt" or ".pth" (a full state
-            dict of model and optimizer), or a folder, for a checkpoint.
-        step: Which checkpoint of a folder.
-        dtype: Of the model's floating-point tensors in a file, such as "bfloat16"; None keeps it.
-
-    Returns:
-        What was written.
-
-    Raises:
-        CheckpointError: it cannot be read or written.
-    """
+    """Write a checkpoint in another form, which the target's name says; return what was written."""
     opened = open_any(source, step)
     place = Path(target)
     if place.suffix in (".safetensors", ".pt", ".pth"):
         if place.exists():
             raise CheckpointError(f"{place} exists; nothing is overwritten: give a new name")
-        state = read_full(opened, _parse_dtype(dtype))
+        state = _read_full(opened, _parse_dtype(dtype))
         if place.suffix == ".safetensors":
             write_state(place, state["model"])
         else:
@@ -111,7 +65,7 @@ def convert(source: str, target: str, *, step: int | None = None, dtype: str | N
     return str(_write_checkpoint(opened, place))
 
 
-def read_full(opened: Opened, dtype: torch.dtype | None = None) -> FullState:
+def _read_full(opened: Opened, dtype: torch.dtype | None = None) -> FullState:
     """Return everything as a full state dict; the model's floating-point tensors in a dtype."""
     manifest = opened.manifest
     model: dict[str, Tensor] = {}
@@ -157,23 +111,12 @@ def _write_checkpoint(opened: Opened, root: Path) -> Path:
         k for k in opened.manifest.tensors if not k.startswith("objects/") or k.startswith(kept)
     ]
     parts = tuple((key, whole(opened.tensor(key))) for key in keys)
-    members = Members()
-    snapshot = Snapshot(parts, facts, objects)
-    target = begin_save(root, int(opened.manifest.facts["step"]), None, members)
-    return write_snapshot(snapshot, target, members)
+    step, name = begin(root, int(opened.manifest.facts["step"]))
+    return write_snapshot(Snapshot(parts, facts, objects), root, name, step, Members())
 
 
 def describe(opened: Opened, *, verify: bool, tensors: bool) -> Iterator[str]:
-    """Yield lines that say what is inside.
-
-    Args:
-        opened: What to describe.
-        verify: Also compare every checksum.
-        tensors: Also list every tensor.
-
-    Raises:
-        CheckpointDamagedError: something is not what was saved.
-    """
+    """Yield lines that say what is inside."""
     manifest, facts = opened.manifest, opened.manifest.facts
     yield f"{opened.path}"
     if opened.files is not None:
@@ -185,7 +128,9 @@ def describe(opened: Opened, *, verify: bool, tensors: bool) -> Iterator[str]:
         found = [saved for key, saved in manifest.tensors.items() if key.startswith(prefix)]
         if found:
             numel = sum(torch.Size(saved.shape).numel() for saved in found)
-            num_bytes = sum(saved.num_bytes for saved in found)
+            num_bytes = sum(
+                torch.Size(saved.shape).numel() * saved.dtype.itemsize for saved in found
+            )
             yield (
                 f"  {name + ':':<10} {len(found)} tensors, {numel:,} elements, {num_bytes:,} bytes"
             )
@@ -204,7 +149,7 @@ def describe(opened: Opened, *, verify: bool, tensors: bool) -> Iterator[str]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             yield f"  {key}  {dtype} {list(tensor.shape)} in {len(tensor.pieces) or 1} piece(s)"
     if verify and opened.files is not None:
-        check_everything(opened.files, manifest)
+        opened.files.check_all()
         yield "  every checksum is right"
 
 
@@ -297,3 +242,59 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"{name!r} is no floating-point dtype of torch")
     return dtype
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad word as every other bad input is reported: one line, no usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; '{self.prog} --help' explains")
+
+
+def run_checkpoint_command(arguments: Sequence[str], say: Callable[[str], None]) -> bool:
+    """Run what the arguments say; ``say`` prints a line. False is a difference that was found."""
+    given = _make_parser().parse_args(arguments)
+    if given.command == "show":
+        opened = open_any(given.path, given.step)
+        for line in describe(opened, verify=given.verify, tensors=given.tensors):
+            say(line)
+        return True
+    if given.command == "convert":
+        say(f"written: {convert(given.source, given.target, step=given.step, dtype=given.dtype)}")
+        return True
+    found = False
+    for line in differences(open_any(given.left), open_any(given.right)):
+        found = True
+        say(line)
+    if not found:
+        say("equal, bit for bit")
+    return not found
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="graphfsdp checkpoint", description="Look at, convert and compare checkpoints."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    paths = "a folder of checkpoints (its latest), one checkpoint, a .safetensors or a .pt file"
+    show = commands.add_parser("show", help="what is inside")
+    show.add_argument("path", help=paths)
+    show.add_argument("--step", type=int, metavar="N", help="which checkpoint of a folder")
+    show.add_argument("--tensors", action="store_true", help="list every tensor")
+    show.add_argument("--verify", action="store_true", help="compare every checksum")
+    change = commands.add_parser("convert", help="write it in another form")
+    change.add_argument("source", help=paths)
+    change.add_argument(
+        "target", help="a new .safetensors file (the model), a new .pt file (a full state dict of "
+        "model and optimizer), or a folder, for a checkpoint",
+    )  # fmt: skip
+    change.add_argument("--step", type=int, metavar="N", help="which checkpoint of a folder")
+    change.add_argument(
+        "--dtype", metavar="NAME", help="of the model's tensors in a file, such as bfloat16"
+    )
+    diff = commands.add_parser(
+        "diff", help="compare two; exit code 1 where they differ, 2 where one cannot be read"
+    )
+    diff.add_argument("left", help=paths)
+    diff.add_argument("right", help=paths)
+    return parser

@@ -25,16 +25,10 @@ _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """A complete checkpoint in a folder.
-
-    Attributes:
-        step: Number that it was saved with.
-        attempt: 0, or more where the same step was saved again.
-        name: Of its folder.
-    """
+    """A complete checkpoint in a folder."""
 
     step: int
-    attempt: int
+    attempt: int  # 0, or more where the same step was saved again
     name: str
 
 
@@ -51,15 +45,7 @@ def entries(root: Path) -> list[Entry]:
 
 
 def resolve(path: Path, step: int | None = None) -> Path:
-    """Return the folder of the checkpoint that is meant.
-
-    Args:
-        path: A folder of checkpoints, or one checkpoint.
-        step: Which one; None is what ``latest`` names.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the folder of one checkpoint; without a step, of the one that ``latest`` names."""
     if (path / MANIFEST).is_file() and step is None:
         return path
     known = entries(path)
@@ -91,21 +77,11 @@ def _describe(known: list[Entry]) -> str:
 
 
 def begin(root: Path, step: int | None) -> tuple[int, str]:
-    """Make the folder that a save writes into, on rank 0.
+    """Make the folder that a save writes into; return its step, and its name when it is done.
 
     What earlier saves have left unfinished is removed, so one job at a time may save here.
-
-    Args:
-        root: Folder of checkpoints, made if need be.
-        step: Number of the checkpoint; None is one more than the last.
-
-    Returns:
-        The number, and the checkpoint's name when it is done.
-
-    Raises:
-        CheckpointError: nothing can be written there.
     """
-    with _explained(root):
+    with explained(root):
         root.mkdir(parents=True, exist_ok=True)
         for path in root.iterdir():
             if path.name.startswith((UNFINISHED, _DELETED)):
@@ -125,18 +101,11 @@ def unfinished(root: Path, name: str) -> Path:
 
 
 def commit(root: Path, name: str, manifest: Manifest, keep_last: int | None) -> None:
-    """Make a checkpoint visible, on rank 0, when all files are synced.
+    """Make a checkpoint visible, on rank 0, when all files are synced; see Note [Order of a save].
 
-    Args:
-        root: Folder of checkpoints.
-        name: From ``begin``.
-        manifest: What it holds.
-        keep_last: Remove all but so many of the newest steps up to this one; None keeps all.
-
-    Raises:
-        CheckpointError: something cannot be written.
+    All but ``keep_last`` of the newest steps up to this one are removed; None keeps all.
     """
-    with _explained(root):
+    with explained(root):
         folder = unfinished(root, name)
         _write_synced(folder / MANIFEST, manifest.to_bytes())
         _sync_folder(folder)
@@ -193,7 +162,8 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(root: Path) -> Iterator[None]:
+def explained(root: Path) -> Iterator[None]:
+    """Say of a failure of the file system what was to be done, and that nothing is lost."""
     try:
         yield
     except OSError as error:

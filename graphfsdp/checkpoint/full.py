@@ -1,7 +1,8 @@
 """Whole state dicts in and out of sharded models: on rank 0 alone, one tensor at a time.
 
 A full state is ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups":
-[{"params": [names], ...}]}}``, as torch's ``get_optimizer_state_dict`` gives it.
+[{"params": [names], ...}]}}``, as torch's ``get_optimizer_state_dict`` gives it. That function does
+not serve here: it steps an optimizer that has no state yet, and takes uneven rows for even ones.
 """
 
 import functools
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.checkpoint.engine import Members
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
+from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import (
     MODEL,
     OPTIMIZER,
@@ -26,11 +27,11 @@ from graphfsdp.checkpoint.named import (
     name_parameters,
     states_by_index,
 )
-from graphfsdp.checkpoint.optimizer_load import plan_optimizer
+from graphfsdp.checkpoint.optimizer import plan_optimizer
 from graphfsdp.checkpoint.parts import Part
-from graphfsdp.checkpoint.safetensors_file import map_file, read_header, view_bytes
+from graphfsdp.checkpoint.safetensors_file import read_state
 from graphfsdp.checkpoint.values import encode
-from graphfsdp.errors import CheckpointError, CheckpointMismatchError
+from graphfsdp.errors import CheckpointError
 from graphfsdp.optim.adapters.skip_counter import skip_counter
 from graphfsdp.sharding.materialize.meta_load import memory_for_values
 
@@ -149,20 +150,15 @@ def load_full_state_dict(
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
-        if plan.problems and strict:
-            listed = "\n".join(f"  {problem}" for problem in plan.problems)
-            raise CheckpointMismatchError(
-                f"the state does not fit; nothing was loaded:\n{listed}\nRemedy: the model that "
-                "it was taken from, or strict=False, which leaves as it is what does not fit"
-            )
+        if strict:
+            plan.refuse_problems("state", "the model that it was taken from")
         return plan
 
     with memory_for_values(model) as have_values:
         plan = members.together(make_plan)
         with torch.no_grad():
             _distribute(plan, tensors, members)
-            for action in plan.afterwards:
-                action()
+        plan.act()
         have_values(plan.filled())
     return tuple(plan.problems)
 
@@ -257,11 +253,7 @@ def read_full_file(path: Path) -> FullState:
         CheckpointError: it is neither.
     """
     if path.suffix == ".safetensors":
-        specs, metadata = read_header(path)
-        content = map_file(path)
-        found = {name: view_bytes(content, spec) for name, spec in specs.items()}
-        found |= {alias: found[name] for alias, name in metadata.items() if name in found}
-        return {"model": found}
+        return {"model": read_state(path)}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

@@ -5,7 +5,6 @@ Note [Main weights]: a float32 main weight is saved as the model's weight where 
 16 bits that a bfloat16 weight lacks. Each form loads into each other one, bit for bit.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, cut, shape_of
-from graphfsdp.checkpoint.parts import NamedPart, Part
+from graphfsdp.checkpoint.parts import NamedPart, Part, whole
+from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.remainders import join_remainder
 
 MAIN = "master_param"
@@ -22,23 +22,36 @@ MAIN = "master_param"
 
 @dataclass
 class LoadPlan:
-    """What a load will do.
-
-    Attributes:
-        manifest: What was saved.
-        model: What it is loaded into.
-        parts: Tensors to read, and where to.
-        afterwards: What is to be done when they have been read, in this order.
-        problems: What does not fit.
-        unread: Names of the model's tensors that are left as they are.
-    """
+    """What a load will do: read parts, then act; and what does not fit."""
 
     manifest: Manifest
     model: NamedModel
     parts: list[NamedPart] = field(default_factory=list)
-    afterwards: list[Callable[[], object]] = field(default_factory=list)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)  # in this order
     problems: list[str] = field(default_factory=list)
-    unread: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)  # the model's tensors that are left as they are
+
+    def read_whole(self, key: str) -> Tensor:
+        """Plan to read a tensor that belongs to no parameter, and return it."""
+        saved = self.manifest.tensors[key]
+        tensor = torch.empty(saved.shape, dtype=saved.dtype)
+        self.parts.append((key, whole(tensor)))
+        return tensor
+
+    def act(self) -> None:
+        """Do what is to be done when all parts were read."""
+        with torch.no_grad():
+            for action in self.afterwards:
+                action()
+
+    def refuse_problems(self, what: str, remedy: str) -> None:
+        """Raise CheckpointMismatchError with the whole list, if anything does not fit."""
+        if self.problems:
+            listed = "\n".join(f"  {problem}" for problem in self.problems)
+            raise CheckpointMismatchError(
+                f"the {what} does not fit; nothing was loaded:\n{listed}\n"
+                f"Remedy: {remedy}, or strict=False, which leaves as it is what does not fit"
+            )
 
     def filled(self) -> Iterator[Tensor]:
         """Yield the model's tensors that the load gives values."""
@@ -68,22 +81,22 @@ class LoadPlan:
         return saved == tuple(shape)
 
     def join(self, name: str, remainder_keys: Sequence[str], into: Part) -> None:
-        """Read a float32 main weight that was saved as bfloat16 weight and remainder.
-
-        Args:
-            name: Of the parameter.
-            remainder_keys: Of its remainders, one per member.
-            into: Where the main weight goes.
-        """
+        """Read a float32 main weight that was saved as bfloat16 weight and remainder."""
         members = self.model.members(name)
         for member, remainder_key in zip(members, remainder_keys, strict=True):
             weight_key = self.saved_key(member.name)
             assert weight_key is not None
             for _, piece in cut("", [member], into):
-                weight = piece.with_local(_new(piece.local, torch.bfloat16))
-                remainder = piece.with_local(_new(piece.local, torch.int16))
-                self.parts += [(weight_key, weight), (remainder_key, remainder)]
-                self.afterwards.append(functools.partial(_join, piece, weight, remainder))
+                self.join_piece(weight_key, remainder_key, piece)
+
+    def join_piece(self, weight_key: str, remainder_key: str, into: Part) -> None:
+        """Read a piece of a weight and of its remainder, and put them together."""
+        weight = into.with_local(torch.empty_like(into.local, dtype=torch.bfloat16))
+        remainder = into.with_local(torch.empty_like(into.local, dtype=torch.int16))
+        self.parts += [(weight_key, weight), (remainder_key, remainder)]
+        self.afterwards.append(
+            lambda: into.local.copy_(join_remainder(weight.local, remainder.local))
+        )
 
 
 def plan_model(plan: LoadPlan) -> None:
@@ -122,15 +135,4 @@ def _plan_weight(
     elif main.dtype != torch.int16:
         plan.parts.append((main_key, into))
     else:
-        weight = into.with_local(_new(into.local, saved.dtype))
-        remainder = into.with_local(_new(into.local, torch.int16))
-        plan.parts += [(key, weight), (main_key, remainder)]
-        plan.afterwards.append(functools.partial(_join, into, weight, remainder))
-
-
-def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(like.shape, dtype=dtype, device=like.device)
-
-
-def _join(into: Part, weight: Part, remainder: Part) -> None:
-    into.local.copy_(join_remainder(weight.local, remainder.local))
+        plan.join_piece(key, main_key, into)

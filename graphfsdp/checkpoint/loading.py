@@ -12,23 +12,26 @@ from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.base.sharded import ShardedModule, sharded_roots
-from graphfsdp.checkpoint.engine import Members, run_load
 from graphfsdp.checkpoint.folder import resolve
 from graphfsdp.checkpoint.full import load_file
-from graphfsdp.checkpoint.fused import FusedWeight
-from graphfsdp.checkpoint.last_good import name_last_good
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import read_manifest
+from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import name_model
-from graphfsdp.checkpoint.objects import BufferState, Stateful, TensorSink, check_objects
-from graphfsdp.checkpoint.optimizer_load import plan_optimizer
-from graphfsdp.checkpoint.parts import whole
-from graphfsdp.checkpoint.random_state import RandomState
-from graphfsdp.checkpoint.reader import CheckpointFiles, FolderReader
+from graphfsdp.checkpoint.objects import (
+    BufferState,
+    RandomState,
+    Stateful,
+    TensorSink,
+    check_objects,
+)
+from graphfsdp.checkpoint.optimizer import plan_optimizer
+from graphfsdp.checkpoint.parts import FusedWeight
+from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, encode
-from graphfsdp.checkpoint.writer import objects_file
-from graphfsdp.errors import CheckpointDamagedError, CheckpointMismatchError
+from graphfsdp.checkpoint.writing import objects_file
+from graphfsdp.errors import CheckpointDamagedError
 from graphfsdp.sharding.materialize.meta_load import memory_for_values
 
 
@@ -132,28 +135,16 @@ def _load_folder(
             plan_optimizer(plan, optimizer)
         _plan_objects(plan, objects, files, members, rng=rng)
         if strict:
-            _refuse_problems(plan, folder)
+            plan.refuse_problems(f"checkpoint {folder}", "the model and optimizer that were saved")
         return plan
 
     with memory_for_values(model) as have_values:
         plan = members.together(make_plan)
-        run_load(plan.parts, FolderReader(files, manifest), members)
-        with torch.no_grad():
-            for action in plan.afterwards:
-                action()
+        read_parts(plan.parts, files, members)
+        plan.act()
         have_values(plan.filled())
     _forget_gathered(model)
     return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
-
-
-def _refuse_problems(plan: LoadPlan, folder: Path) -> None:
-    if plan.problems:
-        listed = "\n".join(f"  {problem}" for problem in plan.problems)
-        raise CheckpointMismatchError(
-            f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
-            "Remedy: the model and optimizer that were saved, or strict=False, which leaves "
-            "as it is what does not fit"
-        )
 
 
 def _plan_extra(plan: LoadPlan) -> None:
@@ -162,7 +153,7 @@ def _plan_extra(plan: LoadPlan) -> None:
         if name not in saved:
             plan.problems.append(f"model: {name!r} is missing in the checkpoint")
             continue
-        state = decode(saved[name], functools.partial(_read_plain, plan, {}))
+        state = decode(saved[name], plan.read_whole)
         plan.afterwards.append(functools.partial(module.set_extra_state, state))
     for name in saved:
         if name not in plan.model.extra:
@@ -191,14 +182,14 @@ def _plan_objects(
             )
             continue
         living = _living_dtensors(plan, name, thing)
-        state = decode(saved[name], functools.partial(_read_plain, plan, living))
+        state = decode(saved[name], functools.partial(_read_object, plan, living))
         plan.afterwards.append(functools.partial(thing.load_state_dict, state))
     if BUFFERS in saved and members.size == len(digests):
-        state = decode(saved[BUFFERS], functools.partial(_read_plain, plan, {}))
+        state = decode(saved[BUFFERS], plan.read_whole)
         plan.afterwards.append(functools.partial(BufferState(plan.model).load_state_dict, state))
     if rng and RANDOM in saved:
         generators = RandomState()
-        state = decode(saved[RANDOM], functools.partial(_read_plain, plan, {}))
+        state = decode(saved[RANDOM], plan.read_whole)
         plan.afterwards.append(lambda: generators.load_state_dict(state))
         if not exists:
             plan.afterwards.append(lambda: generators.diverge(members.rank))
@@ -218,17 +209,14 @@ def _living_dtensors(plan: LoadPlan, name: str, thing: Stateful) -> dict[str, Te
     return found
 
 
-def _read_plain(plan: LoadPlan, living: Mapping[str, Tensor], key: str) -> Tensor:
+def _read_object(plan: LoadPlan, living: Mapping[str, Tensor], key: str) -> Tensor:
     """Plan to read a tensor of an object: in place if it is a DTensor there, else a new one."""
-    if key in living:
-        sink = TensorSink(plan.model)
-        sink.store(key, living[key])
-        plan.parts += sink.parts
-        return living[key]
-    saved = plan.manifest.tensors[key]
-    tensor = torch.empty(saved.shape, dtype=saved.dtype)
-    plan.parts.append((key, whole(tensor)))
-    return tensor
+    if key not in living:
+        return plan.read_whole(key)
+    sink = TensorSink(plan.model)
+    sink.store(key, living[key])
+    plan.parts += sink.parts
+    return living[key]
 
 
 def _forget_gathered(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,13 @@ BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """One box of a tensor, in one file.
+    """One box of a tensor, in one file."""
 
-    Attributes:
-        offsets: Where the box starts in the whole tensor.
-        sizes: Its extent.
-        file: Name of the file.
-        start: First byte in the file.
-        crc32: Of each ``BLOCK_BYTES`` bytes.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # in the whole tensor
     sizes: tuple[int, ...]
     file: str
-    start: int
-    crc32: tuple[int, ...]
+    start: int  # first byte in the file
+    crc32: tuple[int, ...]  # of each BLOCK_BYTES bytes
 
 
 @dataclass(frozen=True)
@@ -46,35 +37,21 @@ class SavedTensor:
     shape: tuple[int, ...]
     pieces: tuple[SavedPiece, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of the checkpoint.
-
-    Attributes:
-        num_bytes: Its size.
-        head_bytes: So many bytes at its start belong to no tensor.
-        head_crc32: Their checksum.
-    """
+    """A file of the checkpoint."""
 
     num_bytes: int
-    head_bytes: int
+    head_bytes: int  # so many at its start belong to no tensor
     head_crc32: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds.
+    """All that a checkpoint holds: files by name, tensors by key.
 
-    Attributes:
-        facts: Step, versions, number of ranks; structure of model, optimizer and objects.
-        files: By name.
-        tensors: By key.
+    Facts are step, versions, number of ranks; structure of model, optimizer and objects.
     """
 
     facts: dict[str, Json]
@@ -82,7 +59,6 @@ class Manifest:
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the file's content."""
         body = {
             "facts": self.facts,
             "files": {
@@ -131,14 +107,6 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if hashlib.sha256(_dump(body)).hexdigest() != digest:
         raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")
-    return _parse(body)
-
-
-def _dump(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, sort_keys=True).encode()
-
-
-def _parse(body: dict[str, Any]) -> Manifest:
     return Manifest(
         facts=body["facts"],
         files={name: SavedFile(*numbers) for name, numbers in body["files"].items()},
@@ -146,13 +114,15 @@ def _parse(body: dict[str, Any]) -> Manifest:
             key: SavedTensor(
                 dtype=dtype_of(entry["dtype"]),
                 shape=tuple(entry["shape"]),
-                pieces=tuple(_parse_pieces(entry["pieces"])),
+                pieces=tuple(
+                    SavedPiece(tuple(offsets), tuple(sizes), file, start, tuple(crc32))
+                    for offsets, sizes, file, start, crc32 in entry["pieces"]
+                ),
             )
             for key, entry in body["tensors"].items()
         },
     )
 
 
-def _parse_pieces(pieces: Iterable[list[Any]]) -> Iterable[SavedPiece]:
-    for offsets, sizes, file, start, crc32 in pieces:
-        yield SavedPiece(tuple(offsets), tuple(sizes), file, start, tuple(crc32))
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, sort_keys=True).encode()

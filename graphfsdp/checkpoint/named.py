@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.dtensors import is_dtensor, local_part
-from graphfsdp.checkpoint.fused import FusedWeight, Member, members_of
-from graphfsdp.checkpoint.parts import NamedPart, Part, part_of
+from graphfsdp.base.dtensors import is_dtensor
+from graphfsdp.checkpoint.parts import (
+    FusedWeight,
+    Member,
+    NamedPart,
+    Part,
+    members_of,
+    part_of,
+)
 from graphfsdp.errors import CheckpointError
 
 MODEL = "model/"
@@ -20,25 +26,14 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model's parameters and persistent buffers.
-
-    Attributes:
-        tensors: By name, each once.
-        aliases: Other names of the same tensors, with the name above.
-        extra: What modules give as ``get_extra_state``, and the modules.
-        offsets: By id of a parameter that ``fully_shard`` has cut, where the part here begins.
-        fused: Which parameters are saved in members.
-    """
+    """A model's parameters and persistent buffers by name, each once."""
 
     tensors: dict[str, Tensor]
-    aliases: dict[str, str]
-    extra: dict[str, tuple[nn.Module, Any]]
+    aliases: dict[str, str]  # other names of the same tensors
+    extra: dict[str, tuple[nn.Module, Any]]  # what modules give as get_extra_state
+    # By id of a parameter that fully_shard has cut, where the part here begins.
     offsets: dict[int, tuple[int, ...]]
     fused: tuple[FusedWeight, ...]
-
-    def name_of(self) -> dict[int, str]:
-        """Return the names by id of the tensor."""
-        return {id(tensor): name for name, tensor in self.tensors.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the plain buffers, of which each rank may have other values."""
@@ -50,18 +45,15 @@ class NamedModel:
 
     def members(self, name: str) -> tuple[Member, ...]:
         """Return what a tensor is saved as: itself, or the members of a fused weight."""
-        tensor = self.tensors[name]
-        found = members_of(name, tensor.shape, self.fused)
+        tensor = self.tensors.get(name)  # a parameter may be the optimizer's alone
+        found = None if tensor is None else members_of(name, tensor.shape, self.fused)
         return found or (Member(name, -1, ()),)
 
     def part(self, param: Tensor, value: Tensor) -> Part:
-        """Return this rank's part of a tensor that is laid out as a parameter, or is one.
+        """Return this rank's part of a parameter, or of one of its states.
 
-        Args:
-            param: The parameter.
-            value: It, or one of its states: a DTensor too, or a plain tensor, which is this
-                rank's rows if it has as many as these. Rows may have another length, as the
-                scales of moments do.
+        A state is a DTensor too, or a plain tensor, which is this rank's rows if it has as many
+        as these. Rows may have another length, as the scales of moments do.
         """
         offsets = self.offsets.get(id(param))
         if is_dtensor(value) or not is_dtensor(param):
@@ -120,14 +112,7 @@ def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[Nam
 def cut(
     prefix: str, members: Sequence[Member], part: Part, suffix: str = ""
 ) -> Iterator[NamedPart]:
-    """Yield a part under the keys that it is saved under.
-
-    Args:
-        prefix: Before the name of a member.
-        members: From ``NamedModel.members``.
-        part: Of the tensor, fused or not.
-        suffix: Behind the name of a member.
-    """
+    """Yield a part of a tensor, fused or not, under the keys that its members are saved under."""
     for member in members:
         key = f"{prefix}{member.name}{suffix}"
         pieces = [part] if member.num_rows < 0 else member.parts(part)
@@ -147,7 +132,7 @@ def name_parameters(
 
     A parameter that the model does not have is named after its place in the optimizer.
     """
-    names = model.name_of()
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
     return [
         [
             (names.get(id(param), f"param_groups[{row}][{place}]"), param)
@@ -181,11 +166,6 @@ def _offsets(model: nn.Module) -> dict[int, tuple[int, ...]]:
             if item.buffer.sharded or item.axes is not None:
                 found[id(item.param)] = item.offsets()
     return found
-
-
-def like_parameter(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised plain tensor for this rank's rows of a parameter."""
-    return torch.empty_like(local_part(param.detach()), dtype=dtype, device=device)
 
 
 def states_by_index(

@@ -1,10 +1,13 @@
 """Anything with ``state_dict`` and ``load_state_dict``: schedulers, generators, data positions."""
 
+import random
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor
@@ -13,6 +16,9 @@ from graphfsdp.checkpoint.parts import NamedPart, part_of
 from graphfsdp.checkpoint.safetensors_file import raw_bytes
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.errors import CheckpointError, ConfigError
+
+# Takes a state apart from those of the ranks that were there when it was saved.
+_STRIDE = 0x9E3779B97F4A7C15
 
 
 @runtime_checkable
@@ -32,11 +38,9 @@ class BufferState:
     """The buffers of this rank's copy of a model: running statistics may differ between ranks."""
 
     def __init__(self, model: NamedModel) -> None:
-        """Take the buffers of a model."""
         self._buffers = model.buffers()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the buffers by name."""
         return dict(self._buffers)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -47,16 +51,43 @@ class BufferState:
                 tensor.copy_(saved)
 
 
+class RandomState:
+    """torch's generators of the CPU and of the current GPU, numpy's global one and Python's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        found: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": [kind, keys, position, has_gauss, gauss],
+        }
+        if torch.cuda.is_available():
+            found["cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set every generator that the state has and this machine too."""
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        kind, keys, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state((kind, keys, position, has_gauss, gauss))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+    def diverge(self, rank: int) -> None:
+        """Seed torch's generators anew, from what they would draw next and a rank.
+
+        For a rank that did not exist when the state was saved: it must not repeat another's.
+        """
+        drawn = int(torch.randint(2**62, (), dtype=torch.int64))
+        torch.manual_seed((drawn + rank * _STRIDE) % 2**63)
+
+
 @dataclass
 class TensorSink:
-    """Collects tensors that are too large to stand beside the numbers.
+    """Collects tensors that are too large to stand beside the numbers."""
 
-    Attributes:
-        parts: What was collected.
-        model: Tells where DTensors of its parameters are cut.
-    """
-
-    model: NamedModel
+    model: NamedModel  # tells where DTensors of its parameters are cut
     parts: list[NamedPart] = field(default_factory=list)
 
     def store(self, where: str, tensor: Tensor) -> str:
@@ -76,11 +107,6 @@ class TensorSink:
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse what has no state.
-
-    Raises:
-        ConfigError: an object cannot be saved or loaded.
-    """
     for name, thing in objects.items():
         if not isinstance(thing, Stateful):
             raise ConfigError(

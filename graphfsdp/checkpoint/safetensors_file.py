@@ -1,4 +1,7 @@
-"""The safetensors format, without a dependency: names, shapes and raw bytes, nothing to run.
+"""The safetensors format: names, shapes and raw bytes, nothing to run.
+
+Written by hand: the package ``safetensors`` neither syncs nor lets bytes be checked as they go by,
+and a checkpoint must not need it. Files of others are read by the package.
 
 Source: https://huggingface.co/docs/safetensors: the header's size as 8 bytes, little endian; a
 JSON header, padded with spaces; then the tensors' bytes without gaps.
@@ -7,11 +10,10 @@ JSON header, padded with spaces; then the tensors' bytes without gaps.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError
 
@@ -35,25 +37,6 @@ _DTYPE_NAMES = (
 )
 _ALIGNMENT_BYTES = 8
 _LENGTH_BYTES = 8
-# As the reference implementation; a damaged length must not make us read gigabytes.
-_MAX_HEADER_BYTES = 100_000_000
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a file says of one tensor.
-
-    Attributes:
-        dtype: Element type.
-        shape: Its shape.
-        start: First byte, from the start of the file.
-        num_bytes: How many there are.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 def order_of(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -64,16 +47,7 @@ def order_of(tensors: Mapping[str, Tensor]) -> list[str]:
 def make_header(
     tensors: Mapping[str, Tensor], order: Sequence[str], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes before the first tensor, and where each tensor starts in the file.
-
-    Args:
-        tensors: Only their dtypes and shapes are looked at.
-        order: In which they will follow, as from ``order_of``.
-        metadata: Free text.
-
-    Raises:
-        CheckpointError: the format has no name for a dtype.
-    """
+    """Return the bytes before the first tensor, and where each tensor starts in the file."""
     names = dict(_DTYPE_NAMES)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -103,11 +77,6 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_model(path: Path, model: nn.Module) -> None:
-    """Write every parameter and persistent buffer of a model, as ``write_state`` does."""
-    write_state(path, model.state_dict(keep_vars=True))  # with keep_vars it makes no copies
-
-
 def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
     """Write the tensors of a model.
 
@@ -124,13 +93,8 @@ def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
             tensors[name] = tensor
         else:
             aliases[name] = first
-    write_tensors(path, tensors, metadata={"format": "pt", **aliases})
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str, str]) -> None:
-    """Write named tensors and free text; the file appears under its name when it is complete."""
     order = order_of(tensors)
-    begin, _ = make_header(tensors, order, metadata)
+    begin, _ = make_header(tensors, order, {"format": "pt", **aliases})
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         file.write(begin)
@@ -141,41 +105,28 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str,
     os.replace(unfinished, path)
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Return what a file holds, and its free text.
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, mapped; tied ones under each of their names.
 
     Raises:
-        CheckpointDamagedError: it is no safetensors file, or a part is missing.
+        CheckpointError: the package is missing, or cannot read the file.
     """
-    dtypes = {name: dtype for dtype, name in _DTYPE_NAMES}
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            raise CheckpointDamagedError(f"{path} is no safetensors file, or was cut off")
-        text = file.read(length)
     try:
-        header = json.loads(text)
-        metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
-        specs = {}
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            specs[name] = TensorSpec(
-                dtypes[entry["dtype"]],
-                tuple(int(size) for size in entry["shape"]),
-                _LENGTH_BYTES + length + int(start),
-                int(end) - int(start),
-            )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamagedError(f"{path} has a header that is damaged: {error!r}") from error
-    for name, spec in specs.items():
-        numel = torch.Size(spec.shape).numel()
-        if spec.num_bytes != numel * spec.dtype.itemsize or spec.start + spec.num_bytes > size:
-            raise CheckpointDamagedError(
-                f"{path} says that {name!r} of shape {list(spec.shape)} has {spec.num_bytes} bytes "
-                f"from {spec.start} on, which does not fit to its shape or to the file's {size}"
-            )
-    return specs, metadata
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise CheckpointError(
+            f"{path} is read through the package safetensors, which is not installed. Remedy: pip "
+            "install safetensors, or pip install graphfsdp[safetensors]"
+        ) from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            aliases = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamagedError(
+            f"{path} is no safetensors file, or was cut off or damaged: {error}"
+        ) from error
+    return found | {alias: found[name] for alias, name in aliases.items() if name in found}
 
 
 def map_file(path: Path) -> Tensor:
@@ -183,9 +134,9 @@ def map_file(path: Path) -> Tensor:
     return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
 
-def view_bytes(content: Tensor, spec: TensorSpec) -> Tensor:
+def view_bytes(content: Tensor, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
     """Return one tensor of a mapped file, without a copy where its bytes are aligned."""
-    flat = content.narrow(0, spec.start, spec.num_bytes)
-    if spec.start % spec.dtype.itemsize:
+    flat = content.narrow(0, start, torch.Size(shape).numel() * dtype.itemsize)
+    if start % dtype.itemsize:
         flat = flat.clone()
-    return flat.view(spec.dtype).view(spec.shape)
+    return flat.view(dtype).view(shape)

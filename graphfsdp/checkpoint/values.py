@@ -27,16 +27,10 @@ INLINE_BYTES = 1 << 14
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of that name.
-
-    Raises:
-        CheckpointError: there is none.
-    """
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"the checkpoint names the dtype {name!r}, which torch does not have")
@@ -44,18 +38,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def encode(value: Any, where: str, store: StoreTensor) -> Json:
-    """Return a state as JSON values.
+    """Return a state as JSON values: nested collections of numbers, texts, bytes, tensors, arrays.
 
-    Args:
-        value: Nested dictionaries, lists, tuples, sets of numbers, texts, bytes, tensors, arrays.
-        where: What it is, for messages and as the name of large tensors.
-        store: Keeps a large tensor and returns the key that it lies under.
+    ``where`` names it in messages and names large tensors, which ``store`` keeps.
 
     Raises:
         CheckpointError: something in it could only be pickled; it is named.
     """
-    if value is None or isinstance(value, bool | int | str):
-        return value if type(value) in (bool, int, str, type(None)) else _plain(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):  # also of subclasses, such as those of Enum
+        return int(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, float):
         number = float(value)
         return number if math.isfinite(number) else {_TAG: "float", "value": repr(number)}
@@ -91,15 +86,7 @@ def encode(value: Any, where: str, store: StoreTensor) -> Json:
 
 
 def decode(value: Json, find: FindTensor) -> Any:
-    """Return the state that ``encode`` was given.
-
-    Args:
-        value: What ``encode`` returned, maybe after a turn through a file.
-        find: Returns the tensor that lies under a key.
-
-    Raises:
-        CheckpointError: it is not what ``encode`` returns.
-    """
+    """Return the state that ``encode`` was given; ``find`` returns the tensor under a key."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]
     if not isinstance(value, dict):
@@ -110,11 +97,6 @@ def decode(value: Json, find: FindTensor) -> Any:
         return _decode_tagged(value, find)
     except (KeyError, ValueError, TypeError, RuntimeError, binascii.Error) as error:
         raise CheckpointError(f"the checkpoint holds a malformed value: {error!r}") from error
-
-
-def _plain(value: Any) -> Json:
-    """Return a subclass of bool, int or str (an Enum, a numpy-like) as what it is."""
-    return int(value) if isinstance(value, int) else str.__str__(value)
 
 
 def _encode_mapping(value: Mapping[Any, Any], where: str, store: StoreTensor) -> Json:

@@ -161,7 +161,7 @@ def test_a_failure_of_a_sync_that_began_early_is_not_lost(
     """The system tells it once: the last sync of the same file succeeds."""
     model, optimizer = model_of(1)
     graphfsdp.save(tmp_path, model, optimizer, step=1)
-    monkeypatch.setattr("graphfsdp.checkpoint.early_sync._INTERVAL_BYTES", 1)
+    monkeypatch.setattr("graphfsdp.checkpoint.writing._SYNC_BYTES", 1)
     answers: list[OSError | None] = []
 
     def fdatasync(handle: int) -> None:
@@ -291,7 +291,8 @@ def _no_space(handle: int) -> None:
 def test_when_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, ranks2: RankPool) -> None:
     errors = ranks2.run(fail_on_one_rank, tmp_path, "save")
     assert errors[0] == errors[1]
-    assert "rank 1: No space left on device" in errors[0]
+    assert errors[0].startswith("CheckpointError rank 1: the checkpoint cannot be written")
+    assert "No space left on device" in errors[0]
 
 
 def test_when_one_rank_finds_damage_no_rank_loads(tmp_path: Path, ranks2: RankPool) -> None:

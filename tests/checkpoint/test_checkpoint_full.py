@@ -1,6 +1,7 @@
 """Whole state dicts, safetensors, and the commands that show, convert and compare."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,20 @@ def test_a_file_that_would_run_code_is_refused(
     with pytest.raises(graphfsdp.CheckpointError, match="cannot be read as a state dict"):
         graphfsdp.load("evil.pt", nn.Linear(1, 1))
     assert not Path("bang").exists()
+
+
+def test_a_safetensors_file_needs_the_package_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("safetensors")
+    saved(tmp_path / "a")
+    path = tmp_path / "model.safetensors"
+    assert main(["checkpoint", "convert", str(tmp_path / "a"), str(path)]) == 0
+    content = path.read_bytes()
+    for damaged in (content[:-1], b"\xff" * 8 + content[8:], content[:9] + b"x" + content[10:]):
+        path.write_bytes(damaged)
+        with pytest.raises(graphfsdp.CheckpointDamagedError, match="cut off or damaged"):
+            graphfsdp.load(path, nn.Linear(4, 3))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(graphfsdp.CheckpointError, match=r"pip install graphfsdp\[safetensors\]"):
+        graphfsdp.load(path, nn.Linear(4, 3))

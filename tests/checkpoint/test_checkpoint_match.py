@@ -19,9 +19,8 @@ from graphfsdp.checkpoint import (
     gated_delta_net_conv,
     swiglu,
 )
-from graphfsdp.checkpoint.fused import members_of
 from graphfsdp.checkpoint.manifest import read_manifest
-from graphfsdp.checkpoint.parts import Part
+from graphfsdp.checkpoint.parts import Part, members_of
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from ranks import RankPool

@@ -90,7 +90,7 @@ SEAMS = frozenset(
 )
 CROWDED = frozenset(
     {
-        *("graphfsdp._capture", "graphfsdp.bench", "graphfsdp.checkpoint", "graphfsdp.optim.fused"),
+        *("graphfsdp._capture", "graphfsdp.bench", "graphfsdp.optim.fused"),
         *("graphfsdp.sharding", "graphfsdp.training"),
     }
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphfsdp.checkpoint.safetensors_file import write_model, write_tensors
+from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics
@@ -106,7 +106,7 @@ def test_every_dtype_and_shape_is_read_by_safetensors(tmp_path: Path) -> None:
         "count": torch.tensor(3),
     }
     path = tmp_path / "tensors.safetensors"
-    write_tensors(path, tensors, metadata={"format": "pt"})
+    write_state(path, tensors)
     read = safetensors.load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -122,7 +122,7 @@ def test_tied_weights_are_written_once_and_load_again(tmp_path: Path, device: to
     )
     model, other = GPT(config).to(device), GPT(config).to(device)
     path = tmp_path / "model.safetensors"
-    write_model(path, model)
+    write_state(path, model.state_dict(keep_vars=True))
     assert "output.weight" not in safetensors.load_file(path)
     safetensors.load_model(other, path)
     for name, param in model.state_dict().items():
@@ -131,6 +131,6 @@ def test_tied_weights_are_written_once_and_load_again(tmp_path: Path, device: to
 
 def test_buffers_are_written_too(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    write_model(tmp_path / "model", nn.BatchNorm1d(3))
+    write_state(tmp_path / "model", nn.BatchNorm1d(3).state_dict(keep_vars=True))
     expected = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     assert safetensors.load_file(tmp_path / "model").keys() == expected

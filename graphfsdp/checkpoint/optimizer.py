@@ -1,26 +1,28 @@
-"""What is read into an optimizer: states in place where they fit, groups by parameter name."""
+"""What a checkpoint keeps of an optimizer, by parameter name, and how it is read into one.
+
+States are read in place where they fit; see also Note [Main weights].
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
-from graphfsdp.checkpoint.in_place import load_in_place
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
 from graphfsdp.checkpoint.named import (
+    OPTIMIZER,
+    NamedModel,
     cut,
-    like_parameter,
     name_parameters,
     shape_of,
+    states_by_index,
 )
-from graphfsdp.checkpoint.optimizer_save import kind_of
-from graphfsdp.checkpoint.parts import whole
-from graphfsdp.checkpoint.values import Json, decode
+from graphfsdp.checkpoint.parts import NamedPart
+from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.skip_counter import make_skip_counter
+from graphfsdp.optim.adapters.skip_counter import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.state_loading import match_state_dict
 
@@ -39,25 +41,64 @@ _RULE_SETTINGS = (
 )
 
 
-@dataclass
-class OptimizerPlan:
-    """A state dict whose tensors are filled by the load.
+def describe_optimizer(
+    model: NamedModel, optimizer: torch.optim.Optimizer, store: StoreTensor
+) -> tuple[dict[str, Json], list[NamedPart]]:
+    """Return what the manifest says of an optimizer, and the tensors of its state.
 
-    Attributes:
-        optimizer: Which takes it in the end.
-        state_dict: As its ``state_dict`` gives it; tensors are its own where they fit.
-        skipped: How many steps were skipped, for one that does not count them itself.
+    ``store`` keeps large tensors that belong to no parameter.
     """
+    state_dict = optimizer.state_dict()
+    named = name_parameters(model, optimizer)
+    groups = []
+    for row, (group, saved) in enumerate(zip(named, state_dict["param_groups"], strict=True)):
+        numbers = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+        numbers |= _settings(optimizer)
+        params = [member.name for name, _ in group for member in model.members(name)]
+        hyper = encode(numbers, f"{OPTIMIZER}param_groups[{row}]", store)
+        groups.append({"params": params, "hyper": hyper})
+    rest = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+    skipped = skip_counter(optimizer)
+    if skipped is not None:  # as the optimizers that count themselves have it
+        rest.setdefault("control", {"skipped_steps": skipped})
+    facts: dict[str, Json] = {"kind": _kind_of(optimizer), "groups": groups, "state": {}}
+    facts["rest"] = encode(rest, f"{OPTIMIZER}rest", store)
+    parts: list[NamedPart] = []
+    for name, param, index in states_by_index(state_dict, named):
+        members = model.members(name)
+        for key, value in state_dict["state"].get(index, {}).items():
+            # A step count is a number beside the others, also that of a 0-D parameter.
+            is_like = isinstance(value, Tensor) and name in model.tensors and key != "step"
+            part = model.part(param, value) if is_like else None
+            has_rows = part is not None and part.whole_shape[:1] == tuple(param.shape[:1])
+            if part is not None and has_rows:
+                parts += cut(OPTIMIZER, members, part, f"/{key}")
+            for member in members:
+                where = f"{OPTIMIZER}{member.name}/{key}"
+                entry = {"!": "tensor", "key": where} if has_rows else encode(value, where, store)
+                facts["state"].setdefault(member.name, {})[key] = entry
+    return facts, parts
 
-    optimizer: torch.optim.Optimizer
-    state_dict: dict[str, Any] = field(default_factory=dict)
-    skipped: Tensor | None = None
 
-    def finish(self) -> None:
-        """Give the optimizer what was read."""
-        load_in_place(self.optimizer, self.state_dict)
-        if self.skipped is not None:
-            make_skip_counter(self.optimizer).copy_(self.skipped)
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return what optimizers that can load each other's state have in common."""
+    if isinstance(optimizer, DeviceOptimizer):
+        return optimizer.state_kind
+    return type(optimizer).__name__
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """Return what torch's optimizers keep in their groups and ours have once for all of them."""
+    if not isinstance(optimizer, DeviceOptimizer):
+        return {}
+    settings = optimizer.settings
+    return {
+        "amsgrad": settings.amsgrad,
+        "maximize": settings.flags.maximize,
+        "bias_correction": settings.flags.bias_correction,
+        "decoupled_weight_decay": settings.flags.adam_w_mode,
+        "nesterov": settings.flags.nesterov,
+    }
 
 
 def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
@@ -66,34 +107,42 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     if saved is None:
         plan.problems.append("optimizer: the checkpoint was saved without one")
         return
-    kind = kind_of(optimizer)
+    kind = _kind_of(optimizer)
     if kind != saved["kind"] and not {kind, saved["kind"]} <= _ADAMS:
         plan.problems.append(f"optimizer: saved from {saved['kind']}, here a {kind}")
         return
-    found = OptimizerPlan(optimizer)
     current = optimizer.state_dict()
     named = name_parameters(plan.model, optimizer)
-    found.state_dict = {**current, "state": {}, "param_groups": []}
+    state: dict[Any, Any] = {}
     num_problems = len(plan.problems)
-    for group, here in zip(named, current["param_groups"], strict=True):
-        found.state_dict["param_groups"].append(_plan_group(plan, saved, group, here, optimizer))
-        for (name, param), index in zip(group, here["params"], strict=True):
-            entries = current["state"].get(index, {})
-            read = _StateReader(plan, saved["state"], name, param, entries, optimizer).read()
-            if read:
-                found.state_dict["state"][index] = read
-    _note_left_over(plan, saved, named)
-    rest = decode(saved["rest"], lambda key: _read_whole(plan, key))
-    found.state_dict |= {key: value for key, value in rest.items() if key in current}
-    if "control" in rest and "control" not in current:
-        found.skipped = rest["control"]["skipped_steps"]
+    groups = [
+        _plan_group(plan, saved, group, here, optimizer)
+        for group, here in zip(named, current["param_groups"], strict=True)
+    ]
+    for name, param, index in states_by_index(current, named):
+        entries = current["state"].get(index, {})
+        read = _StateReader(plan, saved["state"], name, param, entries, optimizer).read()
+        if read:
+            state[index] = read
+    trained = {m.name for group in named for name, _ in group for m in plan.model.members(name)}
+    for name in saved["state"]:
+        if name not in trained:
+            plan.problems.append(
+                f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
+            )
+    rest = decode(saved["rest"], plan.read_whole)
+    known = {key: value for key, value in rest.items() if key in current}
+    state_dict = {**current, "state": state, "param_groups": groups, **known}
     if len(plan.problems) == num_problems and isinstance(optimizer, DeviceOptimizer):
         try:
-            match_state_dict(found.state_dict, optimizer.param_groups, optimizer.settings)
+            match_state_dict(state_dict, optimizer.param_groups, optimizer.settings)
         except ConfigError as error:
             plan.problems.append(f"optimizer: {error}")
             return
-    plan.afterwards.append(found.finish)
+    plan.afterwards.append(lambda: _load_in_place(optimizer, state_dict))
+    if "control" in rest and "control" not in current:
+        skipped = rest["control"]["skipped_steps"]
+        plan.afterwards.append(lambda: make_skip_counter(optimizer).copy_(skipped))
 
 
 def _plan_group(
@@ -107,7 +156,7 @@ def _plan_group(
     row_of = {name: row for row, g in enumerate(saved["groups"]) for name in g["params"]}
     rows: dict[int, str] = {}
     for name, _ in group:
-        first = plan.model.members(name)[0].name if name in plan.model.tensors else name
+        first = plan.model.members(name)[0].name
         if first in row_of:
             rows.setdefault(row_of[first], name)
         else:
@@ -139,24 +188,6 @@ def _plan_group(
     return {**here, **known}
 
 
-def _note_left_over(
-    plan: LoadPlan, saved: Mapping[str, Json], named: Sequence[Sequence[tuple[str, Tensor]]]
-) -> None:
-    here = {
-        member
-        for group in named
-        for name, _ in group
-        for member in (
-            [m.name for m in plan.model.members(name)] if name in plan.model.tensors else [name]
-        )
-    }
-    for name in saved["state"]:
-        if name not in here:
-            plan.problems.append(
-                f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
-            )
-
-
 class _StateReader:
     """Plans to read the state of one parameter."""
 
@@ -174,11 +205,9 @@ class _StateReader:
         self._param = param
         self._entries = entries
         self._optimizer = optimizer
-        in_model = name in plan.model.tensors
-        self._members = plan.model.members(name) if in_model else None
-        names = [name] if self._members is None else [m.name for m in self._members]
-        self._states = [saved[n] for n in names if n in saved]
-        self._complete = len(self._states) == len(names)
+        self._in_model = name in plan.model.tensors
+        self._members = plan.model.members(name)
+        self._states = [saved[m.name] for m in self._members if m.name in saved]
         self._wants_main = MAIN in entries
         self._main_dtype = torch.float32
         self._device = local_part(param).device
@@ -192,7 +221,7 @@ class _StateReader:
         """Return the state, its tensors yet to be filled; empty if none was saved."""
         if not self._states:
             return self._never_stepped()
-        if not self._complete:
+        if len(self._states) < len(self._members):
             self._plan.problems.append(
                 f"optimizer: only some of the matrices in {self._name!r} have a saved state"
             )
@@ -226,8 +255,8 @@ class _StateReader:
                     f"optimizer: the matrices in {self._name!r} have different {key!r}: {encoded}"
                 )
             found[key] = decode(encoded[0], _no_tensor)
-        elif self._members is None or self._is_of_no_row(key, keys[0]):
-            found[key] = _read_whole(self._plan, keys[0])
+        elif not self._in_model or self._is_of_no_row(key, keys[0]):
+            found[key] = self._plan.read_whole(keys[0])
         else:
             self._read_tensor(key, keys, found)
 
@@ -237,7 +266,6 @@ class _StateReader:
         return key in _FACTORS and saved.shape[:1] != tuple(self._param.shape[:1])
 
     def _read_tensor(self, key: str, keys: Sequence[str], found: dict[str, Any]) -> None:
-        assert self._members is not None
         saved = self._plan.manifest.tensors[keys[0]]
         shape = self._shape(key, saved.shape)
         if not all(
@@ -245,12 +273,14 @@ class _StateReader:
             for k, m in zip(keys, self._members, strict=True)
         ):
             return
-        target = self._target(key, saved.dtype, shape)
+        found[key] = self._target(key, saved.dtype, shape)
+        self._fill(found[key], keys)
+
+    def _fill(self, target: Tensor, keys: Sequence[str]) -> None:
+        """Plan to read what is saved under a key for each member."""
         part = self._plan.model.part(self._param, target)
         for saved_key, member in zip(keys, self._members, strict=True):
-            for _, piece in cut("", [member], part):
-                self._plan.parts.append((saved_key, piece))
-        found[key] = target
+            self._plan.parts += [(saved_key, piece) for _, piece in cut("", [member], part)]
 
     def _shape(self, key: str, saved: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a state has here."""
@@ -274,41 +304,62 @@ class _StateReader:
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         """Return a new state with the parameter's shape and placements."""
-        return wrap_like(like_parameter(self._param, dtype, self._device), self._param)
+        local = local_part(self._param.detach())
+        return wrap_like(torch.empty_like(local, dtype=dtype, device=self._device), self._param)
 
     def _read_main(self, found: dict[str, Any]) -> None:
         """Read the main weight, whatever form it was saved in; see Note [Main weights]."""
-        saved_dtype = self._plan.saved_dtype(self._name) if self._members is not None else None
+        saved_dtype = self._plan.saved_dtype(self._name)
         encoded = [state.get(MAIN) for state in self._states]
         keys = [e["key"] for e in encoded if e is not None]
         if keys:
             remainder = self._plan.manifest.tensors[keys[0]].dtype == torch.int16
             same = self._main_dtype == torch.int16 and saved_dtype == self._param.dtype
-            if remainder and not same and self._members is not None:
-                target = self._new(torch.float32)
-                part = self._plan.model.part(self._param, target)
+            if remainder and not same and self._in_model:
+                found[MAIN] = self._new(torch.float32)
+                part = self._plan.model.part(self._param, found[MAIN])
                 self._plan.join(self._name, keys, part)
-                found[MAIN] = target
             else:
                 self._read_entry(MAIN, found)
-        elif saved_dtype is not None and saved_dtype.itemsize > self._param.dtype.itemsize:
-            assert self._members is not None
-            target = self._new(torch.float32)
-            part = self._plan.model.part(self._param, target)
-            for member in self._members:
-                saved_key = self._plan.saved_key(member.name)
-                assert saved_key is not None
-                self._plan.parts += [(saved_key, p) for _, p in cut("", [member], part)]
-            found[MAIN] = target
-
-
-def _read_whole(plan: LoadPlan, key: str) -> Tensor:
-    """Plan to read a tensor that belongs to no parameter, and return it."""
-    saved = plan.manifest.tensors[key]
-    tensor = torch.empty(saved.shape, dtype=saved.dtype)
-    plan.parts.append((key, whole(tensor)))
-    return tensor
+        elif (
+            saved_dtype is not None
+            and saved_dtype.itemsize > self._param.dtype.itemsize
+            and self._name not in self._plan.unread
+        ):
+            weights = [self._plan.saved_key(member.name) for member in self._members]
+            found[MAIN] = self._new(torch.float32)
+            self._fill(found[MAIN], [key for key in weights if key is not None])
 
 
 def _no_tensor(key: str) -> Tensor:
     raise KeyError(key)
+
+
+def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state into the tensors that exist, so that a captured step goes on with it.
+
+    torch's optimizers put new tensors into their state and their groups. Where one existed with
+    the same shape, dtype and device, its values are replaced instead.
+    """
+    states = {param: dict(entries) for param, entries in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(state_dict)
+    with torch.no_grad():
+        for param, entries in optimizer.state.items():
+            if isinstance(entries, dict):
+                _keep(entries, states.get(param, {}))
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            _keep(group, before)
+
+
+def _keep(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for key, old in before.items():
+        new = now.get(key)
+        if not isinstance(old, Tensor) or new is None or new is old:
+            continue
+        if not isinstance(new, Tensor):
+            new = torch.as_tensor(new, dtype=old.dtype, device=old.device)
+        kinds = [(t.shape, t.dtype, t.device, local_part(t).shape) for t in (new, old)]
+        if kinds[0] == kinds[1]:
+            local_part(old).copy_(local_part(new))
+            now[key] = old
