@@ -2,9 +2,9 @@
 
 import torch
 
-from graphfsdp._capture.backend import GraphBackend
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
+from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp.errors import ConfigError
 
 

@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.backend import GraphBackend
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.optimizer import has_code_behind_step
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.rules.constants import ConstantWatch
+from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.attempt import Attempt
 from graphfsdp._capture.undo.held_back import CHECKED_STEPS, FUSED_STEPS
 from graphfsdp.base.capturable import CapturableOptimizer

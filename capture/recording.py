@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.backend import Graph
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.outputs import Results
 from graphfsdp._capture.rules.constants import ConstantWatch
+from graphfsdp._capture.trace.backend import Graph
 from graphfsdp.base.collector import without_collector
 from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from graphfsdp._capture.backend import Effect, Graph
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.ranks.agreement import Agreement
 from graphfsdp._capture.ranks.collective_order import breaks_group
@@ -14,6 +13,7 @@ from graphfsdp._capture.ranks.lost_group import explain_loss
 from graphfsdp._capture.ranks.rank_watch import Failure, RankWatch, Stage
 from graphfsdp._capture.ranks.standing_in import StandIn
 from graphfsdp._capture.recording import Recording
+from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.config import CaptureOptions, UndoReplays

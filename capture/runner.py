@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
-from graphfsdp._capture.backend import Effect, Graph
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.outputs import Results
@@ -22,7 +21,8 @@ from graphfsdp._capture.ranks.standing_in import StandIn
 from graphfsdp._capture.recording import Recording, Recordings, kept_by, new_of
 from graphfsdp._capture.replay import Replayer
 from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.report.step_report import Tally, latest_graph, make_report
+from graphfsdp._capture.step_report import Tally, latest_graph, make_report
+from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.undo.attempt import Attempt
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp._capture.verify import Verifier

@@ -177,7 +177,7 @@ class CapturedStep:
     def debug_dump(self, path: str | os.PathLike[str]) -> None:
         """Write the CUDA driver's own drawing of the graph, with the parameters of every node.
 
-        ``report().dot(path)`` writes the recorded program instead, with module names.
+        ``report().html(path)`` shows the recorded program instead, with module names.
 
         Raises:
             PhaseError: there is no graph yet, or it runs on a CPU.

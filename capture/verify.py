@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from graphfsdp._capture.backend import Graph
 from graphfsdp._capture.comparison import Difference, copy_state, first_difference
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.ranks.agreement import Agreement
 from graphfsdp._capture.recording import Recording
-from graphfsdp._capture.report.program_facts import NodeFacts, ProgramFacts
+from graphfsdp._capture.trace.backend import Graph
 from graphfsdp._capture.trace.op_digests import OpDigest, OpDigests, base_name, first_other
+from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
 from graphfsdp.errors import VerificationError
 
 _UNDO = "_foreach_copy"
@@ -126,7 +126,7 @@ def _match(
     """Return the first node whose result no eager operator of its kind has computed."""
     nodes, calls = [], []
     waiting = iter(replayed)
-    for node in program.nodes():
+    for node in program.nodes:
         if not node.called:
             continue
         # Before the program and before the first write of weights come the copies that a failed

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from graphfsdp._capture.report.memory_names import Role
 from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.report.tables import BufferUse
+from graphfsdp._capture.report.tables import BufferUse, Role
 from graphfsdp.errors import ConfigError, PhaseError
 from graphfsdp.planning.model_plan import ROOT, ModelPlan
 from graphfsdp.sharding.layout import BufferLayout

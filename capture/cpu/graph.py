@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cpu.arena import Arena
+from graphfsdp._capture.cpu.measured_replay import measure_replay
 from graphfsdp._capture.cpu.program import ProgramBuilder
 from graphfsdp._capture.cpu.program_source import Replay
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.ranks.collective_order import CollectiveOrder
-from graphfsdp._capture.report.measured_replay import measure_replay
-from graphfsdp._capture.report.program_description import describe_program
+from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.storages import refuse_dropped_tensors
 from graphfsdp._capture.trace.values import Value
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
@@ -89,7 +88,7 @@ class CpuGraph:
         """
         raise PhaseError(
             "debug_dump writes the CUDA driver's drawing of a graph, and this one runs on a CPU. "
-            "Remedy: report().dot(path) draws the recorded program"
+            "Remedy: report().html(path) shows the recorded program"
         )
 
     def _run(self) -> list[Tensor]:
@@ -178,13 +177,7 @@ class CpuGraphBackend:
             undone.commit()
 
         replay = builder.build(commit, commit_node, order.counted)
-        program = describe_program(
-            builder.nodes,
-            recorder.sites.sites(),
-            outputs=values,
-            escapes=builder.escapes,
-            memory=builder.memory,
-        )
+        program = builder.describe(recorder.sites.sites())
         check(recorder.has_touched)
         counts = Counter(str(node.op) for node in builder.nodes)
         facts = GraphFacts(

@@ -4,7 +4,7 @@ No module, autograd or optimizer code is left in it: each line calls one operato
 intermediate is dropped after its last use, so the memory peak is near that of the iteration.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from graphfsdp._capture.cpu.program_scratch import add_scratch
 from graphfsdp._capture.cpu.program_source import ProgramSource, Replay
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.ranks.collective_order import is_collective
+from graphfsdp._capture.report.description import Description, Region, region
+from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
+from graphfsdp._capture.trace.sites import Site
 from graphfsdp._capture.trace.storages import StorageInfo
 from graphfsdp._capture.trace.values import Node, Value, materialise, values_in
 
@@ -110,6 +113,40 @@ class ProgramBuilder:
         for value, tensor in zip(self.escapes, self.escaped, strict=True):
             source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
         return source.finish(map(self._name, self._outputs))
+
+    def describe(self, sites: Sequence[Site]) -> ProgramFacts:
+        """Describe the program; the description holds none of its objects.
+
+        Args:
+            sites: Where nodes come from, by number.
+        """
+        description = Description()
+        offsets = self.memory.offsets()
+
+        def regions(item: Any) -> Any:
+            if isinstance(item, list):
+                return [regions(member) for member in item]
+            return self._region(item, offsets) if isinstance(item, Value) else item
+
+        for node in self.nodes:
+            kwargs = {name: regions(value) for name, value in node.kwargs.items()}
+            results = [regions(value) for value in node.outputs if value is not None]
+            called = not self.memory.needs_no_call(node)
+            description.add(
+                node.op, regions(node.args), kwargs, results, site=node.site, called=called
+            )
+        for value in self._outputs:
+            description.outlives(id(value.storage), BufferKind.OUTPUT)
+        for value, tensor in zip(self.escapes, self.escaped, strict=True):
+            address = tensor.untyped_storage().data_ptr()
+            description.outlives(id(value.storage), BufferKind.KEPT, address)
+        return description.facts(sites, self.memory.plan.num_bytes)
+
+    def _region(self, value: Value, offsets: Mapping[int, int]) -> Region:
+        info = value.storage
+        first, shape, stride, dtype, *_ = value.geometry
+        address = info.get().data_ptr() if info.external else self.memory.elided_address(value)
+        return region(id(info), dtype, first, shape, stride, address, offsets.get(id(info)))
 
     def _last_uses(self) -> dict[int, list[Value]]:
         """Return the values in local names whose last use is at each node."""

@@ -116,12 +116,12 @@ class ProgramMemory:
         return is_empty(node.op) or not self.writes_into_place(node)
 
     def elided_address(self, value: Value) -> int | None:
-        """Return where a value lies that is computed where it was to be copied to."""
+        """Return where the storage of a value begins that is computed where it was to be copied."""
         key = id(value.storage)
         if key in self._lives or key not in self._into:
             return None
         storage, first_byte = self._places[key]
-        return storage.data_ptr() + first_byte + value.geometry[0] * value.geometry[3].itemsize
+        return storage.data_ptr() + first_byte
 
     def offsets(self) -> dict[int, int]:
         """Return the first byte in the arena of each planned storage, by id of its info."""

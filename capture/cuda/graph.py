@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.cuda.broken import end_broken_capture, has_ended
 from graphfsdp._capture.cuda.driver import find_driver
 from graphfsdp._capture.cuda.errors import explain
@@ -19,6 +18,7 @@ from graphfsdp._capture.cuda.host_copies import HostCopies
 from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
 from graphfsdp._capture.ranks.collective_order import CollectiveOrder
 from graphfsdp._capture.rules.watcher import Watcher
+from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.compiled_code import has_compiled_regions
 from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.storages import refuse_dropped_tensors

@@ -8,18 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.driver import GraphNodes
-from graphfsdp._capture.report.program_description import Region, add_node, region_of
-from graphfsdp._capture.report.program_facts import (
-    BufferKind,
-    NodeKind,
-    ProgramFacts,
-    ProgramFactsBuilder,
-)
+from graphfsdp._capture.report.description import Description, Region, region_of
 from graphfsdp._capture.rules.watcher import Run, Watcher
 from graphfsdp._capture.trace.op_tensors import flat_tensors
+from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.storages import storage_of
-
-_NO_OPERATOR = "(no operator)"
 
 
 class CudaRecorder(Watcher):
@@ -45,7 +38,7 @@ class CudaRecorder(Watcher):
         """
         super().__init__(model, device)
         self._driver = driver
-        self._builder = ProgramFactsBuilder()
+        self._description = Description()
         self._num_graph_nodes: list[int] = []  # after each operator
         self._graph: int | None = None
 
@@ -63,7 +56,7 @@ class CudaRecorder(Watcher):
         named = {name: self._region_in(value, op_name) for name, value in kwargs.items()}
         result = run()
         results = [self._region(tensor, op_name) for tensor in flat_tensors([result])]
-        add_node(self._builder, op, inputs, named, results, site=self.site)
+        self._description.add(op, inputs, named, results, site=self.site)
         self._num_graph_nodes.append(self._count())
         return result
 
@@ -77,23 +70,11 @@ class CudaRecorder(Watcher):
         driver = self._driver
         nodes = None if driver is None or graph is None else driver.nodes(graph)
         if driver is not None and nodes:
-            start = 0
-            for index, end in enumerate(self._num_graph_nodes):
-                self._builder.set_kernels(index, tuple(map(driver.name, nodes[start:end])))
-                start = max(end, start)
-            rest = tuple(map(driver.name, nodes[start:]))
-            if rest:
-                self._builder.node(
-                    *(_NO_OPERATOR, NodeKind.COMPUTE, self.site),
-                    results="",
-                    arguments=(),
-                    reads=(),
-                    writes=(),
-                    kernels=rest,
-                )
+            names = [driver.name(node) for node in nodes]
+            self._description.add_kernels(self._num_graph_nodes, names, self.site)
         for tensor in outputs:
-            self._builder.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
-        return self._builder.build(self.sites.sites())
+            self._description.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
+        return self._description.facts(self.sites.sites())
 
     def _count(self) -> int:
         if self._driver is None:
@@ -140,4 +121,4 @@ class UnwatchedRecorder(CudaRecorder):
 
     def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
         """Return a description without nodes."""
-        return self._builder.build(())
+        return self._description.facts(())

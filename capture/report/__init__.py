@@ -1,4 +1,4 @@
-"""The facts of a captured step as text, JSON, HTML and a Perfetto trace.
+"""The facts of a captured step as text, JSON, HTML and a Perfetto trace; describes programs.
 
-Imports trace, rules and ranks.
+Imports trace, rules, guards and ranks.
 """

@@ -1,20 +1,18 @@
 """What a captured step consists of: numbers, nodes, memory; for people, files and browsers."""
 
+import enum
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from graphfsdp._capture.report.data import baked_data, buffer_data, node_data
-from graphfsdp._capture.report.dot import program_dot
-from graphfsdp._capture.report.html import report_page
-from graphfsdp._capture.report.memory_names import MemoryNames
-from graphfsdp._capture.report.program_facts import NodeFacts, ProgramFacts
+from graphfsdp._capture.report.files import chrome_trace, report_page
 from graphfsdp._capture.report.tables import (
     BakedConstant,
     BufferUse,
+    MemoryNames,
     PoolUse,
     baked_constants,
     buffer_uses,
@@ -23,7 +21,7 @@ from graphfsdp._capture.report.tables import (
     module_of,
     pool_use,
 )
-from graphfsdp._capture.report.trace import chrome_trace
+from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
 from graphfsdp.errors import PhaseError
 
 PathLike = str | os.PathLike[str]
@@ -81,7 +79,7 @@ class CaptureReport:
 
         On CUDA a node is an operator call of the iteration, with the graph's nodes that it made.
         """
-        return () if self.program is None else tuple(self.program.nodes())
+        return () if self.program is None else self.program.nodes
 
     def buffers(self) -> tuple[BufferUse, ...]:
         """Return every stretch of memory that the graph touches, and when."""
@@ -123,23 +121,28 @@ class CaptureReport:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain dicts, lists, strings and numbers."""
         derived = ("program", "names", "node_us")
-        plain = {
-            item.name: _plain(getattr(self, item.name))
-            for item in fields(self)
-            if item.name not in derived
-        }
+        own = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in derived}
         pool = self.pool
-        return plain | {
+        return own | {
             "measured": bool(self.node_us),
-            "pool": None if pool is None else asdict(pool) | {"reuse": pool.reuse},
+            "pool": None if pool is None else _plain(pool) | {"reuse": pool.reuse},
             "by_kind": _plain(self.by_kind),
             "by_phase": _plain(self.by_phase),
             "by_module": _plain(self.by_module),
-            "baked_constants": baked_data(self.baked_constants),
-            "nodes": node_data(self.nodes(), self.node_us),
-            "buffers": buffer_data(self.buffers()),
+            "baked_constants": _plain(self.baked_constants),
+            "nodes": [self._node_data(node) for node in self.nodes()],
+            "buffers": [_buffer_data(buffer) for buffer in self.buffers()],
             "live_bytes": [] if self.program is None else self.program.live_bytes(),
         }
+
+    def _node_data(self, node: NodeFacts) -> dict[str, Any]:
+        data: dict[str, Any] = _plain(node)
+        data |= data.pop("site") | {"arguments": ", ".join(map(str, node.arguments))}
+        if not node.kernels:
+            del data["kernels"]
+        if self.node_us:
+            data["us"] = round(self.node_us[node.index], 3)
+        return data
 
     def to_json(self, path: PathLike | None = None, *, indent: int | None = None) -> str:
         """Return ``to_dict`` as JSON, and write it to a file if one is given."""
@@ -169,15 +172,6 @@ class CaptureReport:
         self._require_program("a trace")
         text = json.dumps(chrome_trace(self.to_dict()))
         Path(path).write_text(text + "\n", encoding="utf-8")
-
-    def dot(self, path: PathLike) -> None:
-        """Write the program in Graphviz's language: nodes, and who reads what whom writes.
-
-        Raises:
-            PhaseError: nothing has been captured yet.
-        """
-        self._require_program("a drawing")
-        Path(path).write_text(program_dot(self.to_dict()), encoding="utf-8")
 
     def _require_program(self, what: str) -> None:
         if self.program is None:
@@ -230,7 +224,16 @@ class CaptureReport:
         return lines
 
 
+def _buffer_data(buffer: BufferUse) -> dict[str, Any]:
+    data: dict[str, Any] = _plain(buffer)
+    return data | {"bytes": data.pop("num_bytes")}
+
+
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

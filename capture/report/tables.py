@@ -1,15 +1,34 @@
-"""Summaries of a recorded program: baked numbers, memory and its reuse, counts of nodes."""
+"""Summaries of a recorded program: memory by owner, its reuse, baked numbers, counts."""
 
+import enum
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from graphfsdp._capture.report.memory_names import MemoryNames, Role
-from graphfsdp._capture.report.program_facts import BufferFacts, BufferKind, NodeFacts, ProgramFacts
+from torch import Tensor
+
+from graphfsdp._capture.trace.program_facts import BufferFacts, BufferKind, NodeFacts, ProgramFacts
+from graphfsdp._capture.trace.storages import span
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import SourceLine
 
 OUTSIDE = "(outside any module)"
 ROOT = "(root module)"
+
+
+class Role(enum.Enum):
+    """What a stretch of memory is to the training program."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+    BUFFER = "buffer"
+    INPUT = "static input"
+    KEPT = "kept by the model"
+    OTHER = "other memory from before the capture"
+    INTERMEDIATE = "intermediate"
+    OUTPUT = "result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +110,62 @@ class PoolUse:
         return self.made_bytes / (self.peak_bytes or 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _NamedMemory:
+    """A tensor's memory, by address; ``end`` is behind its last byte."""
+
+    start: int
+    end: int
+    role: Role
+    name: str
+
+
+class MemoryNames:
+    """Finds who owns an address. Holds integers and strings, no tensor."""
+
+    def __init__(self, tensors: Iterable[tuple[Role, str, Tensor]]) -> None:
+        """Note the addresses that tensors have now.
+
+        Args:
+            tensors: Role, full name, tensor; of two at one address the first counts.
+        """
+        found: dict[tuple[int, int], _NamedMemory] = {}
+        for role, name, tensor in tensors:
+            local = local_part(tensor)
+            if local.numel() == 0:
+                continue
+            start = local.data_ptr()
+            end = start + span(local.shape, local.stride()) * local.element_size()
+            found.setdefault((start, end), _NamedMemory(start, end, role, name))
+        self._items = sorted(found.values(), key=lambda item: (item.start, -item.end))
+        self._starts = [item.start for item in self._items]
+
+    def find(self, address: int, num_bytes: int) -> tuple[Role, str]:
+        """Return role and name of the memory at an address.
+
+        Args:
+            address: First byte.
+            num_bytes: How many follow; several neighbours are counted, and the first is named.
+        """
+        first = max(bisect_right(self._starts, address) - 1, 0)
+        inside = [
+            item
+            for item in self._items[first : bisect_right(self._starts, address + num_bytes)]
+            if item.start < address + num_bytes and address < item.end
+        ]
+        if not inside:
+            return Role.OTHER, ""
+        item = inside[0]
+        if len(inside) > 1:
+            return item.role, f"{item.name} and {len(inside) - 1} more behind it"
+        whole = item.start == address and item.end <= address + num_bytes
+        return item.role, item.name if whole else f"part of {item.name}"
+
+
 def baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
     """Return the numbers that the program takes from Python, equal ones of one line merged."""
     counts: Counter[BakedConstant] = Counter()
-    for node in program.nodes():
+    for node in program.nodes:
         for argument in node.arguments:
             if argument.baked:
                 site = node.site
@@ -112,17 +183,17 @@ def baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
 def buffer_uses(program: ProgramFacts, names: MemoryNames) -> tuple[BufferUse, ...]:
     """Return the memory that the program touches, each with its owner's name."""
     makers: dict[int, str] = {}
-    for node in program.nodes():
+    for node in program.nodes:
         for number in node.writes:
             makers.setdefault(number, _maker(node))
-    return tuple(_use(buffer, names, makers) for buffer in program.buffers())
+    return tuple(_use(buffer, names, makers) for buffer in program.buffers)
 
 
 def pool_use(program: ProgramFacts, pool_bytes: int) -> PoolUse:
     """Return how the iteration's own memory is used."""
     live = program.live_bytes()
     peak_node = max(range(len(live)), key=live.__getitem__, default=0)
-    own = [b for b in program.buffers() if b.kind is not BufferKind.EXTERNAL]
+    own = [b for b in program.buffers if b.kind is not BufferKind.EXTERNAL]
     made_bytes = sum(buffer.num_bytes for buffer in own)
     planned_bytes = sum(buffer.num_bytes for buffer in own if buffer.offset is not None)
     peak_bytes = live[peak_node] if live else 0
@@ -134,7 +205,7 @@ def count_nodes(
 ) -> Mapping[str, Mapping[str, int]]:
     """Count operators, or kernels where the program has them, by some property of their node."""
     counts: dict[str, Counter[str]] = {}
-    for node in program.nodes():
+    for node in program.nodes:
         counted = node.kernels if program.has_kernels else (node.op,)
         if counted:
             counts.setdefault(key(node), Counter()).update(counted)
@@ -144,7 +215,7 @@ def count_nodes(
 def count_kinds(program: ProgramFacts) -> Mapping[str, Mapping[str, int]]:
     """Count the graph's nodes by type where the driver told them, else operators by kind."""
     counts: dict[str, Counter[str]] = {}
-    for node in program.nodes():
+    for node in program.nodes:
         for item in node.kernels:
             kind, _, name = item.partition(" ")
             counts.setdefault(kind, Counter())[name or kind] += 1

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from graphfsdp._capture.backend import Effect, GraphBackend
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.trace.backend import Effect, GraphBackend
 from graphfsdp._capture.undo.host_state import HostState
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp._capture.undo.random_state import save_random_states

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.backend import Effect
+from graphfsdp._capture.trace.backend import Effect
 from graphfsdp._capture.undo.copy_on_write import byte_range
 from graphfsdp._capture.undo.late_copies import LateCopies
 

@@ -159,7 +159,7 @@ def test_a_result_is_computed_where_it_was_to_be_copied_if_nobody_can_tell(
     expected = grad.clone()
     graph, _ = record(lambda: [program(x, grad)], poisons=poisons, scratch=[grad])
     program(x.clone(), expected)
-    nodes = graph.facts.program.nodes() if graph.facts.program else ()
+    nodes = graph.facts.program.nodes if graph.facts.program else ()
     called = [node.op for node in nodes if node.called]
     copying = ("aten.copy_.default", "aten._to_copy.default")
     assert sum(op in copying for op in called) == num_copies

@@ -54,21 +54,11 @@ ON_TOP = frozenset(
 # taken off here, none is added.
 SEAMS = frozenset(
     {
-        ("graphfsdp._capture.cpu.graph", "graphfsdp._capture.backend"),
-        ("graphfsdp._capture.cuda.graph", "graphfsdp._capture.backend"),
         ("graphfsdp._capture.guards.functions", "graphfsdp._capture.rules.outer_counters"),
         ("graphfsdp._capture.guards.guards", "graphfsdp._capture.gradients"),
-        ("graphfsdp._capture.ranks.rank_watch", "graphfsdp._capture.backend"),
         ("graphfsdp._capture.ranks.rank_watch", "graphfsdp._capture.cpu.gloo_threads"),
         ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.engine"),
         ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.recording"),
-        ("graphfsdp._capture.report.measured_replay", "graphfsdp._capture.undo.copy_on_write"),
-        ("graphfsdp._capture.report.memory_names", "graphfsdp._capture.gradients"),
-        ("graphfsdp._capture.report.memory_names", "graphfsdp._capture.inputs"),
-        ("graphfsdp._capture.report.program_description", "graphfsdp._capture.cpu.program_memory"),
-        ("graphfsdp._capture.report.step_report", "graphfsdp._capture.backend"),
-        ("graphfsdp._capture.report.step_report", "graphfsdp._capture.engine"),
-        ("graphfsdp._capture.report.step_report", "graphfsdp._capture.recording"),
         ("graphfsdp._capture.rules.constants", "graphfsdp._capture.undo.host_optimizer"),
         ("graphfsdp._capture.rules.preflight_watcher", "graphfsdp._capture.undo.copy_on_write"),
         ("graphfsdp._capture.rules.rehearsal", "graphfsdp._capture.gradients"),
@@ -80,10 +70,8 @@ SEAMS = frozenset(
         ("graphfsdp._capture.trace.host_calls", "graphfsdp._capture.rules.refusals"),
         ("graphfsdp._capture.trace.stream_book", "graphfsdp._capture.rules.refusals"),
         ("graphfsdp._capture.trace.watch_modes", "graphfsdp._capture.rules.refusals"),
-        ("graphfsdp._capture.undo.attempt", "graphfsdp._capture.backend"),
         ("graphfsdp._capture.undo.attempt", "graphfsdp._capture.gradients"),
         ("graphfsdp._capture.undo.host_state", "graphfsdp._capture.gradients"),
-        ("graphfsdp._capture.undo.replay_undo", "graphfsdp._capture.backend"),
         ("graphfsdp._capture.undo.undo_plan", "graphfsdp._capture.cpu.program"),
         ("graphfsdp.base.flat_buffer", "graphfsdp.sharding.layout"),
     }

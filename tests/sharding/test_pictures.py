@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import graphfsdp
-from graphfsdp._capture.report.memory_names import Role
-from graphfsdp._capture.report.tables import BufferUse
+from graphfsdp._capture.report.tables import BufferUse, Role
 from graphfsdp.errors import ConfigError, PhaseError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.model_plan import plan_model

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp._capture.cuda.driver import CudaDriver, GraphNodes, find_driver
 from graphfsdp._capture.cuda.recorder import CudaRecorder
-from graphfsdp._capture.report.program_facts import BufferKind, NodeFacts, ProgramFacts
+from graphfsdp._capture.trace.program_facts import BufferKind, NodeFacts, ProgramFacts
 from graphfsdp.optim import FusedAdam
 from helpers import OpNames
 from recording import CPU
@@ -88,7 +88,7 @@ def kernels_of(nodes: list[NodeFacts], op: str) -> list[tuple[str, ...]]:
 
 
 def test_each_node_of_the_graph_belongs_to_the_operator_that_made_it(played: PlayedDriver) -> None:
-    nodes = list(capture(played).nodes())
+    nodes = list(capture(played).nodes)
     assert kernels_of(nodes, "mm") == [("memset", "kernel gemm")] * 5
     assert set(kernels_of(nodes, "t")) == {()}
     assert kernels_of(nodes, "tanh_backward") == [("kernel tanh_backward",)]
@@ -116,16 +116,16 @@ def test_report_counts_the_graphs_nodes_by_type_and_module(played: PlayedDriver)
 
 
 def test_nodes_that_no_operator_made_are_told_apart(played: PlayedDriver) -> None:
-    last = list(capture(played, after=("kernel stray",)).nodes())[-1]
+    last = list(capture(played, after=("kernel stray",)).nodes)[-1]
     assert last.op == "(no operator)"
     assert last.kernels == ("kernel stray",)
 
 
 def test_without_a_driver_operators_are_noted_all_the_same() -> None:
     program = capture(None)
-    assert {node.kernels for node in program.nodes()} == {()}
-    assert program.num_nodes > 10
-    kinds = [buffer.kind for buffer in program.buffers()]
+    assert {node.kernels for node in program.nodes} == {()}
+    assert len(program.nodes) > 10
+    kinds = [buffer.kind for buffer in program.buffers]
     assert kinds.count(BufferKind.OUTPUT) == 1
     assert kinds.count(BufferKind.EXTERNAL) == 3  # the batch and two weights
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp._capture.report.memory_names import Role
+from graphfsdp._capture.report.tables import Role
 from graphfsdp.optim import FusedAdam
 from helpers import line_of, quick_garbage_collection
 from zoo import ZOO
@@ -252,5 +252,5 @@ def test_a_report_outlives_its_step() -> None:
 
 
 def test_the_drivers_drawing_is_for_cuda(tmp_path: Path) -> None:
-    with captured() as step, pytest.raises(graphfsdp.PhaseError, match=r"report\(\)\.dot\(path\)"):
+    with captured() as step, pytest.raises(graphfsdp.PhaseError, match=r"report\(\)\.html\(path\)"):
         step.debug_dump(tmp_path / "graph.dot")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import graphfsdp
-from graphfsdp._capture.report.memory_names import Role
+from graphfsdp._capture.report.tables import Role
 from ranks import RankPool
 from sharding_helpers import adam, batches, full_parameters, make_net, my_part
 

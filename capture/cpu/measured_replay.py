@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.report.program_facts import NodeFacts, ProgramFacts
 from graphfsdp._capture.trace.op_tensors import flat_tensors, written_tensors
+from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
 from graphfsdp._capture.trace.storages import StorageTable
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.errors import CaptureError
@@ -28,8 +28,7 @@ def measure_replay(replay: Callable[[], list[Tensor]], program: ProgramFacts) ->
     Returns:
         Median microseconds by node; 0 for a node that replays do not call.
     """
-    nodes = tuple(program.nodes())
-    runs = [_by_node(nodes, _timed(replay)) for _ in range(_NUM_REPLAYS)]
+    runs = [_by_node(program.nodes, _timed(replay)) for _ in range(_NUM_REPLAYS)]
     return tuple(statistics.median(times) for times in zip(*runs, strict=True))
 
 

@@ -4,16 +4,13 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.report.program_facts import ProgramFacts
+from graphfsdp._capture.trace.program_facts import ProgramFacts
 from graphfsdp.config import UndoReplays
-
-if TYPE_CHECKING:
-    from graphfsdp._capture.ranks.collective_order import CollectiveOrder
 
 Iterate = Callable[[], list[Tensor]]  # runs one iteration, returns its detached results
 Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the recording touch it?"
@@ -69,7 +66,7 @@ class Graph(Protocol):
     """
 
     facts: GraphFacts
-    order: "CollectiveOrder | None"
+    order: Any  # of ranks.collective_order
 
     @property
     def effect(self) -> Effect:

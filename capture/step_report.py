@@ -2,13 +2,17 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from graphfsdp._capture.backend import Graph, GraphFacts
+from torch import Tensor
+
 from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.recording import Recordings
-from graphfsdp._capture.report.memory_names import memory_names
 from graphfsdp._capture.report.report import CaptureReport
+from graphfsdp._capture.report.tables import MemoryNames, Role
+from graphfsdp._capture.trace.backend import Graph, GraphFacts
 from graphfsdp.errors import PhaseError
 
 _LOG = logging.getLogger("graphfsdp")
@@ -112,5 +116,21 @@ def make_report(
         without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
         node_us=node_us,
         program=None if facts is None else facts.program,
-        names=memory_names(engine.model, engine.optimizer, engine.gradients, inputs),
+        names=MemoryNames(_named_tensors(engine, inputs)),
     )
+
+
+def _named_tensors(
+    engine: Engine, inputs: StaticInputs | None
+) -> Iterator[tuple[Role, str, Tensor]]:
+    """Yield everything that a captured step works on."""
+    for name, param in engine.model.named_parameters():
+        yield Role.PARAMETER, name, param
+    for name, view in engine.gradients.named_views():
+        yield Role.GRADIENT, f"gradient of {name}", view
+    for name, buffer in engine.model.named_buffers():
+        yield Role.BUFFER, name, buffer
+    for name, state in engine.optimizer.state_tensors():
+        yield Role.STATE, name, state
+    for name, tensor in () if inputs is None else inputs.named_tensors():
+        yield Role.INPUT, name, tensor

@@ -1,12 +1,32 @@
-"""A recorded program as a Chrome trace, which Perfetto reads too."""
+"""The report as files for a browser: a page of its own, and a trace for Perfetto."""
 
+import html
+import importlib.resources
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+_PAGE_PARTS = ("page.css", "page.js")
 _NODE_US = 1.0  # what a node lasts where none was measured
 _SHORTEST_US = 0.001  # viewers drop events without a duration
 _PROCESS = 1
 _TRACKS = ("phases", "modules", "nodes")
+
+
+def report_page(report: Mapping[str, Any]) -> str:
+    """Return the page: styles, program and data are inside it, nothing is loaded.
+
+    Args:
+        report: ``CaptureReport.to_dict()``.
+    """
+    folder = importlib.resources.files("graphfsdp._capture.report") / "page"
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    for part in _PAGE_PARTS:
+        page = page.replace(f"@@{part}@@", (folder / part).read_text(encoding="utf-8"))
+    title = html.escape(f"graphfsdp: {report['num_nodes']} nodes, {report['scope']}")
+    # "</script>" and "<!--" inside a string would end the script element.
+    data = json.dumps(report, separators=(",", ":")).replace("<", "\\u003c")
+    return page.replace("@@title@@", title).replace("@@data@@", data)
 
 
 def chrome_trace(report: Mapping[str, Any]) -> dict[str, Any]:

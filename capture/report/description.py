@@ -1,0 +1,294 @@
+"""Describes recorded operators: their kind, plain arguments, and the memory that they touch."""
+
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.trace.op_tensors import (
+    RUNNING_STATISTICS,
+    SILENT_WRITERS,
+    draws_numbers,
+)
+from graphfsdp._capture.trace.program_facts import (
+    Argument,
+    BufferFacts,
+    BufferKind,
+    NodeFacts,
+    NodeKind,
+    ProgramFacts,
+)
+from graphfsdp._capture.trace.sites import Site
+from graphfsdp._capture.trace.storages import span
+
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+_COLLECTIVES = ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_")  # ours
+_COPIES = frozenset({"_to_copy", "cat", "clone", "contiguous", "copy_", "stack", "lift_fresh"})
+_FILLS = frozenset({"arange", "fill_", "full", "full_like", "ones", "ones_like", "zero_", "zeros"})
+_MORE_FILLS = frozenset({"empty", "empty_like", "empty_strided", "new_zeros", "scalar_tensor"})
+_NO_OPERATOR = "(no operator)"
+_NUMBER_TYPES = ("number", "float", "complex", "Tensor")
+_SHOWN_NUMEL = 4  # a constant tensor up to this size is shown by its values
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The memory behind a tensor argument, which stands in the tensor's place.
+
+    Attributes:
+        key: Identifies the buffer.
+        text: Dtype and shape of the tensor.
+        num_bytes: How far into the buffer the tensor reaches.
+        address: Where the buffer lies, if it existed before the recording.
+        offset: Where it lies in the planned pool, if it does.
+    """
+
+    key: Hashable
+    text: str
+    num_bytes: int
+    address: int | None
+    offset: int | None
+
+
+class Description:
+    """Collects a recording's operator calls one by one; holds no tensor."""
+
+    def __init__(self) -> None:
+        self._nodes: list[dict[str, Any]] = []  # NodeFacts, with the number of their site
+        self._buffers: dict[Hashable, BufferFacts] = {}
+        self._used: set[Hashable] = set()  # buffers that a replay has touched so far
+        self._shared: dict[Hashable, Any] = {}  # equal texts and arguments are kept once
+
+    def add(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        results: Sequence[Region],
+        *,
+        site: int,
+        called: bool = True,
+    ) -> None:
+        """Append the description of one operator call.
+
+        Args:
+            op: The operator.
+            args: Its arguments, every tensor replaced by its Region. A tensor that is left is a
+                constant that the recording has made.
+            kwargs: Likewise.
+            results: What it returned.
+            site: Number of the place that it comes from.
+            called: A replay calls it; else it was over when the program was built.
+        """
+        reads, writes = _operands(op, args, kwargs)
+        written = (*writes, *(() if op.is_view else results))
+        self._nodes.append(
+            {
+                "op": str(op),
+                "kind": _kind_of(op, args, kwargs),
+                "site": site,
+                "results": self._share(_joined(region.text for region in results)),
+                "arguments": self._share(tuple(_plain_arguments(op, args, kwargs))),
+                "reads": self._numbers(reads, called),
+                "writes": self._numbers(written, called),
+                "called": called,
+            }
+        )
+
+    def add_kernels(self, ends: Sequence[int], names: Sequence[str], last_site: int) -> None:
+        """Say which nodes of a CUDA graph the operators have made.
+
+        Args:
+            ends: The number of the graph's nodes after each operator.
+            names: Of the graph's nodes.
+            last_site: For the nodes that are behind all operators.
+        """
+        start = 0
+        for node, end in zip(self._nodes, ends, strict=True):
+            node["kernels"] = self._share(tuple(names[start:end]))
+            start = max(end, start)
+        if names[start:]:
+            rest = {"op": _NO_OPERATOR, "kind": NodeKind.COMPUTE, "site": last_site}
+            self._nodes.append(rest | {"kernels": tuple(names[start:])})
+
+    def outlives(self, key: Hashable, kind: BufferKind, address: int | None = None) -> None:
+        """Say that a buffer which the iteration made is there after it."""
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            return  # no node that is left in the program touches it
+        buffer.kind, buffer.last = kind, len(self._nodes)
+        if kind is BufferKind.KEPT:
+            buffer.address, buffer.offset = address, None
+
+    def facts(self, sites: Sequence[Site], pool_bytes: int = 0) -> ProgramFacts:
+        """Return the finished description.
+
+        Args:
+            sites: By number.
+            pool_bytes: Bytes of the planned pool.
+        """
+        nodes = (
+            NodeFacts(index=index, **node | {"site": sites[node["site"]]})
+            for index, node in enumerate(self._nodes)
+        )
+        return ProgramFacts(tuple(nodes), tuple(self._buffers.values()), pool_bytes)
+
+    def _share(self, item: T) -> T:
+        shared: T = self._shared.setdefault(item, item)
+        return shared
+
+    def _numbers(self, regions: Iterable[Region], called: bool) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self._number(region, called) for region in regions))
+
+    def _number(self, region: Region, called: bool) -> int:
+        """Return the number of a buffer that the next node has to do with."""
+        now = len(self._nodes)
+        buffer = self._buffers.get(region.key)
+        if buffer is None:
+            kind = BufferKind.INTERMEDIATE if region.address is None else BufferKind.EXTERNAL
+            buffer = self._buffers[region.key] = BufferFacts(
+                len(self._buffers), kind, 0, now, now, region.address, region.offset
+            )
+        buffer.num_bytes = max(buffer.num_bytes, region.num_bytes)
+        if called:
+            if region.key not in self._used:
+                buffer.first = now
+                self._used.add(region.key)
+            buffer.last = now
+        return buffer.index
+
+
+def region_of(
+    tensor: Tensor,
+    key: Hashable,
+    *,
+    external: bool,
+) -> Region:
+    """Return the memory behind a tensor that exists.
+
+    Args:
+        tensor: The tensor.
+        key: Identifies its storage.
+        external: The storage existed before the recording.
+    """
+    address = tensor.untyped_storage().data_ptr() if external else None
+    offset = int(tensor.storage_offset())
+    return region(key, tensor.dtype, offset, tensor.shape, tensor.stride(), address)
+
+
+def region(
+    key: Hashable,
+    dtype: torch.dtype,
+    first: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    address: int | None,
+    offset: int | None = None,
+) -> Region:
+    """Return the memory behind a tensor.
+
+    Args:
+        key: Identifies its storage.
+        dtype: Its dtype.
+        first: Its offset in the storage, in elements.
+        shape: Its shape.
+        stride: Its strides.
+        address: Of a storage from before the recording.
+        offset: Of one that lies in the planned pool.
+    """
+    start, num_bytes = first * dtype.itemsize, span(shape, stride) * dtype.itemsize
+    text = _text_of(dtype, shape)
+    if address is not None:
+        return Region((address + start,), text, num_bytes, address + start, None)
+    return Region(key, text, start + num_bytes, None, offset)
+
+
+def _joined(texts: Iterable[str]) -> str:
+    counted = [(text, len(list(equal))) for text, equal in itertools.groupby(texts)]
+    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in counted)
+
+
+def _kind_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NodeKind:
+    name = op._schema.name.partition("::")[2]
+    if op.namespace in _COLLECTIVE_NAMESPACES:
+        return NodeKind.COLLECTIVE
+    if op.namespace == "graphfsdp" and name in _COLLECTIVES:
+        return NodeKind.COLLECTIVE
+    if draws_numbers(op, args, kwargs):
+        return NodeKind.RANDOM
+    if op.is_view:
+        return NodeKind.VIEW
+    if name in _COPIES:
+        return NodeKind.COPY
+    return NodeKind.FILL if name in _FILLS or name in _MORE_FILLS else NodeKind.COMPUTE
+
+
+def _named(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[torch.Argument, Any]]:
+    for index, argument in enumerate(op._schema.arguments):
+        if index < len(args):
+            yield argument, args[index]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _operands(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Region], list[Region]]:
+    """Return what an operator reads and what it writes of its arguments."""
+    reads: list[Region] = []
+    writes: list[Region] = []
+    for argument, value in _named(op, args, kwargs):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if written else reads).extend(i for i in _flat(value) if isinstance(i, Region))
+    if op._schema.name in SILENT_WRITERS:
+        writes.extend(item for item in args[RUNNING_STATISTICS] if item is not None)
+    return reads, writes
+
+
+def _plain_arguments(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[Argument]:
+    for argument, value in _named(op, args, kwargs):
+        items = list(_flat(value))
+        if isinstance(value, Tensor):
+            yield Argument(argument.name, _constant_text(value), baked=True)
+        elif value is not None and not any(isinstance(item, Region) for item in items):
+            kind = str(argument.type).removeprefix("Optional[").removeprefix("List[").rstrip("]")
+            numeric = all(isinstance(item, int | float | complex) for item in items)
+            flags = all(isinstance(item, bool) for item in items)
+            baked = numeric and not flags and kind in _NUMBER_TYPES
+            yield Argument(argument.name, _plain_text(value), baked)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _constant_text(tensor: Tensor) -> str:
+    if tensor.numel() <= _SHOWN_NUMEL:
+        return str(tensor.tolist())
+    return f"a constant {_text_of(tensor.dtype, tuple(tensor.shape))}"
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, torch.Generator):
+        return f"a generator on {value.device}"
+    if isinstance(value, torch.UntypedStorage):  # its text would be all of its contents
+        return f"a storage of {value.nbytes()} bytes on {value.device}"
+    return repr(value) if isinstance(value, str) else str(value).replace("torch.", "")
+
+
+def _text_of(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
