@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphfsdp._capture.cpu.gloo_threads import await_gloo_threads
+from graphfsdp._capture.ranks.gloo_threads import await_gloo_threads
 from graphfsdp._capture.ranks.rank_store import RankStore
 from graphfsdp._capture.trace.backend import Effect
 from graphfsdp.errors import (

@@ -56,7 +56,6 @@ SEAMS = frozenset(
     {
         ("graphfsdp._capture.guards.functions", "graphfsdp._capture.rules.outer_counters"),
         ("graphfsdp._capture.guards.guards", "graphfsdp._capture.gradients"),
-        ("graphfsdp._capture.ranks.rank_watch", "graphfsdp._capture.cpu.gloo_threads"),
         ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.engine"),
         ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.recording"),
         ("graphfsdp._capture.rules.constants", "graphfsdp._capture.undo.host_optimizer"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphfsdp._capture.cpu import gloo_threads
+from graphfsdp._capture.ranks import gloo_threads
 from ranks import RankPool
 
 
