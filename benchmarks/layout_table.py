@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from graphfsdp.sharding.layout_plan import fsdp2_shard_numel, plan_unit
+from graphfsdp.base.memory_plan import round_up
+from graphfsdp.sharding.layout import fsdp2_shard_numel, plan_unit
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "layout.md"
 BEGIN, END = "<!-- layout_table: begin -->", "<!-- layout_table: end -->"
@@ -112,25 +113,20 @@ def megatron_v2_numel(shapes: Shapes, num_ranks: int) -> int:
     return round_up(content_numel(shapes), num_ranks * chunk)
 
 
-def round_up(number: int, multiple: int) -> int:
-    """Return the first multiple that is not below ``number``."""
-    return -(-number // multiple) * multiple
-
-
 def rows() -> list[tuple[str, ...]]:
     """Return the cells of the table, line by line."""
     found = []
     for name, shapes in UNITS.items():
         for num_ranks in NUM_RANKS:
-            layout = plan_unit(shapes, num_ranks=num_ranks, itemsize=ITEMSIZE)
+            buffers = plan_unit(shapes, num_ranks=num_ranks, itemsize=ITEMSIZE)
             totals = (
-                layout.total_numel,
+                sum(buffer.total_numel for buffer in buffers),
                 fsdp2_numel(shapes, num_ranks),
                 megatron_v1_numel(shapes, num_ranks),
                 megatron_v2_numel(shapes, num_ranks),
             )
             ours, *others = (f"{padding_percent(total, shapes):.2f}" for total in totals)
-            found.append((name, str(num_ranks), ours, str(len(layout.buffers)), *others))
+            found.append((name, str(num_ranks), ours, str(len(buffers)), *others))
     return found
 
 

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from graphfsdp.base.host_memory import zeros_flat
-from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.layout import alignment_numel
+from graphfsdp.base.memory_plan import neighbour_starts
 
 
 @dataclass(frozen=True)
@@ -81,26 +79,17 @@ class FlatBuffer:
             dtype: Element type of the storage.
             device: Where it lies.
         """
-        alignment = alignment_numel(dtype.itemsize)
+        starts = neighbour_starts((tensor.numel() for tensor in like), dtype.itemsize)
         slots = []
-        end = 0
-        for tensor in like:
+        for start, tensor in zip(starts, like, strict=False):
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            if not is_dense(shape, stride):
-                stride = contiguous_stride(shape)
-            slots.append(FlatSlot(end, shape, stride))
-            end = -(-(end + slots[-1].numel) // alignment) * alignment
+            dense = is_dense(shape, stride)
+            slots.append(FlatSlot(start, shape, stride if dense else contiguous_stride(shape)))
         self.slots = tuple(slots)
-        self.flat = zeros_flat(end, dtype, device)
+        self.flat = zeros_flat(starts[-1], dtype, device)
         self.views = tuple(
             self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in slots
         )
-        self._validate()
-
-    def _validate(self) -> None:
-        for before, after in pairwise(self.slots):
-            if before.offset + before.numel > after.offset:
-                raise ConfigError(f"flat buffer slots overlap: {before} and {after}")
 
     @property
     def num_bytes(self) -> int:

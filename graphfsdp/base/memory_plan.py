@@ -1,12 +1,43 @@
-"""Plans fixed places for buffers whose lifetimes are known: interval colouring, integers only."""
+"""Places in memory: borders, neighbours, and plans for buffers whose lifetimes are known.
+
+Integers only: takes no torch.
+"""
 
 import random
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from graphfsdp.errors import ConfigError
+
+VECTOR_BYTES = 16  # widest vector load of a GPU thread
 ALIGNMENT_BYTES = 64  # what torch's allocator gives, so that no kernel sees other addresses
 _GOOD = 1.02  # bytes of a plan over the most bytes alive at which no better one is looked for
+_ITEMSIZES = (1, 2, 4, 8, 16)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
+def alignment_numel(itemsize: int) -> int:
+    """Return how many elements of ``itemsize`` bytes lie between two 16-byte borders."""
+    if itemsize not in _ITEMSIZES:
+        raise ConfigError(f"itemsize must be one of {_ITEMSIZES} bytes, got {itemsize}")
+    return VECTOR_BYTES // itemsize
+
+
+def neighbour_starts(numels: Iterable[int], itemsize: int) -> list[int]:
+    """Return where pieces of one storage start, in elements, and where the last one ends.
+
+    Each starts on a 16-byte border.
+    """
+    step = alignment_numel(itemsize)
+    starts = [0]
+    for numel in numels:
+        starts.append(round_up(starts[-1] + numel, step))
+    return starts
 
 
 @dataclass(frozen=True)
@@ -58,7 +89,7 @@ def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> Memor
     Source: Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference",
         greedy by size; the same as offset calculation in two-dimensional strip packing.
     """
-    sizes = [_aligned(lifetime.num_bytes) for lifetime in lifetimes]
+    sizes = [round_up(lifetime.num_bytes, ALIGNMENT_BYTES) for lifetime in lifetimes]
     peak = _peak(lifetimes, sizes)
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda index: (-sizes[index], lifetimes[index].start),
@@ -105,10 +136,6 @@ def _retry(
         if best <= _GOOD * peak:
             break
     return best, best_offsets
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _peak(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> int:

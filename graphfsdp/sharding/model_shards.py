@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.communicators import gather_group
 from graphfsdp.sharding.schedule import Schedule
 from graphfsdp.sharding.unit import Unit, UnitPhase
-from graphfsdp.sharding.unit_plan import neighbour_starts
 
 _Kind = tuple[torch.dtype, torch.device, bool]
 

@@ -1,13 +1,12 @@
 """Which flat buffers a unit gets, and how many bytes: from shapes alone, without any tensor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.sharding.layout import BufferLayout, alignment_numel
-from graphfsdp.sharding.layout_plan import plan_unit
+from graphfsdp.sharding.layout import BufferLayout, plan_unit
 
 
 @dataclass(frozen=True)
@@ -121,28 +120,12 @@ def plan_buffers(
     for (dtype, _, trainable, has_rows), names in kinds.items():
         used = strategy if has_rows else ShardingStrategy.NO_SHARD
         dtypes = BufferDtypes.of(dtype, policy)
-        layout = plan_unit(
+        layouts = plan_unit(
             [params[name].shape for name in names],
             num_ranks=1 if used is ShardingStrategy.NO_SHARD else num_ranks,
             itemsize=min(dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize),
         )
-        for buffer in layout.buffers:
-            members = tuple(names[slot.index] for slot in buffer.slots)
-            plans.append(BufferPlan(buffer, members, dtypes, used, trainable))
+        for layout in layouts:
+            members = tuple(names[slot.index] for slot in layout.slots)
+            plans.append(BufferPlan(layout, members, dtypes, used, trainable))
     return plans
-
-
-def neighbour_starts(numels: Sequence[int], itemsize: int) -> list[int]:
-    """Return where pieces of one storage start, in elements, and where the last one ends.
-
-    Each starts on a 16-byte border, which the layout of its buffer counts on.
-
-    Args:
-        numels: Elements of each piece.
-        itemsize: Bytes of an element.
-    """
-    step = alignment_numel(itemsize)
-    starts = [0]
-    for numel in numels:
-        starts.append(-(-(starts[-1] + numel) // step) * step)
-    return starts

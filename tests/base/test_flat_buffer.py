@@ -14,7 +14,7 @@ from graphfsdp.base.flat_buffer import (
     contiguous_stride,
     is_dense,
 )
-from graphfsdp.sharding.layout import ALIGNMENT_BYTES
+from graphfsdp.base.memory_plan import VECTOR_BYTES
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -33,13 +33,13 @@ def test_views_lie_apart_aligned_and_inside(
         places = set(range(slot.offset, slot.offset + slot.numel))
         assert not places & taken
         taken |= places
-        assert slot.offset * dtype.itemsize % ALIGNMENT_BYTES == 0
+        assert slot.offset * dtype.itemsize % VECTOR_BYTES == 0
         assert view.dtype == dtype
         assert view.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
         assert view.storage_offset() == slot.offset
     assert max(taken, default=-1) < buffer.flat.numel()
     padding = buffer.flat.numel() - len(taken)
-    assert padding * dtype.itemsize < ALIGNMENT_BYTES * max(len(wanted), 1)
+    assert padding * dtype.itemsize < VECTOR_BYTES * max(len(wanted), 1)
     assert buffer.num_bytes == buffer.flat.numel() * dtype.itemsize
 
 

@@ -72,13 +72,12 @@ SEAMS = frozenset(
         ("graphfsdp._capture.undo.attempt", "graphfsdp._capture.gradients"),
         ("graphfsdp._capture.undo.host_state", "graphfsdp._capture.gradients"),
         ("graphfsdp._capture.undo.undo_plan", "graphfsdp._capture.cpu.program"),
-        ("graphfsdp.base.flat_buffer", "graphfsdp.sharding.layout"),
     }
 )
 CROWDED = frozenset(
     {
         *("graphfsdp._capture", "graphfsdp.bench", "graphfsdp.optim.fused"),
-        *("graphfsdp.sharding", "graphfsdp.training"),
+        *("graphfsdp.training"),
     }
 )
 

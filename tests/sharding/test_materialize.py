@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
-from graphfsdp.sharding.layout_plan import plan_unit
+from graphfsdp.sharding.layout import plan_unit
 from helpers import NUM_STEPS
 from ranks import RankPool, rank_device
 from sharding_helpers import (
@@ -323,7 +323,8 @@ def peak_of_materialization() -> tuple[int, int, int]:
         shard(model, "optim_grads_params")
     assert sharding.peak_bytes < 4096  # lists of names; no weight
     plans = [plan_unit(shapes, num_ranks=4, itemsize=4) for shapes in [*numbers, root]]
-    kept = 2 * 4 * sum(plan.shard_numel for plan in plans)  # main weights and main grads
+    # main weights and main grads
+    kept = 2 * 4 * sum(buffer.shard_numel for buffers in plans for buffer in buffers)
     units = [4 * sum(torch.Size(shape).numel() for shape in shapes) for shapes in numbers]
     root_bytes = 4 * sum(torch.Size(shape).numel() for shape in root)
     with Peak() as peak:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.flat_runs import merge_neighbours
-from graphfsdp.sharding.layout_plan import plan_unit
+from graphfsdp.sharding.layout import plan_unit
 from ranks import RankPool, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -103,18 +103,19 @@ def test_kept_bytes_follow_from_the_layout(
 ) -> None:
     """Main weights and main grads are the shards of the layout; Adam keeps two of the weights."""
     parts = 1 if strategy == "no_shard" else num_ranks
-    plans = [
-        plan_unit(shapes, num_ranks=parts, itemsize=FLOAT_BYTES) for shapes in unit_shapes(Stack())
+    buffers = [
+        buffer
+        for shapes in unit_shapes(Stack())
+        for buffer in plan_unit(shapes, num_ranks=parts, itemsize=FLOAT_BYTES)
     ]
-    shards = sum(plan.shard_numel for plan in plans) * FLOAT_BYTES
+    shards = sum(buffer.shard_numel for buffer in buffers) * FLOAT_BYTES
     exact = sum(param.numel() for param in Stack().parameters()) * FLOAT_BYTES
-    full = sum(plan.total_numel for plan in plans) * FLOAT_BYTES
+    full = sum(buffer.total_numel for buffer in buffers) * FLOAT_BYTES
     results = request.getfixturevalue(f"ranks{num_ranks}").run(kept_bytes, strategy)
     for mains, grads, states, whole in results:
         assert mains == grads == shards
         # The optimizer's state has no padding, but starts on borders of 64 elements.
-        num_buffers = sum(len(plan.buffers) for plan in plans)
-        assert states <= 2 * (shards + num_buffers * 64 * FLOAT_BYTES)
+        assert states <= 2 * (shards + len(buffers) * 64 * FLOAT_BYTES)
         assert whole == (0 if strategy in ("no_shard", "optim_grads_params") else full)
     assert exact / parts <= shards <= 1.25 * exact / parts
     total_states = sum(states for _, _, states, _ in results)
