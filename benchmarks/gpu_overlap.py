@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import graphfsdp
 from benchmarks.stand_in_group import stand_in_group
 from benchmarks.workloads import Workload
-from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT
 
 NUM_WARMUP = 4

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.buffer import ShardBuffer
-from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.module import unit_of
 from graphfsdp.sharding.unit import Unit
 from helpers import NUM_STEPS, set_lr
 from ranks import rank_device

@@ -150,14 +150,13 @@ def _offsets(model: nn.Module) -> dict[int, tuple[int, ...]]:
     if not any(hasattr(module, "prepare_shards") for module in model.modules()):
         return {}
     from graphfsdp.sharding.module import FSDPModule, unit_of
-    from graphfsdp.sharding.unit import UnitPhase
 
     found: dict[int, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         unit = unit_of(module)
-        if unit.pinned or unit.phase is not UnitPhase.IDLE:
+        if unit.is_whole:
             raise CheckpointError(
                 f"unit {name!r} is unsharded, so the model holds copies of its weights. Remedy: "
                 "reshard() it, and save and load between two iterations"

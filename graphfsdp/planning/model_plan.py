@@ -15,7 +15,7 @@ from graphfsdp.planning.neighbours import state_numel, storage_bytes
 from graphfsdp.planning.planned_mesh import PlannedMesh
 from graphfsdp.planning.planned_units import UnitPlan, plan_units
 from graphfsdp.planning.pool_rehearsal import PlannedPool, RunForward, rehearse_pool
-from graphfsdp.sharding.unit_plan import BufferPlan
+from graphfsdp.sharding.plan import BufferPlan
 
 ROOT = "(root)"
 _NORM_BYTES = 8  # the squared norm, as float64

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from graphfsdp.base.memory_plan import neighbour_starts
-from graphfsdp.sharding.unit_plan import BufferPlan
+from graphfsdp.sharding.plan import BufferPlan
 
 _BORDER_NUMEL = 64  # state that does not continue its neighbour starts on such a border
 

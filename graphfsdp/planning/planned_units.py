@@ -7,7 +7,7 @@ from torch import nn
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.unit_plan import BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
 
 
 @dataclass(frozen=True)

@@ -5,109 +5,87 @@ the inner axis = elements that a rank gives to an all-gather. I = S, unless the 
 cut over an outer axis as well.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 
-from graphfsdp.base.collectives import all_gather_
+from graphfsdp.base.collectives import Transfer, all_gather_
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.streams import Lane
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.sharding.buffer_pool import BufferPool, take
-from graphfsdp.sharding.layout import BufferLayout, LocalRows, Slot
+from graphfsdp.sharding.gradients import Gradients
+from graphfsdp.sharding.layout import LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
-from graphfsdp.sharding.prefetched import Prefetched
-from graphfsdp.sharding.unit_plan import BufferDtypes
-from graphfsdp.sharding.unreduced import Reducing, UnreducedGradients
-from graphfsdp.sharding.weight_writes import Moment, moment_of
+from graphfsdp.sharding.plan import BufferPlan
+
+Moment = tuple[int, bool]
+
+
+class _Prefetched(NamedTuple):
+    """An all-gather that is under way."""
+
+    full: Tensor  # [B] where the weights arrive
+    transfer: Transfer
+    moment: Moment  # what must not have changed when the weights are used
 
 
 class ShardBuffer:
-    """The storage of one BufferLayout on this rank.
+    """The storage of one BufferPlan on this rank.
 
     Attributes:
-        layout: Where each parameter lies.
         main: [S] main weights; [B] where nothing is sharded.
-        grad: [S] main grads, [B] where nothing is sharded; None for frozen parameters.
+        gradients: Of these weights; None for frozen parameters.
         full: [B] gathered weights while unsharded, else None.
         params: What the optimizer and the user see of the main weights.
         gather_group: The communicator of all-gathers over the inner axis: one of their own, so
             that they do not queue behind reductions, or that of the axis.
     """
 
-    layout: BufferLayout
-    main: Tensor
-    grad: Tensor | None
-    full: Tensor | None
-
-    def __init__(
-        self,
-        layout: BufferLayout,
-        *,
-        dtypes: BufferDtypes,
-        device: torch.device,
-        mesh: UnitMesh,
-        strategy: ShardingStrategy,
-        trainable: bool,
-    ) -> None:
-        self.layout = layout
-        self.dtypes = dtypes
-        self.trainable = trainable
-        self._device = device
+    def __init__(self, plan: BufferPlan, mesh: UnitMesh, device: torch.device) -> None:
+        self.layout = plan.layout
+        self.dtypes = plan.dtypes
+        self.trainable = plan.trainable
+        self.sharded = plan.sharded
         self.mesh = mesh
-        self.group = mesh.inner
         self.gather_group: dist.ProcessGroup = mesh.inner
         self._pool: BufferPool | None = None
-        self._strategy = strategy
-        self.main = zeros_flat(self.main_numel, dtypes.main, device)
-        self.grad = zeros_flat(self.main_numel, dtypes.grad, device) if trainable else None
-        self.full = None
+        self._strategy = plan.strategy
+        self.main = zeros_flat(plan.main_numel, plan.dtypes.main, device)
+        self.gradients: Gradients | None = None
+        if plan.trainable:
+            grad = zeros_flat(plan.main_numel, plan.dtypes.grad, device)
+            self.gradients = Gradients(plan, mesh, grad)
+        self.full: Tensor | None = None
         self.params: list[nn.Parameter] = []
         self._gathered_at: Moment | None = None
         self._inner: Tensor | None = None  # [I] gathered over the outer axis
         self._inner_at: Moment | None = None
-        self._prefetched: Prefetched | None = None
-        self._unreduced = UnreducedGradients(layout, dtypes, mesh, sharded=self.sharded)
+        self._prefetched: _Prefetched | None = None
 
     @property
-    def sharded(self) -> bool:
-        """Whether each rank holds only its part of the main weights."""
-        return self._strategy is not ShardingStrategy.NO_SHARD
-
-    @property
-    def main_numel(self) -> int:
-        """Elements of this rank's main weights."""
-        return self.layout.shard_numel if self.sharded else self.layout.total_numel
-
-    @property
-    def inner_numel(self) -> int:
-        """Elements that this rank gives to an all-gather over the inner axis."""
-        return self.main_numel * (self.mesh.num_outer if self._cuts_outside else 1)
-
-    @property
-    def _cuts_outside(self) -> bool:
-        return self.sharded and self.mesh.cuts_outside
+    def grad(self) -> Tensor | None:
+        """[S] main grads, [B] where nothing is sharded; None for frozen parameters."""
+        return None if self.gradients is None else self.gradients.main
 
     def move(self, main: Tensor, grad: Tensor | None) -> None:
-        """Continue in other memory, where the shards of all units are neighbours.
+        """Continue in other memory of the same sizes, where the shards of all units are neighbours.
 
-        Args:
-            main: [S] or [B], takes the contents of the main weights.
-            grad: Likewise for the main grads.
+        Contents are copied, unless they are on the meta device.
         """
-        from_meta = self.main.is_meta  # there is nothing to copy
+        from_meta = self.main.is_meta
         if not from_meta:
             main.copy_(self.main)
         # Its own counter of writes, where the memory of all units is one tensor.
         place = main.untyped_storage(), main.storage_offset(), main.shape, main.stride()
-        self.main, self._device = main.new_empty(0).set_(*place), main.device
-        if grad is not None and self.grad is not None:
+        self.main = main.new_empty(0).set_(*place)
+        if grad is not None and self.gradients is not None:
             if not from_meta:
-                grad.copy_(self.grad)
-            self.grad = grad
+                grad.copy_(self.gradients.main)
+            self.gradients.main = grad
 
     def local_view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Return this rank's rows of one parameter, as a view of ``main`` or ``grad``."""
@@ -115,13 +93,7 @@ class ShardBuffer:
             return self.full_view(flat, slot)
         rows = self.local_rows(slot)
         part = flat.narrow(0, rows.shard_offset, rows.numel)
-        return part.view(self.local_shape(slot))
-
-    def local_shape(self, slot: Slot) -> tuple[int, ...]:
-        """Return the shape of this rank's rows of one parameter."""
-        if not self.sharded:
-            return slot.shape
-        return (self.local_rows(slot).num_rows, *slot.shape[1:])
+        return part.view(rows.num_rows, *slot.shape[1:])
 
     def local_rows(self, slot: Slot) -> LocalRows:
         """Return which rows of a parameter this rank holds; all where nothing is sharded."""
@@ -138,17 +110,8 @@ class ShardBuffer:
         """Return how a parameter lies on the mesh of the unit."""
         return self.mesh.placements(self.layout, slot, sharded=self.sharded)
 
-    def load(self, values: Sequence[Tensor]) -> None:
-        """Copy the parameters' values into the main weights.
-
-        Args:
-            values: One whole tensor per slot, in slot order; the same on every rank.
-        """
-        for slot, value in zip(self.layout.slots, values, strict=True):
-            self.load_slot(slot, value)
-
-    def load_slot(self, slot: Slot, value: Tensor) -> None:
-        """Copy one parameter's whole value into the main weights."""
+    def load(self, slot: Slot, value: Tensor) -> None:
+        """Copy one parameter's whole value, the same on every rank, into the main weights."""
         if self.sharded:
             rows = self.local_rows(slot)
             value = value.narrow(0, rows.first_row, rows.num_rows)
@@ -177,18 +140,16 @@ class ShardBuffer:
     def begin_unshard(self, lane: Lane) -> None:
         """Begin to gather weights that are not here; ``unshard`` waits for them.
 
-        Args:
-            lane: Where the all-gather runs meanwhile.
-
         Capture: as ``unshard``, which adds a wait.
         """
         if self.full is not None or self.is_prefetched or not self.sharded:
             return
         if self.layout.total_numel:
             source, full = self._unshard_outside(), self._new_full()
-            self._prefetched = Prefetched.begin(
-                self.moment(), source, full, self.gather_group, lane
-            )
+            transfer = Transfer(full, source)
+            with lane.begun():
+                all_gather_(full, source, self.gather_group, transfer)
+            self._prefetched = _Prefetched(full, transfer, self.moment())
 
     @property
     def is_prefetched(self) -> bool:
@@ -202,8 +163,12 @@ class ShardBuffer:
             prefetched.transfer.wait()
 
     def moment(self) -> Moment:
-        """Return what is another value after each write into the weights."""
-        return moment_of((self.main, *self.params))
+        """Return what is another value after each write into the weights.
+
+        A write through a DTensor counts on that alone, so the parameters are looked at too.
+        """
+        writes = sum(version_of(tensor) for tensor in (self.main, *self.params))
+        return writes, torch.is_inference_mode_enabled()
 
     @property
     def copy(self) -> Tensor | None:
@@ -219,27 +184,35 @@ class ShardBuffer:
 
     def _receive(self) -> None:
         prefetched, self._prefetched = self._prefetched, None
-        if prefetched is not None:
-            self.full = prefetched.receive(self.moment())
-            self._gathered_at = prefetched.moment
-            if self.full is None:
-                self._inner = None  # that is as old
+        if prefetched is None:
+            return
+        prefetched.transfer.wait()
+        self._gathered_at = prefetched.moment
+        if prefetched.moment == self.moment():
+            self.full = prefetched.full
+        else:
+            # Somebody has written main weights since (a hook that clips them, say), or they were
+            # gathered inside torch.inference_mode and are used outside of it.
+            self._inner = None  # as old
 
     def _new_full(self) -> Tensor:
-        return take(self._pool, self, self.layout.total_numel, self.dtypes.compute, self._device)
+        numel, dtype = self.layout.total_numel, self.dtypes.compute
+        return take(self._pool, self, numel, dtype, self.main.device)
 
     def use_pool(self, pool: BufferPool) -> None:
         """Take memory for whole weights and gradients from a pool from now on."""
-        self._pool = self._unreduced.pool = pool
+        self._pool = pool
+        if self.gradients is not None:
+            self.gradients.pool = pool
 
     def _unshard_outside(self) -> Tensor:
         """Return [I], this rank's part for an all-gather over the inner axis."""
         if self._inner is not None:
             return self._inner
         source = self.main.to(self.dtypes.compute)  # the main weights themselves, if they fit
-        if not self._cuts_outside or self.mesh.outer is None or not source.numel():
+        if not self.mesh.cuts_outside or self.mesh.outer is None or not source.numel():
             return source
-        inner = torch.empty(self.inner_numel, dtype=self.dtypes.compute, device=self._device)
+        inner = source.new_empty(source.numel() * self.mesh.num_outer)
         all_gather_(inner, source, self.mesh.outer)
         if self._strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
             self._inner_at = self.moment()
@@ -260,57 +233,7 @@ class ShardBuffer:
         if outside:
             self._inner = None
 
-    def add_gradients(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
-        """Add one backward pass's gradients to what is to be reduced.
 
-        Args:
-            grads: One whole gradient per slot, in slot order; None where there is none.
-            accumulate: The main grads hold something that must stay.
-
-        Capture: see UnreducedGradients.add.
-        """
-        assert self.grad is not None
-        self._unreduced.add(self.grad, grads, accumulate=accumulate)
-
-    def unreduced_gradient(self, slot: Slot, *, accumulate: bool) -> Tensor:
-        """Return the whole gradient of one parameter for a layer that adds to it by itself.
-
-        Args:
-            slot: The parameter.
-            accumulate: The main grads hold something that must stay.
-
-        Capture: zeroed once an iteration.
-        """
-        assert self.grad is not None
-        return self._unreduced.view(self.grad, slot, accumulate=accumulate)
-
-    def reduce(
-        self, lane: Lane | None, *, accumulate: bool, reduction: str, outside: bool = True
-    ) -> Reducing:
-        """Reduce the gathered gradients over all ranks into the main grads.
-
-        Args:
-            lane: Where a collective runs while others compute; None waits for it at once.
-            accumulate: Add to the main grads instead of overwriting them.
-            reduction: "mean" or "sum".
-            outside: Where there is an outer axis, reduce over it too; else the gradients wait,
-                reduced over the inner axis alone, for a call that does.
-
-        Yields:
-            When a collective is under way. The main grads are complete at the end.
-
-        Capture: see UnreducedGradients.reduce.
-        """
-        assert self.grad is not None
-        return self._unreduced.reduce(
-            self.grad, lane, accumulate=accumulate, reduction=reduction, outside=outside
-        )
-
-    def abandon_gradients(self) -> None:
-        """Forget gradients that wait to be reduced."""
-        self._unreduced.forget()
-
-    @property
-    def has_pending_gradients(self) -> bool:
-        """Whether gradients wait to be reduced."""
-        return self._unreduced.is_pending
+def version_of(tensor: Tensor) -> int:
+    """Return what counts the writes into a tensor, where that is counted."""
+    return -1 if tensor.is_inference() else tensor._version

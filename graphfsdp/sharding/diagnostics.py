@@ -1,4 +1,4 @@
-"""Looks into a model between iterations: norms by parameter, values that are not finite.
+"""Looks into a model between iterations: norms, values that are not finite, and memory.
 
 For models that ``fully_shard`` has cut, for other DTensors and for plain models. All ranks must
 call each function together; every one reads values on the host, so none belongs into an
@@ -7,17 +7,19 @@ iteration that is captured. ``shard_table`` and ``check_slices`` look at memory 
 Shapes: P = parameters; R = ranks of a group.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import RankGroups, local_part, mesh_groups, sharding_groups
-from graphfsdp.sharding.shard_table import ShardTable as ShardTable
-from graphfsdp.sharding.shard_table import check_slices as check_slices
-from graphfsdp.sharding.shard_table import shard_table as shard_table
+from graphfsdp.errors import ConfigError, GraphFSDPError
+from graphfsdp.sharding.group import ManagedParameter
+from graphfsdp.sharding.module import FSDPModule, unit_of
+from graphfsdp.sharding.unit import Unit
 
 _NO_RANK = 0
 
@@ -165,12 +167,255 @@ def _joined(
     return torch.cat(everyone)
 
 
-__all__ = [
-    "NonFinite",
-    "ParameterNorms",
-    "ShardTable",
-    "check_slices",
-    "find_nonfinite",
-    "parameter_norms",
-    "shard_table",
-]
+@dataclass(frozen=True)
+class ShardRow:
+    """What this rank holds of one parameter.
+
+    Attributes:
+        name: Full name.
+        unit: Full name of the unit's module, "" for the root.
+        buffer: Number of the flat buffer in the unit.
+        shape: Full shape.
+        offset: First element in the flat buffer, counted over all ranks.
+        first_row: First row that this rank holds.
+        num_rows: How many it holds.
+        local_offset: Where they begin, in bytes from the start of the storage that holds the
+            main weights of all units.
+        weight_bytes: Bytes of its main weight here.
+        grad_bytes: Bytes of its main grad here, 0 if it is frozen.
+    """
+
+    name: str
+    unit: str
+    buffer: int
+    shape: tuple[int, ...]
+    offset: int
+    first_row: int
+    num_rows: int
+    local_offset: int
+    weight_bytes: int
+    grad_bytes: int
+
+
+@dataclass(frozen=True)
+class BufferRow:
+    """One flat buffer.
+
+    Attributes:
+        unit: Full name of the unit's module, "" for the root.
+        buffer: Its number in the unit.
+        strategy: What is sharded.
+        num_ranks: Ranks that share it.
+        shard_numel: Elements of each rank's shard, padding included.
+        num_padding: Elements that belong to no parameter, on all ranks.
+        dtypes: Of the gathered weights, main weights, main grads and reduced gradients.
+        weight_bytes: This rank's main weights, padding included.
+        grad_bytes: This rank's main grads, padding included.
+        full_bytes: The gathered weights.
+        trainable: Whether it gets gradients.
+    """
+
+    unit: str
+    buffer: int
+    strategy: str
+    num_ranks: int
+    shard_numel: int
+    num_padding: int
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+    weight_bytes: int
+    grad_bytes: int
+    full_bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """The flat buffers of a model and what lies in them on this rank; ``str`` is for people."""
+
+    buffers: tuple[BufferRow, ...]
+    rows: tuple[ShardRow, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for buffer in self.buffers:
+            kinds = ", ".join(
+                f"{name} {str(dtype).removeprefix('torch.')}"
+                for name, dtype in zip(("compute", "main", "grad"), buffer.dtypes, strict=False)
+            )
+            lines.append(
+                f"{buffer.unit or '(root)'} buffer {buffer.buffer}: {buffer.strategy}, "
+                f"{buffer.num_ranks} ranks x {buffer.shard_numel:,} elements "
+                f"({buffer.num_padding:,} padding), {kinds}"
+                f"{'' if buffer.trainable else ', frozen'}"
+            )
+            lines.append(
+                f"  here: main weights {buffer.weight_bytes:,} bytes, main grads "
+                f"{buffer.grad_bytes:,}; gathered {buffer.full_bytes:,}"
+            )
+            for row in self.rows:
+                if (row.unit, row.buffer) == (buffer.unit, buffer.buffer):
+                    held = f"rows [{row.first_row}, {row.first_row + row.num_rows})"
+                    lines.append(
+                        f"  {row.offset:>12,}  {row.name} {list(row.shape)}: "
+                        f"{held if row.num_rows else 'no rows'} here, {row.weight_bytes:,} bytes "
+                        f"at {row.local_offset:,}"
+                    )
+        return "\n".join(lines)
+
+
+def shard_table(model: nn.Module) -> ShardTable:
+    """Return the flat buffers of a model with offsets and bytes, as this rank sees them.
+
+    Raises:
+        ConfigError: ``fully_shard`` has wrapped no module of it.
+    """
+    buffers: list[BufferRow] = []
+    rows: list[ShardRow] = []
+    for name, unit in named_units(model):
+        options = unit.group.options
+        for number, buffer in enumerate(unit.group.buffers):
+            layout, dtypes = buffer.layout, buffer.dtypes
+            buffers.append(
+                BufferRow(
+                    unit=name,
+                    buffer=number,
+                    strategy=options.strategy.value if buffer.sharded else "no_shard",
+                    num_ranks=buffer.layout.num_ranks,
+                    shard_numel=layout.shard_numel,
+                    num_padding=layout.num_padding,
+                    dtypes=(dtypes.compute, dtypes.main, dtypes.grad, dtypes.comm),
+                    weight_bytes=buffer.main.nbytes,
+                    grad_bytes=0 if buffer.grad is None else buffer.grad.nbytes,
+                    full_bytes=layout.total_numel * dtypes.compute.itemsize,
+                    trainable=buffer.trainable,
+                )
+            )
+            for item in unit.group.managed:
+                if item.buffer is buffer:
+                    rows.append(_row(name, number, unit, item))
+    return ShardTable(tuple(buffers), tuple(rows))
+
+
+def check_slices(model: nn.Module) -> int:
+    """Check that no two local slices overlap, and that the ranks hold each row exactly once.
+
+    Looks at the tensors that the optimizer reads and writes, not at the plan: where they really
+    lie. All ranks must call it.
+
+    Returns:
+        How many slices there are on this rank.
+
+    Raises:
+        GraphFSDPError: two slices overlap, one lies outside its buffer, or a row has no owner or
+            two; the parameters are named.
+        ConfigError: ``fully_shard`` has wrapped no module of it.
+    """
+    units = named_units(model)
+    slices, problem = [], None
+    for kind in ("main weight", "main grad"):
+        slices += list(_slices(units, kind))
+        problem = problem or _overlap(units, kind)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)  # else the others would wait for a rank that raised
+    for found in everyone:
+        if found is not None:
+            raise GraphFSDPError(found)
+    for name, unit in units:
+        _check_owners(name, unit)
+    return len(slices)
+
+
+def _overlap(units: "list[tuple[str, Unit]]", kind: str) -> str | None:
+    """Return what is wrong with the slices of a kind on this rank, None if nothing is."""
+    slices = sorted(_slices(units, kind))
+    for (_, end, name), (start, _, other) in pairwise(slices):
+        if start < end:
+            return (
+                f"the {kind}s of {name!r} and {other!r} overlap by {end - start} bytes on rank "
+                f"{dist.get_rank()}: an update of one would change the other"
+            )
+    ranges = {
+        _join(name, item.name): whole
+        for name, unit in units
+        for item in unit.group.managed
+        for whole in [item.buffer.main if kind == "main weight" else item.buffer.grad]
+        if whole is not None
+    }
+    for start, end, name in slices:
+        whole = ranges[name]
+        if not whole.data_ptr() <= start <= end <= whole.data_ptr() + whole.nbytes:
+            return (
+                f"the {kind} of {name!r} lies outside its flat buffer on rank {dist.get_rank()}: "
+                "the optimizer would update memory that is never gathered"
+            )
+    return None
+
+
+def named_units(model: nn.Module) -> list[tuple[str, Unit]]:
+    """Return the units of a model with the full names of their modules.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = [
+        (name, unit_of(module))
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    ]
+    if not found:
+        raise ConfigError(
+            f"no module of this {type(model).__name__} is sharded. Remedy: call "
+            "graphfsdp.fully_shard first"
+        )
+    if isinstance(model, FSDPModule):
+        model.prepare_shards()  # to the addresses that the shards keep
+    return found
+
+
+def _row(unit_name: str, number: int, unit: Unit, item: ManagedParameter) -> ShardRow:
+    local = local_part(item.param).detach()
+    grad = None if item.main_grad is None else local_part(item.main_grad)
+    shape = item.slot.shape
+    return ShardRow(
+        name=_join(unit_name, item.name),
+        unit=unit_name,
+        buffer=number,
+        shape=shape,
+        offset=item.slot.offset,
+        first_row=item.buffer.local_rows(item.slot).first_row,
+        num_rows=local.shape[0] if shape else 1,
+        local_offset=int(local.storage_offset()) * local.element_size(),
+        weight_bytes=local.nbytes,
+        grad_bytes=0 if grad is None else grad.nbytes,
+    )
+
+
+def _slices(units: list[tuple[str, Unit]], kind: str) -> Iterator[tuple[int, int, str]]:
+    """Yield first address, address behind the last byte, and full name."""
+    for unit_name, unit in units:
+        for item in unit.group.managed:
+            tensor: Tensor | None = item.param if kind == "main weight" else item.main_grad
+            local = None if tensor is None else local_part(tensor).detach()
+            if local is not None and local.numel():
+                start = local.data_ptr()
+                yield start, start + local.nbytes, _join(unit_name, item.name)
+
+
+def _check_owners(unit_name: str, unit: Unit) -> None:
+    sharded = [item for item in unit.group.managed if item.buffer.sharded and item.slot.numel]
+    if not sharded:
+        return
+    counts_here = [local_part(item.param).shape[0] for item in sharded]
+    mine = torch.tensor(counts_here, device=sharded[0].buffer.main.device)
+    for group in unit.group.options.mesh.cut_groups:
+        dist.all_reduce(mine, group=group)
+    for item, num_rows in zip(sharded, mine.tolist(), strict=True):
+        if num_rows != item.slot.num_rows:
+            raise GraphFSDPError(
+                f"parameter {_join(unit_name, item.name)!r} has {item.slot.num_rows} rows, but "
+                f"the ranks hold {num_rows} of them together"
+            )
+
+
+def _join(unit_name: str, name: str) -> str:
+    return f"{unit_name}.{name}" if unit_name else name

@@ -6,15 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 
 from graphfsdp.base.dtensors import can_be_copied
 from graphfsdp.base.recut import recut_hook
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.sharding.group import ShardGroup, UnitOptions
-from graphfsdp.sharding.input_cast import cast_inputs
 from graphfsdp.sharding.mesh import find_axes
-from graphfsdp.sharding.module import FSDPModule, attach, shards_of, unit_of
+from graphfsdp.sharding.module import FSDPModule as FSDPModule
+from graphfsdp.sharding.module import attach, shards_of
 from graphfsdp.sharding.unit import Unit
 
 
@@ -112,7 +113,7 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         shards_of(module)
         unit.enter_forward()
-        return cast_inputs(args, kwargs, unit.group.options.policy.param_dtype)
+        return _cast_inputs(args, kwargs, unit.group.options.policy.param_dtype)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         unit.leave_forward()
@@ -121,6 +122,21 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(after, always_call=True)
     module.register_load_state_dict_pre_hook(recut_hook(lambda: unit.group.managed))
     module.register_state_dict_post_hook(_make_copyable)
+
+
+def _cast_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast floating-point inputs of a unit to the dtype that it computes in."""
+    if dtype is None:
+        return args, kwargs
+
+    def cast(leaf: Any) -> Any:
+        castable = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if castable else leaf
+
+    casted: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(cast, (args, kwargs))
+    return casted
 
 
 def _make_copyable(
@@ -188,6 +204,3 @@ def _check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
                 "Ways out: use_decoupled_grad=True with an optimizer that reads decoupled_grad "
                 "(FusedAdam), or equal main_params_dtype and main_grads_dtype"
             )
-
-
-__all__ = ["FSDPModule", "fully_shard", "make_unit", "unit_of"]

@@ -1,8 +1,14 @@
-"""The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
+"""The parameters that one `fully_shard` call took over: sharded at rest, whole while computing.
+
+Note [Gradients of shards]: gradients of a unit's weights come whole, from an autograd function of
+its own, and are reduced into the main grads; autograd never accumulates into the sharded parameter.
+So hooks of gradients would not be called, and a gradient that reaches the parameter on another way
+would be overwritten. Both are errors.
+"""
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +24,13 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
-from graphfsdp.sharding.mesh import UnitMesh
-from graphfsdp.sharding.model_axes import ModelAxes, find_model_axes, join_meshes
-from graphfsdp.sharding.sharded_parameter import (
-    IS_SHARDED,
-    refuse_gradient_hooks,
-    replacement,
-    watch_gradient,
-)
-from graphfsdp.sharding.unit_plan import BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
+from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
+
+# On a parameter that a unit manages.
+_IS_SHARDED = "_graphfsdp_is_sharded"
+# On a whole parameter: its name in the unit that has taken it over.
+_TAKEN_AS = "_graphfsdp_taken_as"
 
 
 @dataclass(eq=False)
@@ -36,7 +40,7 @@ class ManagedParameter:
     Attributes:
         name: Full name within the unit's module.
         param: What the optimizer and the user see: a DTensor over this rank's main weights.
-        whole: What the module held before, if somebody still does.
+        whole: Gives what the module held before, if somebody still does.
         owners: The modules and attribute names that hold it (several where it is tied).
         buffer: The flat buffer that it lies in.
         slot: Where it lies there.
@@ -72,7 +76,7 @@ class ManagedParameter:
         if self.axes is not None and self.axes.wraps:
             for dim, size in enumerate(self.slot.shape):
                 part = part.narrow(dim, self.axes.offset(dim), size)
-        self.buffer.load_slot(self.slot, part)
+        self.buffer.load(self.slot, part)
 
     @property
     def grad_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -150,23 +154,16 @@ class ShardGroup:
             self._take(found, plan)
 
     def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
-        options = self.options
         whole, _ = found[plan.names[0]]
-        buffer = ShardBuffer(
-            plan.layout,
-            dtypes=plan.dtypes,
-            device=whole.device,
-            mesh=options.mesh,
-            strategy=plan.strategy,
-            trainable=plan.trainable,
-        )
+        buffer = ShardBuffer(plan, self.options.mesh, whole.device)
         self.buffers.append(buffer)
         with torch.no_grad():
-            buffer.load([local_part(found[name][0]) for name in plan.names])
+            for name, slot in zip(plan.names, plan.layout.slots, strict=True):
+                buffer.load(slot, local_part(found[name][0]))
         for name, slot in zip(plan.names, plan.layout.slots, strict=True):
             whole, owners = found[name]
             view = self._as_dtensor(buffer.local_view(buffer.main, slot), name, buffer, slot)
-            param = replacement(whole, view, name)
+            param = _replacement(whole, view, name)
             setattr(whole, _TAKEN_AS, name)
             for owner, attribute in owners:
                 owner._parameters[attribute] = param
@@ -202,7 +199,7 @@ class ShardGroup:
             else:  # it was on the meta device
                 new = self._as_dtensor(local, item.name, item.buffer, item.slot)
                 become(dtensor, nn.Parameter(new, dtensor.requires_grad), self.full_name(item))
-                watch_gradient(dtensor, self.full_name(item))
+                _watch_gradient(dtensor, self.full_name(item))
             item.main_grad = None
             if item.buffer.grad is not None:
                 # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
@@ -224,7 +221,7 @@ class ShardGroup:
                     "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
                     "model), before the first forward pass"
                 )
-            refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
+            _refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
             local: Tensor = item.param._local_tensor  # type: ignore[attr-defined]
             if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
                 raise ConfigError(
@@ -303,18 +300,55 @@ class ShardGroup:
         return any(buffer.is_prefetched for buffer in self.buffers)
 
     @property
-    def has_pending_gradients(self) -> bool:
-        """Whether gradients of a backward pass wait for their reduction."""
-        return any(buffer.has_pending_gradients for buffer in self.buffers)
-
-    @property
     def trainable(self) -> list[ManagedParameter]:
         """The parameters that get gradients."""
         return [item for item in self.managed if item.buffer.trainable]
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients of a backward pass wait for their reduction."""
+        return any(b.gradients is not None and b.gradients.is_pending for b in self.buffers)
 
-# On a whole parameter: its name in the unit that has taken it over.
-_TAKEN_AS = "_graphfsdp_taken_as"
+    def has_main_grads(self) -> bool:
+        """Tell whether the main grads hold something to add to; make unbound ones zero then.
+
+        Capture: nothing, or one fill for each parameter that has no gradient while others have.
+        """
+        name = self._grad_attribute
+        unbound = [item for item in self.trainable if getattr(item.param, name, None) is None]
+        if len(unbound) == len(self.trainable):
+            return False
+        for item in unbound:
+            if item.buffer.grad is not None:
+                item.buffer.local_view(item.buffer.grad, item.slot).zero_()
+        return True
+
+    def bind_main_grads(self, landed: Iterable[int]) -> None:
+        """Bind the main grads of those trainable parameters that have a gradient, by position."""
+        trainable = self.trainable
+        for position in sorted(landed):
+            item = trainable[position]
+            setattr(item.param, self._grad_attribute, item.main_grad)
+
+    @property
+    def _grad_attribute(self) -> str:
+        return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
+
+    def reduce_pending(self) -> None:
+        """Reduce gradients of earlier microbatches that wait for it, over all ranks.
+
+        Capture: see Gradients.reduce.
+        """
+        accumulate = self.has_main_grads()
+        for buffer in self.buffers:
+            waits = buffer.gradients
+            if waits is not None and waits.is_pending:
+                for _ in waits.reduce(
+                    None, accumulate=accumulate, reduction=self.options.reduction
+                ):
+                    pass  # without a lane each collective is waited for
+
+
 _Found = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
@@ -323,7 +357,7 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module_name, owner in module.named_modules():
         for name, param in owner._parameters.items():
-            if param is None or hasattr(param, IS_SHARDED):
+            if param is None or hasattr(param, _IS_SHARDED):
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
             if hasattr(param, _TAKEN_AS):
@@ -332,6 +366,63 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
                     "another unit has taken over. Remedy: let one unit hold both modules (wrap "
                     "neither of them, or a common parent)"
                 )
-            refuse_gradient_hooks(param, functools.partial(str, full_name))
+            _refuse_gradient_hooks(param, functools.partial(str, full_name))
             found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
     return {name: (param, owners) for name, param, owners in found.values()}
+
+
+def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:
+    """Return the parameter that takes the place of a whole one, with all its attributes."""
+    sharded = nn.Parameter(view, requires_grad=param.requires_grad)
+    for attribute, value in vars(param).items():
+        setattr(sharded, attribute, value)
+    setattr(sharded, _IS_SHARDED, True)
+    _watch_gradient(sharded, name)
+    # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
+    # nor go on training a copy that nobody uses.
+    param.grad = None
+    if isinstance(param, DTensor):
+        param._local_tensor = param._local_tensor.new_empty(0)
+    elif not param.is_meta:  # which has none, and is still asked for its shape
+        param.data = param.data.new_empty(0)
+    return sharded
+
+
+def _watch_gradient(param: nn.Parameter, name: str) -> None:
+    """Refuse gradients that reach a sharded parameter past its unit."""
+    hooks = param._post_accumulate_grad_hooks
+    if hooks:
+        # torch.utils.swap_tensors has brought the list along, but not what makes autograd call it.
+        param._post_accumulate_grad_hooks = hooks
+    elif param.requires_grad:
+        param.register_post_accumulate_grad_hook(_PastTheUnit(name))
+
+
+def _refuse_gradient_hooks(param: nn.Parameter, name: Callable[[], str]) -> None:
+    """Refuse hooks of a whole parameter, or of a sharded one, that would not be called."""
+    hooks = param._post_accumulate_grad_hooks
+    ours = not hooks or all(isinstance(hook, _PastTheUnit) for hook in hooks.values())
+    if ours and not param._backward_hooks:
+        return
+    raise ConfigError(
+        f"parameter {name()!r} has a hook of its gradient (register_hook or "
+        "register_post_accumulate_grad_hook), which fully_shard would never call: gradients of "
+        "its parameters are reduced, not accumulated. Remedy: remove the hook, and change .grad "
+        "between backward() and optimizer.step(); or a hook on what a module returns"
+    )
+
+
+class _PastTheUnit:
+    """A hook that is called only where autograd accumulates into a sharded parameter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, param: Tensor) -> None:
+        raise ConfigError(
+            f"a gradient has reached the sharded parameter {self._name!r} itself, past the forward "
+            "pass of its unit: the loss uses model.parameters() (a penalty on weights, say), and "
+            "what it adds would be lost, since only gradients from the forward pass are reduced. "
+            "Remedy: weight_decay for an L2 penalty; a penalty that the module computes of its "
+            "weight in its own forward; or add to .grad between backward() and optimizer.step()"
+        )

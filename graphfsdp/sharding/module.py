@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.sharded import MainGrad
-from graphfsdp.errors import NotCopyableError
+from graphfsdp.errors import ConfigError, NotCopyableError
+from graphfsdp.sharding.group import ShardGroup
+from graphfsdp.sharding.materialize.meta_tensors import mark_unset_
 from graphfsdp.sharding.model_shards import ModelShards
 from graphfsdp.sharding.unit import Unit
-from graphfsdp.sharding.unit_memory import give_shards_memory, set_aside
 
 _UNIT = "_graphfsdp_unit"
 _SHARDS = "_graphfsdp_shards"
@@ -170,12 +171,12 @@ class FSDPModule:
         parent: Any = super()
         if not group.awaits_values:
             return parent._apply(fn, recurse)
-        with set_aside(group, fn) as device:
+        with _set_aside(group, fn) as device:
             if device is not None:
                 found: ModelShards | None = getattr(self, _SHARDS, None)
                 if found is not None:
                     found.move_to(device)
-                give_shards_memory(group, device)
+                _give_shards_memory(group, device)
             return parent._apply(fn, recurse)
 
     def prepare_shards(self) -> None:
@@ -240,3 +241,45 @@ def _units(module: object, *, recurse: bool) -> list[Unit]:
         return [unit_of(module)]
     assert isinstance(module, nn.Module)
     return [unit_of(child) for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+@contextmanager
+def _set_aside(
+    group: ShardGroup, function: Callable[[Tensor], Tensor]
+) -> Iterator[torch.device | None]:
+    """Keep a unit's parameters out of ``nn.Module._apply(function)``.
+
+    Yields the device that the function moves them to; None if it leaves them on the meta device.
+    """
+    device = None
+    for buffer in group.buffers:
+        probe = torch.empty(0, dtype=buffer.main.dtype, device="meta")
+        moved = function(probe)  # torch says what to do instead, if it needs values
+        if moved.dtype != probe.dtype:
+            raise ConfigError(
+                f"parameter {group.full_name(group.managed[0])!r} cannot be cast to "
+                f"{moved.dtype}: its unit is laid out already. Remedy: cast the model before "
+                "fully_shard, or give fully_shard an mp_policy"
+            )
+        device = None if moved.is_meta else moved.device
+    places = [(owner, name, item.param) for item in group.managed for owner, name in item.owners]
+    for owner, name, _ in places:
+        owner._parameters[name] = None
+    try:
+        yield device
+    finally:
+        for owner, name, param in places:
+            owner._parameters[name] = param
+
+
+def _give_shards_memory(group: ShardGroup, device: torch.device) -> None:
+    """Give a unit's shards memory where they have none; values are the user's from now on."""
+    for buffer in group.buffers:
+        if buffer.main.is_meta:
+            main, grad = torch.zeros_like(buffer.main, device=device), buffer.grad
+            buffer.move(main, None if grad is None else torch.zeros_like(grad, device=device))
+    group.bind_views()
+    for item in group.managed:
+        if item.awaited is not None:
+            mark_unset_(item.buffer.local_view(item.buffer.main, item.slot))
+            item.awaited = None

@@ -2,40 +2,35 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer
-from graphfsdp.sharding.weight_writes import refuse_other_weights
 
 
-class _Place:
+class _Place(NamedTuple):
     """A saved weight: where it lies in a gathered buffer."""
 
-    __slots__ = ("buffer_index", "offset", "shape", "stride")
-
-    def __init__(self, buffer_index: int, tensor: Tensor) -> None:
-        self.buffer_index = buffer_index
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
+    buffer_index: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
 
 
-class _DTensorPlace:
+class _DTensorPlace(NamedTuple):
     """A saved weight that is a DTensor of model parallelism: the place of its part here."""
 
-    __slots__ = ("local", "mesh", "placements", "shape", "stride")
-
-    def __init__(self, local: _Place, tensor: DTensor) -> None:
-        self.local = local
-        self.mesh = tensor.device_mesh
-        self.placements = tensor.placements
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
+    local: _Place
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class _Pack:
@@ -50,11 +45,16 @@ class _Pack:
     def __call__(self, tensor: Tensor) -> Any:
         if type(tensor) is DTensor:
             local = self(tensor._local_tensor)
-            return _DTensorPlace(local, tensor) if isinstance(local, _Place) else tensor
+            if not isinstance(local, _Place):
+                return tensor
+            mesh, places = tensor.device_mesh, tensor.placements
+            return _DTensorPlace(local, mesh, places, tensor.shape, tensor.stride())
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         index = self._storages.get(tensor.untyped_storage()._cdata)
-        return tensor if index is None else _Place(index, tensor)
+        if index is None:
+            return tensor
+        return _Place(index, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def saving_places(
@@ -72,25 +72,26 @@ def saving_places(
         for index, buffer in enumerate(buffers)
         if buffer.full is not None
     }
-
     moments = [buffer.moment() for buffer in buffers]
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _DTensorPlace):
+            local, mesh, places, shape, stride = saved
             return DTensor.from_local(
-                unpack(saved.local),
-                saved.mesh,
-                saved.placements,
-                run_check=False,
-                shape=saved.shape,
-                stride=saved.stride,
+                unpack(local), mesh, places, run_check=False, shape=shape, stride=stride
             )
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
         buffer = buffers[saved.buffer_index]
-        refuse_other_weights(unit, moments[saved.buffer_index], buffer.moment())
-        full = gather(buffer)
-        return full.as_strided(saved.shape, saved.stride, saved.offset)
+        if buffer.moment()[0] != moments[saved.buffer_index][0]:
+            raise PhaseError(
+                f"weights of unit {unit or '(root)'!r} were written between its forward and its "
+                "backward, which gathers them again: the gradients would be wrong (without "
+                "fully_shard, autograd says that they were modified by an inplace operation). "
+                "Remedy: optimizer.step() and other writes after the last backward; or clone() "
+                "what backward needs"
+            )
+        return gather(buffer).as_strided(saved.shape, saved.stride, saved.offset)
 
     return saved_tensors_hooks(_Pack(storages), unpack)
 

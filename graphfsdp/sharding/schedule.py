@@ -21,9 +21,9 @@ import torch
 from graphfsdp.base.streams import Lane
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.buffer_pool import BufferPool
+from graphfsdp.sharding.gradients import Reducing
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.saved_weights import is_in_backward
-from graphfsdp.sharding.unreduced import Reducing
 
 # Whole gradient buffers that may be alive: one is being reduced, one is being filled.
 MAX_FULL_GRADS = 2
@@ -102,7 +102,7 @@ class _Reduction:
 
     Attributes:
         unit: The unit.
-        steps: One for each buffer; see ShardBuffer.reduce.
+        steps: One for each buffer; see Gradients.reduce.
         done: Called when that is over.
     """
 
@@ -213,7 +213,7 @@ class Schedule:
 
         Args:
             unit: The unit.
-            steps: One for each buffer; see ShardBuffer.reduce.
+            steps: One for each buffer; see Gradients.reduce.
             done: Called when that is over, before the backward pass is.
         """
         reduction = _Reduction(unit, steps, done)

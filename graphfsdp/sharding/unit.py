@@ -1,28 +1,38 @@
 """A sharded module while it runs: whole weights in forward and backward, reduced gradients after.
 
-See Note [Unshard as an operator of autograd] in unshard_function.py.
+Note [Unshard as an operator of autograd]: the whole weights of a unit are outputs of one
+autograd function, whose backward gets all their gradients at once and reduces them. Operators
+inside the unit save weights for backward not as tensors but as places in the gathered buffer
+(saved-tensor hooks), so after forward nothing holds the buffer and it is freed by itself; the
+first operator of the backward pass that asks for a place gathers it again. No storage is ever
+resized, no hook waits on a parameter, and a recording sees ordinary operators only.
+
+Note [Writes into weights]: a program may write weights anywhere (averages of weights, clipping,
+renormalisation). While a unit is at rest its parameters are DTensors over the main weights, and
+writing them is right: what was gathered before is gathered again. Inside the unit's forward they
+are whole copies, in which a write would be lost; and between a unit's forward and its backward a
+write would give gradients of weights that the forward has not seen. Both are errors. Writes
+through ``.data`` count nowhere, so nobody can see those.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.streams import Lane
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
-from graphfsdp.sharding.buffer import ShardBuffer
-from graphfsdp.sharding.grad_binding import bind_main_grads, main_grads_are_bound, reduce_pending
+from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.saved_weights import foreign_hooks_are_active, is_in_backward, saving_places
 from graphfsdp.sharding.schedule import Schedule
-from graphfsdp.sharding.unit_phase import UnitPhase as UnitPhase
-from graphfsdp.sharding.unshard_function import differentiable_views
-from graphfsdp.sharding.weight_writes import ForwardWrites
 
 
 class Unit:
@@ -36,7 +46,8 @@ class Unit:
         is_last_microbatch: Strategies that reduce once an iteration do it now, and every strategy
             reduces over the outer axis of its mesh.
         requires_all_reduce: False: not yet over the outer axis.
-        phase: What the unit is doing.
+        in_forward: Its forward pass runs.
+        pinned: Unsharded by hand: stays whole until reshard().
     """
 
     def __init__(self, module: nn.Module, group: ShardGroup) -> None:
@@ -47,14 +58,15 @@ class Unit:
         self.is_last_microbatch = True
         self.requires_all_reduce = True
         self.reshard_after_forward = group.options.reshard_after_forward
-        self.phase = UnitPhase.IDLE
-        self.pinned = False  # unsharded by hand: stays whole until reshard()
+        self.in_forward = False
+        self.pinned = False
+        self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         self._fresh = False  # the gathered weights are those that the optimizer left
-        self._token = torch.zeros((), requires_grad=True)
+        self._token = torch.zeros((), requires_grad=True)  # makes autograd keep the function
         self._landed: set[int] = set()  # by position in group.trainable
         self._added_by_layer: set[int] = set()  # likewise, in this backward pass
-        self._context: ExitStack | None = None
-        self._writes = ForwardWrites()
+        self._context = ExitStack()
+        self._whole: list[tuple[Tensor, int]] = []  # copies in a forward pass, and their versions
         self._recomputing = False
         self._from_leaves = False  # gradients have come from reentrant recomputations
         for owner in {id(o): o for item in group.managed for o, _ in item.owners}.values():
@@ -62,17 +74,16 @@ class Unit:
                 owner.register_forward_pre_hook(self._inner_call)
 
     @property
-    def frees_weights(self) -> bool:
-        """Whether whole weights are dropped between forward and backward."""
-        sharded = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
-        return sharded and self.reshard_after_forward and not self.pinned
+    def is_whole(self) -> bool:
+        """Whether whole weights are in the module, by hand or in its forward pass."""
+        return self.pinned or self.in_forward
 
     def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None:
         """Begin to gather one of the buffers, unless the unit is at work.
 
         Capture: see ShardBuffer.begin_unshard.
         """
-        if self.phase is UnitPhase.IDLE and not self.pinned:
+        if not self.is_whole:
             self._refresh()
             with nvtx_range(f"unshard {self.group.name}"):
                 buffer.begin_unshard(lane)
@@ -85,20 +96,21 @@ class Unit:
 
         Capture: an all-gather per buffer.
         """
-        if self.phase is UnitPhase.FORWARD:
+        if self.in_forward:
             raise PhaseError(
                 f"unit {self.group.name!r} was called inside its own forward pass; its weights "
                 "cannot be whole and sharded at once. Remedy: wrap the inner module instead"
             )
         self.group.check_memory()
-        self.phase = UnitPhase.FORWARD
+        self.in_forward = True
         self.schedule.enter_forward(self)
         self._refresh()
         with self._gathering():
-            self._install(differentiable_views(self, self._token))
-        self._writes.begin([buffer.copy for buffer in self.group.buffers])
-        self._context = ExitStack()
-        if torch.is_grad_enabled() and self.frees_weights and not foreign_hooks_are_active():
+            self._install(self._differentiable_views())
+        copies = [buffer.copy for buffer in self.group.buffers]
+        self._whole = [(copy, version_of(copy)) for copy in copies if copy is not None]
+        frees = self._frees and self.reshard_after_forward and not self.pinned
+        if torch.is_grad_enabled() and frees and not foreign_hooks_are_active():
             hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
             self._context.enter_context(hooks)
 
@@ -108,26 +120,33 @@ class Unit:
         Raises:
             PhaseError: the forward pass has written into whole weights.
         """
-        if self.phase is not UnitPhase.FORWARD:
+        if not self.in_forward:
             return
-        with self._writes.ended(self.group.name):
-            self._end_forward()
+        written = any(version_of(whole) != version for whole, version in self._whole)
+        self._whole.clear()  # what holds weights keeps their place in the pool
+        self._end_forward()
+        if written:
+            raise PhaseError(
+                f"the forward pass of unit {self.group.name or '(root)'!r} writes into its weights "
+                "in place. They are whole there, gathered copies, so the write would be lost. "
+                "Remedy: write them where they are sharded, as DTensors: between two iterations, "
+                "or, for averages of weights (a momentum encoder), in the forward of a module "
+                "around the units of both; compute what a layer only uses (a clipped weight) out "
+                "of place"
+            )
 
     def _end_forward(self) -> None:
-        if self._context is not None:
-            self._context.close()
-            self._context = None
-        self.phase = UnitPhase.IDLE
+        self._context.close()
+        self.in_forward = False
         self.schedule.leave_forward(self)
         if self.pinned:
             self._install([view for _, view in self.group.full_views()])
             return
-        self._install([item.param for item in self.group.managed])
+        self._install_shards()
         if is_in_backward() and torch.is_grad_enabled() and self.group.trainable:
             self._queue_end_of_backward()  # a recomputation, whose backward needs the weights too
             return
-        keeps = self.group.options.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS
-        if not (keeps or (torch.is_grad_enabled() and not self.reshard_after_forward)):
+        if self._frees and (self.reshard_after_forward or not torch.is_grad_enabled()):
             self._drop_weights(outside=not torch.is_grad_enabled() and not self._fresh)
 
     def unshard(self) -> None:
@@ -141,7 +160,7 @@ class Unit:
         """Put the sharded parameters back and drop the whole weights."""
         self.pinned = False
         self.group.reshard(outside=True)
-        self._install([item.param for item in self.group.managed])
+        self._install_shards()
 
     def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of one backward pass, or keep them until the sync.
@@ -149,10 +168,10 @@ class Unit:
         Args:
             grads: One per trainable parameter, whole; None where there is none.
 
-        Capture: see ShardBuffer.add_gradients and ShardBuffer.reduce.
+        Capture: see Gradients.add and Gradients.reduce.
         """
         self.schedule.finish_reduction(self)  # of an earlier use in the same backward pass
-        accumulate = main_grads_are_bound(self.group)
+        accumulate = self.group.has_main_grads()
         per_buffer: dict[int, list[Tensor | None]] = {}
         for position, (item, grad) in enumerate(zip(self.group.trainable, grads, strict=True)):
             if position in self._added_by_layer:
@@ -168,11 +187,13 @@ class Unit:
         self.schedule.make_room()
         steps = []
         for buffer in self.group.buffers:
-            if buffer.trainable:
-                buffer.add_gradients(per_buffer[id(buffer)], accumulate=accumulate)
+            if buffer.gradients is not None:
+                buffer.gradients.add(per_buffer[id(buffer)], accumulate=accumulate)
                 lane, how = self.schedule.reduce_lane(self, buffer), self.group.options.reduction
                 steps.append(
-                    buffer.reduce(lane, accumulate=accumulate, reduction=how, outside=outside)
+                    buffer.gradients.reduce(
+                        lane, accumulate=accumulate, reduction=how, outside=outside
+                    )
                 )
         if sync:
             complete = outside or self.group.options.mesh.outer is None
@@ -182,41 +203,38 @@ class Unit:
         self._fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
         if not self._fresh:
             self.schedule.end_iteration()
-        self.end_backward()
+        self._end_backward()
 
-    def end_backward(self) -> None:
+    def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
         if self._recomputing:
             self._recomputing = False
-            self._install([item.param for item in self.group.managed])
-        stage_three = self.group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
-        if stage_three and not self.pinned and self.phase is UnitPhase.IDLE:
+            self._install_shards()
+        if self._frees and not self.is_whole:
             self._drop_weights(outside=not self._fresh)
 
     def end_iteration(self) -> None:
         """Take note that all microbatches are over, if the unit did not run in the last one."""
         self._fresh = False
         if self.group.has_pending_gradients:
-            reduce_pending(self.group)
+            self.group.reduce_pending()
             self._bind_gradients()
 
     def abandon_iteration(self) -> None:
         """Go back to rest from where an exception, after which torch calls no hook, has left it."""
         self.schedule.abandon()
-        if self._context is not None:
-            self._context.close()
-            self._context = None
-        self.phase = UnitPhase.IDLE
+        self._context.close()
+        self.in_forward = False
         self._fresh = False
         self._recomputing = self._from_leaves = False
-        self._writes.forget()
+        self._whole.clear()
         self._landed.clear()
         self._added_by_layer.clear()
         for buffer in self.group.buffers:
-            buffer.abandon_gradients()
+            if buffer.gradients is not None:
+                buffer.gradients.forget()
         if not self.pinned:
-            self.group.reshard(outside=True)
-            self._install([item.param for item in self.group.managed])
+            self.reshard()
 
     def _inner_call(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
         """See to it that a module inside the unit finds whole weights.
@@ -224,7 +242,7 @@ class Unit:
         Raises:
             PhaseError: it was called from outside the unit's forward.
         """
-        if self.phase is UnitPhase.FORWARD or self.pinned:
+        if self.is_whole:
             return
         if not is_in_backward():
             raise PhaseError(
@@ -235,20 +253,14 @@ class Unit:
         self.install_if_recomputing()
 
     def install_if_recomputing(self) -> bool:
-        """Put whole weights into the module if backward asks for them while they are shards."""
-        resting = self.phase is UnitPhase.IDLE and not (self.pinned or self._recomputing)
-        if resting and is_in_backward():
-            self._install_for_recomputation()
-            return True
-        return False
+        """Put whole weights into the module if backward asks for them while they are shards.
 
-    def _install_for_recomputation(self) -> None:
-        """Put whole weights into the module while backward runs a part of its forward again.
-
-        Their gradients come through the original forward; these leaves only make the same
-        operators save the same tensors. A reentrant checkpoint has a graph of its own, which
-        ends in them: then gradients come from there.
+        Backward runs a part of its forward again then. Gradients come through the original
+        forward; these leaves only make the same operators save the same tensors. A reentrant
+        checkpoint has a graph of its own, which ends in them: then gradients come from there.
         """
+        if self.is_whole or self._recomputing or not is_in_backward():
+            return False
         self._recomputing = True
         self._queue_end_of_backward()
         with self._gathering():
@@ -258,6 +270,7 @@ class Unit:
             take = functools.partial(self._take_from_leaf, position)
             leaf.register_post_accumulate_grad_hook(take)
         self._install(leaves)
+        return True
 
     def _take_from_leaf(self, position: int, leaf: Tensor) -> None:
         """Add a gradient that a reentrant checkpoint has computed to those of the unit.
@@ -272,15 +285,18 @@ class Unit:
         self.schedule.make_room()
         self._from_leaves = True
         self._landed.add(position)
+        self._whole_gradient(position).add_(grad)
+
+    def _whole_gradient(self, position: int) -> Tensor:
         item = self.group.trainable[position]
-        accumulate = main_grads_are_bound(self.group)
-        item.buffer.unreduced_gradient(item.slot, accumulate=accumulate).add_(grad)
+        assert item.buffer.gradients is not None
+        return item.buffer.gradients.view(item.slot, accumulate=self.group.has_main_grads())
 
     def _finish_backward(self) -> None:
         if self._from_leaves:
             self.take_gradients([None] * len(self.group.trainable))
             self.schedule.finish_reduction(self)
-        self.end_backward()
+        self._end_backward()
 
     def _refresh(self) -> None:
         """Forget gathered weights that the optimizer may have made stale."""
@@ -312,26 +328,39 @@ class Unit:
         with nvtx_range(f"reshard {self.group.name}"):
             self.group.reshard(outside=outside)
 
-    def unreduced_gradient(self, position: int) -> Tensor:
+    def _differentiable_views(self) -> list[Tensor]:
+        """Return the whole weights as the modules compute with them; gathers what is not here."""
+        if not (torch.is_grad_enabled() and self.group.trainable):
+            return [view for _, view in self.group.full_views()]
+        whole = Unshard.apply(self._token, self)  # type: ignore[no-untyped-call]
+        for position, tensor in enumerate(whole):
+            # Names that Megatron's and Transformer Engine's layers look for.
+            tensor.get_main_grad = functools.partial(self._unreduced_gradient, position)
+            tensor.grad_added_to_main_grad = False
+        trainable = iter(whole)
+        return [
+            next(trainable) if item.buffer.trainable else view.detach()
+            for item, view in self.group.full_views()
+        ]
+
+    def _unreduced_gradient(self, position: int) -> Tensor:
         """Return the whole gradient of one weight, for a layer that adds to it by itself.
 
         A whole weight has this as ``get_main_grad()``. A layer with its own backward (a fused
         weight-gradient GEMM) calls it there and adds its gradient; what it returns for the weight
         is ignored then. It may set ``grad_added_to_main_grad``, which decides nothing here.
 
-        Args:
-            position: Number of the weight among the trainable ones.
-
-        Capture: see ShardBuffer.unreduced_gradient.
+        Capture: see Gradients.view.
         """
-        item = self.group.trainable[position]
         self.schedule.finish_reduction(self)
         self._landed.add(position)
         self._added_by_layer.add(position)
-        accumulate = main_grads_are_bound(self.group)
-        return item.buffer.unreduced_gradient(item.slot, accumulate=accumulate)
+        return self._whole_gradient(position)
 
-    def _install(self, tensors: Sequence[Tensor]) -> None:
+    def _install_shards(self) -> None:
+        self._install(item.param for item in self.group.managed)
+
+    def _install(self, tensors: Iterable[Tensor]) -> None:
         for item, tensor in zip(self.group.managed, tensors, strict=True):
             for owner, name in item.owners:
                 # Past nn.Module.__setattr__, which takes nothing but Parameters here.
@@ -343,8 +372,23 @@ class Unit:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _bind_gradients(self) -> None:
-        bind_main_grads(self.group, self._landed)
+        self.group.bind_main_grads(self._landed)
         self._landed.clear()
 
 
-__all__ = ["Unit", "UnitPhase"]
+class Unshard(Function):
+    """Whole weights forward, reduced gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+        """Return the whole trainable weights."""
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
+        return tuple(view for item, view in unit.group.full_views() if item.buffer.trainable)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        """Hand the unit all their gradients at once."""
+        ctx.unit.take_gradients(grads)
+        return None, None

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import graphfsdp
 from checkpoint_helpers import Setup, addresses, contents, make, train_plainly
-from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.module import unit_of
 from ranks import RankPool
 
 SHARDED = Setup("optim_grads_params")

@@ -18,7 +18,7 @@ from graphfsdp.planning.model_plan import plan_model
 from graphfsdp.planning.pool_rehearsal import PlannedPool
 from graphfsdp.sharding import buffer_pool
 from graphfsdp.sharding.buffer_pool import BufferPool
-from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
 from ranks import RankPool
 from sharding_helpers import STRATEGIES

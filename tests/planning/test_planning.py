@@ -17,7 +17,7 @@ from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
 from graphfsdp.planning.time_estimate import Speeds, estimate_time
-from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.sharding import shard_model
 from ranks import RankPool

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
 from graphfsdp.sharding.buffer_pool import ALIGNMENT_BYTES, BufferPool, PoolStats
-from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.module import unit_of
 from helpers import set_lr
 from overlap_helpers import NUM_BLOCKS, inputs, make_stack
 from ranks import RankPool

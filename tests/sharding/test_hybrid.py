@@ -71,7 +71,7 @@ class Collectives(OpNames):
         super().__init__()
         self._axes: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis in HYBRID_AXES}
         for buffer in buffers(model):  # all-gathers have communicators of their own
-            self._axes[buffer.gather_group.group_name] = self._axes[buffer.group.group_name]
+            self._axes[buffer.gather_group.group_name] = self._axes[buffer.mesh.inner.group_name]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(

@@ -17,7 +17,7 @@ import graphfsdp
 from graphfsdp.base.collectives import Transfer, all_gather_, all_reduce_, reduce_scatter_
 from graphfsdp.config import OverlapPolicy
 from graphfsdp.errors import ConfigError, PhaseError
-from graphfsdp.sharding.fully_shard import unit_of
+from graphfsdp.sharding.module import unit_of
 from helpers import set_lr
 from overlap_helpers import inputs, make_stack
 from ranks import RankPool, rank_device
@@ -261,14 +261,14 @@ def communicators() -> tuple[int, bool]:
         model: Any = make_net("optim_grads_params")
         model.prepare_shards()
         for buffer in buffers(model):
-            assert (buffer.gather_group is not buffer.group) == buffer.sharded
-            assert buffer.gather_group.size() == buffer.group.size()
+            assert (buffer.gather_group is not buffer.mesh.inner) == buffer.sharded
+            assert buffer.gather_group.size() == buffer.mesh.inner.size()
             groups += [buffer.gather_group] * buffer.sharded
     shared: Any = make_net(
         "optim_grads_params", overlap=OverlapPolicy(separate_communicators=False)
     )
     shared.prepare_shards()
-    same = all(buffer.gather_group is buffer.group for buffer in buffers(shared))
+    same = all(buffer.gather_group is buffer.mesh.inner for buffer in buffers(shared))
     return len({id(group) for group in groups}), same
 
 

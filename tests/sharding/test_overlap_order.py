@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import graphfsdp
+from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.schedule import Order
-from graphfsdp.sharding.unreduced import UnreducedGradients
 from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
 from ranks import RankPool
 from sharding_helpers import (
@@ -73,18 +73,18 @@ def full_gradients_alive() -> int:
     model.prepare_shards()
     most = 0
     alive: list[Any] = []
-    make = UnreducedGradients._new_full
+    make = Gradients._new_full
 
-    def noted(self: UnreducedGradients, main_grad: Tensor, *, accumulate: bool) -> Tensor:
+    def noted(self: Gradients, *, accumulate: bool) -> Tensor:
         nonlocal most
-        tensor = make(self, main_grad, accumulate=accumulate)
+        tensor = make(self, accumulate=accumulate)
         if len(self._layout.slots) > 2:  # a block's
             alive.append(torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()))
             most = max(most, sum(not reference.expired() for reference in alive))
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnreducedGradients, "_new_full", noted)
+        patch.setattr(Gradients, "_new_full", noted)
         for x in inputs(2):
             model(x).backward()
     assert len(alive) == 2 * NUM_BLOCKS

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphfsdp
-from graphfsdp.sharding.row_shard import RowShard
+from graphfsdp.sharding.placement import RowShard
 from ranks import RankPool, rank_device
 from sharding_helpers import (
     STRATEGIES,

@@ -23,7 +23,7 @@ from graphfsdp.sharding.materialize.meta_tensors import give_memory, give_up_mem
 from graphfsdp.sharding.materialize.whole_unit import WholeUnit, unset_message
 from graphfsdp.sharding.model_shards import ModelShards
 from graphfsdp.sharding.module import FSDPModule, class_name, shards_of, unit_of
-from graphfsdp.sharding.unit import Unit, UnitPhase
+from graphfsdp.sharding.unit import Unit
 
 
 def materialize(
@@ -226,7 +226,7 @@ def _units_of(model: nn.Module) -> list[Unit]:
     members = [module for module in model.modules() if isinstance(module, FSDPModule)]
     units = [unit_of(member) for member in members]
     for unit in units:
-        if unit.pinned or unit.phase is not UnitPhase.IDLE:
+        if unit.is_whole:
             raise ConfigError(
                 f"unit {unit.group.name!r} is unsharded, so it cannot be materialised. Remedy: "
                 "reshard() it first, and do not materialise inside a forward pass"

@@ -11,14 +11,7 @@ from graphfsdp.sharding.layout import BufferLayout, plan_unit
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What decides which parameters may share a buffer, and the parameter's shape.
-
-    Attributes:
-        shape: Full shape.
-        dtype: As the module has it.
-        trainable: Whether it gets a gradient.
-        device: Where it lies, as text.
-    """
+    """A parameter's full shape, and what decides which parameters may share a buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,12 +42,8 @@ class BufferDtypes:
             return cls(dtype, dtype, dtype, dtype)
         main = policy.main_params_dtype or dtype
         grad = policy.main_grads_dtype or main
-        return cls(
-            compute=policy.param_dtype or dtype,
-            main=main,
-            grad=grad,
-            comm=policy.grad_comm_dtype or grad,
-        )
+        compute = policy.param_dtype or dtype
+        return cls(compute, main, grad, policy.grad_comm_dtype or grad)
 
 
 @dataclass(frozen=True)
@@ -97,20 +86,13 @@ class BufferPlan:
 
 
 def plan_buffers(
-    params: Mapping[str, ParameterKind],
+    params: Mapping[str, ParameterKind],  # by full name within the unit, each once
     *,
     policy: MixedPrecisionPolicy,
     strategy: ShardingStrategy,
     num_ranks: int,
 ) -> list[BufferPlan]:
-    """Return the flat buffers of one unit.
-
-    Args:
-        params: The unit's parameters by full name within it, each once.
-        policy: Dtypes of the copies.
-        strategy: What is sharded.
-        num_ranks: Ranks that share the unit.
-    """
+    """Return the flat buffers of one unit."""
     kinds: dict[tuple[torch.dtype, str, bool, bool], list[str]] = {}
     for name, param in params.items():
         # A scalar has no rows to share out: every rank holds it.
