@@ -33,7 +33,7 @@ from graphfsdp.checkpoint.safetensors_file import read_state
 from graphfsdp.checkpoint.values import encode
 from graphfsdp.errors import CheckpointError
 from graphfsdp.optim.adapters.skip_counter import skip_counter
-from graphfsdp.sharding.materialize.meta_load import memory_for_values
+from graphfsdp.sharding.materialize.materialize import memory_for_values
 
 FullState = dict[str, Any]
 

@@ -32,7 +32,7 @@ from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writing import objects_file
 from graphfsdp.errors import CheckpointDamagedError
-from graphfsdp.sharding.materialize.meta_load import memory_for_values
+from graphfsdp.sharding.materialize.materialize import memory_for_values
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,35 @@
-"""What a model awaits: tensors on the meta device, by the module that sets them, in order."""
+"""What a model awaits: tensors on the meta device, by the module that sets them, in order.
 
-from collections.abc import Callable, Iterator, Sequence
+And which functions set the values of a module, and how they are called so that nothing else
+changes.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.materialize.initializers import (
-    in_init_order,
-    model_initializer,
-    own_initializer,
-    sets_values_of,
-)
 from graphfsdp.sharding.module import class_name
 from graphfsdp.sharding.unit import Unit
+
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor under one of its names.
-
-    Attributes:
-        name: Full name.
-        module: The module that holds it.
-        attribute: Its name there.
-        key: The same for all names of a tensor.
-    """
+    """A tensor under one of its names."""
 
     name: str
     module: nn.Module
     attribute: str
-    key: int
+    key: int  # the same for all names of a tensor
 
     @property
     def is_buffer(self) -> bool:
@@ -47,25 +46,15 @@ class Entry:
 
 @dataclass
 class Stop:
-    """A module to initialise.
-
-    Attributes:
-        name: Full name.
-        module: The module.
-        own: Its method that sets its values.
-        of_model: What sets them after that.
-        entries: What it sets.
-        opens: Units that are made whole before.
-        closes: Units that are sharded again after.
-    """
+    """A module to initialise."""
 
     name: str
     module: nn.Module
-    own: Callable[[], object] | None
-    of_model: Callable[[], object] | None
-    entries: list[Entry]
-    opens: list[Unit] = field(default_factory=list)
-    closes: list[Unit] = field(default_factory=list)
+    own: Callable[[], object] | None  # its method that sets its values
+    of_model: Callable[[], object] | None  # what sets them after that
+    entries: list[Entry]  # what it sets
+    opens: list[Unit] = field(default_factory=list)  # units that are made whole before
+    closes: list[Unit] = field(default_factory=list)  # units that are sharded again after
 
     def __str__(self) -> str:
         return f"{self.name or '(root)'} ({class_name(self.module)})"
@@ -89,23 +78,17 @@ class InitOrder:
     def of(
         model: nn.Module, units: Sequence[Unit], init: Callable[[nn.Module], object] | None
     ) -> "InitOrder":
-        """Find what a model awaits.
-
-        Args:
-            model: Whole or sharded.
-            units: Its units.
-            init: Given by the user; see ``materialize``.
-        """
+        """Find what a model with these units awaits; ``init`` as for ``materialize``."""
         managed = {id(item.param): item for unit in units for item in unit.group.managed}
         plain: dict[int, Entry] = {}
         kept: dict[int, Entry] = {}
         by_setter: dict[int, list[Entry]] = {}
-        order = list(in_init_order(model))
+        order = list(_in_init_order(model))
         for name, module, around in order:
             for entry in _entries(name, module):
                 item = managed.get(entry.key)
                 if entry.tensor().is_meta if item is None else item.awaited is not None:
-                    by_setter.setdefault(id(sets_values_of(module, around)), []).append(entry)
+                    by_setter.setdefault(id(_sets_values_of(module, around)), []).append(entry)
                     if item is None:
                         plain.setdefault(entry.key, entry)
                 else:
@@ -114,8 +97,8 @@ class InitOrder:
             Stop(
                 name,
                 module,
-                own_initializer(module),
-                model_initializer(module, around, init),
+                _own_initializer(module),
+                _model_initializer(module, around, init),
                 by_setter[id(module)],
             )
             for name, module, around in order
@@ -134,11 +117,7 @@ class InitOrder:
         return [entry.name for stop in self.stops for entry in stop.entries]
 
     def check(self) -> None:
-        """Check that every tensor has a module that can set it.
-
-        Raises:
-            ConfigError: some have none; they are named.
-        """
+        """Check that every tensor has a module that can set it."""
         able = {
             entry.key
             for stop in self.stops
@@ -166,3 +145,82 @@ def _entries(module_name: str, module: nn.Module) -> Iterator[Entry]:
             if tensor is not None:
                 name = f"{module_name}.{attribute}" if module_name else attribute
                 yield Entry(name, module, attribute, id(tensor))
+
+
+def _in_init_order(
+    module: nn.Module,
+    name: str = "",
+    around: tuple[nn.Module, ...] = (),
+    seen: set[int] | None = None,
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """Yield full name, module, and the modules around it from the root on; children first.
+
+    So constructors run, and ``nn.Module.apply``: random numbers are drawn in the same order.
+    """
+    seen = set() if seen is None else seen
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        if id(child) not in seen:
+            full_name = f"{name}.{child_name}" if name else child_name
+            yield from _in_init_order(child, full_name, (*around, module), seen)
+    yield name, module, around
+
+
+def _sets_values_of(module: nn.Module, around: Sequence[nn.Module]) -> nn.Module:
+    """Return the module whose initialisation sets what a module holds: lists have none."""
+    if isinstance(module, _CONTAINERS) and around:
+        return _sets_values_of(around[-1], around[:-1])
+    return module
+
+
+def _own_initializer(module: nn.Module) -> Callable[[], object] | None:
+    """Return what sets a module's values when it is constructed, None if it has no such method."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(module, name, None)
+        if _takes(own):
+            return cast("Callable[[], object]", own)
+    return None
+
+
+def _model_initializer(
+    module: nn.Module,
+    around: Sequence[nn.Module],
+    init: Callable[[nn.Module], object] | None,
+) -> Callable[[], object] | None:
+    """Return what sets a module's values after it is constructed, None if there is nothing."""
+    if init is not None:
+        return functools.partial(init, module)
+    for owner in (module, *reversed(around)):
+        of_model: Any = getattr(owner, "_init_weights", None)
+        if _takes(of_model, module):
+            return functools.partial(of_model, module)
+    return None
+
+
+def _takes(function: Any, *args: object) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def keeping(module: nn.Module, kept: Set[int]) -> Iterator[None]:
+    """Put back what the body changes of some tensors, by id, in a module and below."""
+    before: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+        (place, name, tensor, local_part(tensor).detach().clone())
+        for below in module.modules()
+        for place in (cast("dict[str, Any]", below._parameters), below._buffers)
+        for name, tensor in place.items()
+        if tensor is not None and id(tensor) in kept
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for place, name, tensor, values in before:
+                local_part(tensor).detach().copy_(values)
+                place[name] = tensor

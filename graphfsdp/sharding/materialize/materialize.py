@@ -6,7 +6,9 @@ rank's values go to all ranks and each keeps its rows. So what is whole at a tim
 in a forward pass of ZeRO-3: the unit that is worked on, and those around it.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -17,10 +19,14 @@ from graphfsdp.base.collectives import broadcast_
 from graphfsdp.base.rank_agreement import RankAgreement
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.errors import ConfigError, GraphFSDPError
-from graphfsdp.sharding.materialize.init_order import InitOrder, Stop
-from graphfsdp.sharding.materialize.initializers import keeping
-from graphfsdp.sharding.materialize.meta_tensors import give_memory, give_up_memory, is_partly_unset
-from graphfsdp.sharding.materialize.whole_unit import WholeUnit, unset_message
+from graphfsdp.sharding.group import ManagedParameter
+from graphfsdp.sharding.materialize.init_order import InitOrder, Stop, keeping
+from graphfsdp.sharding.materialize.meta_tensors import (
+    give_memory,
+    give_up_memory,
+    is_partly_unset,
+    mark_unset_,
+)
 from graphfsdp.sharding.model_shards import ModelShards
 from graphfsdp.sharding.module import FSDPModule, class_name, shards_of, unit_of
 from graphfsdp.sharding.unit import Unit
@@ -75,10 +81,61 @@ def materialize(
         )
     shards = [shards_of(root) for root in sharded_roots(model)]
     units = _units_of(model)
-    target = target_device(device, units)
+    target = _target_device(device, units)
     with torch.device(target), torch.no_grad():
         _Materialization(InitOrder.of(model, units, init), units, shards, target).run()
     return model
+
+
+@contextmanager
+def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]], None]]:
+    """Give memory to what is on the meta device, for values that the body brings.
+
+    What the body does not bring is initialised as by ``materialize`` afterwards, without moving
+    the state of a generator: buffers that no state dict holds, and what a checkpoint lacks. If
+    the body raises, the model awaits all its values as before.
+
+    Args:
+        model: Sharded or not; nothing happens if none of it is on the meta device.
+
+    Yields:
+        A function to call with the tensors that have values now.
+
+    Raises:
+        ConfigError: something is left that nothing initialises; what was brought stays.
+    """
+    units = [unit_of(m) for m in model.modules() if isinstance(m, FSDPModule)]
+    managed = {id(item.param): item for unit in units for item in unit.group.managed}
+    plain = {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor) and tensor.is_meta and id(tensor) not in managed
+    }
+    awaits = any(unit.group.awaits_values for unit in units)
+    if not (awaits or plain or any(buffer.is_meta for buffer in model.buffers())):
+        yield lambda tensors: None
+        return
+    device = _target_device(None, units)
+    if awaits:
+        for root in sharded_roots(model):
+            shards_of(root).move_to(device)
+    for name, tensor in plain.items():
+        if tensor.is_meta:  # not given memory under another name
+            give_memory(tensor, device, name)
+    brought: set[int] = set()
+    try:
+        yield lambda tensors: brought.update(id(tensor) for tensor in tensors)
+    except BaseException:
+        brought.clear()
+        raise
+    finally:
+        for key in brought & set(managed):
+            managed[key].awaited = None
+        for name, tensor in plain.items():
+            if id(tensor) not in brought and not tensor.is_meta:
+                give_up_memory(tensor, name)
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        materialize(model, device)
 
 
 class _Materialization:
@@ -97,7 +154,7 @@ class _Materialization:
         self._device = device
         self._agreement = RankAgreement(_groups(units), device)
         self._failure: Exception | None = None
-        self._open: dict[int, WholeUnit] = {}
+        self._open: dict[int, _WholeUnit] = {}
         self._setters = {id(stop.module) for stop in order.stops}
         self._done: set[int] = set()  # keys of the tensors that some module has set
 
@@ -152,7 +209,7 @@ class _Materialization:
                 give_memory(entry.tensor(), self._device, entry.name)
 
     def _make_whole(self, unit: Unit) -> None:
-        whole = self._open[id(unit)] = WholeUnit(unit, self._setters)
+        whole = self._open[id(unit)] = _WholeUnit(unit, self._setters)
         self._attempt("", partial(whole.allocate, self._device))
         if whole.needs_values:
             self._agree()
@@ -194,7 +251,7 @@ class _Materialization:
     def _check_plain(self) -> None:
         for entry in self._order.plain.values():
             if is_partly_unset(entry.tensor()):
-                raise ConfigError(unset_message(repr(entry.name), class_name(entry.module)))
+                raise ConfigError(_unset_message(repr(entry.name), class_name(entry.module)))
 
     def _undo(self) -> None:
         """Leave the model so that it can be materialised once more."""
@@ -218,11 +275,7 @@ def _broadcast(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _units_of(model: nn.Module) -> list[Unit]:
-    """Return the units in a model.
-
-    Raises:
-        ConfigError: one is not at rest.
-    """
+    """Return the units in a model, all of which must be at rest."""
     members = [module for module in model.modules() if isinstance(module, FSDPModule)]
     units = [unit_of(member) for member in members]
     for unit in units:
@@ -234,12 +287,8 @@ def _units_of(model: nn.Module) -> list[Unit]:
     return units
 
 
-def target_device(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
-    """Return where to materialise, with an index if it is a GPU.
-
-    Raises:
-        ConfigError: on the meta device, or elsewhere than where shards have memory already.
-    """
+def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
+    """Return where to materialise, with an index if it is a GPU."""
     if device is None and units:
         device = units[0].group.options.mesh.mesh.device_type
     target = torch.get_default_device() if device is None else torch.device(device)
@@ -267,3 +316,108 @@ def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
         assert dist.group.WORLD is not None
         found = {dist.group.WORLD: None}
     return list(found)
+
+
+class _WholeUnit:
+    """A unit whose awaited parameters are whole for a while, so that its modules can set them."""
+
+    def __init__(self, unit: Unit, owners: set[int]) -> None:
+        """Find what to make whole.
+
+        ``owners`` are ids of the modules whose initialisation will run. What else these hold is
+        made whole too, in copies that are dropped.
+        """
+        self.unit = unit
+        # [sum of elements] one per dtype: the whole parameters, one after the other.
+        self.flats: list[Tensor] = []
+        self._awaited = [item for item in unit.group.managed if item.awaited is not None]
+        self._others = [
+            item
+            for item in unit.group.managed
+            if item.awaited is None and any(id(owner) in owners for owner, _ in item.owners)
+        ]
+        self._views: list[Tensor] = []
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether other parameters have to be gathered, which all ranks must do together."""
+        return bool(self._others)
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the awaited parameters whole, marked as not set, and put them into the modules."""
+        by_dtype: dict[torch.dtype, list[ManagedParameter]] = {}
+        for item in self._awaited:
+            assert item.awaited is not None
+            by_dtype.setdefault(item.awaited.dtype, []).append(item)
+        views: dict[int, Tensor] = {}
+        for dtype, items in by_dtype.items():
+            numels = [math.prod(item.initial_shape) for item in items]
+            flat = torch.empty(sum(numels), dtype=dtype, device=device)
+            mark_unset_(flat)
+            self.flats.append(flat)
+            for item, part in zip(items, flat.split(numels), strict=True):
+                views[id(item)] = part.view(item.initial_shape)
+        self._views = [views[id(item)] for item in self._awaited]
+        for item, view in zip(self._awaited, self._views, strict=True):
+            _install(item, view)
+
+    @torch.no_grad()
+    def gather_others(self) -> None:
+        """Put whole copies of the other parameters into the modules; a collective."""
+        for item in self._others:
+            _install(item, item.param.full_tensor().clone())  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Take what the initialisation has left in the modules.
+
+        Raises:
+            ConfigError: it has set a parameter in parts or not at all, or put in another shape.
+        """
+        for item, view in zip(self._awaited, self._views, strict=True):
+            owner, attribute = item.owners[0]
+            held = owner._parameters.get(attribute)
+            name = self.unit.group.full_name(item)
+            if held is None or held.shape != view.shape:
+                shape = "nothing" if held is None else f"shape {tuple(held.shape)}"
+                raise ConfigError(
+                    f"the initialisation of parameter {name!r} put {shape} in the place of "
+                    f"shape {tuple(view.shape)}, which is sharded already. Remedy: fill it in place"
+                )
+            if held.data_ptr() != view.data_ptr():
+                view.copy_(held)
+            if is_partly_unset(view):
+                raise ConfigError(_unset_message(f"parameter {name!r}", class_name(owner)))
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Keep this rank's rows; the parameters have values from now on."""
+        for item, view in zip(self._awaited, self._views, strict=True):
+            item.load(view)
+            owner, attribute = item.owners[0]
+            vars(item.param).update(vars(owner._parameters[attribute]))
+            item.awaited = None
+
+    def close(self) -> None:
+        """Put the sharded parameters back, and drop the whole ones."""
+        for item in (*self._awaited, *self._others):
+            for owner, attribute in item.owners:
+                owner._parameters[attribute] = item.param
+        self._views.clear()
+        self.flats.clear()
+
+
+def _unset_message(what: str, kind: str) -> str:
+    """Return what to say of a tensor that no initialisation has set."""
+    return (
+        f"{what} has no values, or only some, after the initialisation of its {kind}. Remedy: set "
+        f"it in the {kind}'s reset_parameters(), or in the function given as "
+        "materialize(model, init=...)"
+    )
+
+
+def _install(item: ManagedParameter, whole: Tensor) -> None:
+    param = nn.Parameter(whole, requires_grad=item.param.requires_grad)
+    vars(param).update(vars(item.param))
+    for owner, attribute in item.owners:
+        owner._parameters[attribute] = param

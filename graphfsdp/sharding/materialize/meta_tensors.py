@@ -9,11 +9,6 @@ from graphfsdp.errors import ConfigError
 def become(tensor: Tensor, other: Tensor, name: str) -> None:
     """Make a tensor what another one is, for all who hold it; its own attributes stay.
 
-    Args:
-        tensor: Whoever holds it holds the other one's contents afterwards.
-        other: Takes its place; given up.
-        name: For the message.
-
     Raises:
         ConfigError: somebody holds it weakly, or in a graph of autograd.
     """
@@ -29,11 +24,7 @@ def become(tensor: Tensor, other: Tensor, name: str) -> None:
 
 
 def give_memory(tensor: Tensor, device: torch.device, name: str) -> None:
-    """Move a tensor to another device, for all who hold it; what was on meta holds marks.
-
-    Raises:
-        ConfigError: see ``become``.
-    """
+    """Move a tensor to another device, for all who hold it; what was on meta holds marks."""
     if tensor.is_meta:
         new = torch.empty_like(tensor.detach(), device=device)
         mark_unset_(new)
