@@ -1,7 +1,6 @@
 """How much memory and arithmetic one micro-batch takes: by running it without numbers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Activations:
-    """What one micro-batch needs beside weights and their gradients.
+    """What one micro-batch needs beside weights and their gradients."""
 
-    Attributes:
-        saved_bytes: What the forward pass leaves for the backward pass.
-        peak_bytes: The most that lives at one time, over forward and backward.
-    """
-
-    saved_bytes: int
-    peak_bytes: int
+    saved_bytes: int  # what the forward pass leaves for the backward pass
+    peak_bytes: int  # the most that lives at one time, over forward and backward
 
     def extended(self, other: "Activations", times: int) -> "Activations":
         """Return this plus ``times`` what it has more than ``other``: further equal layers."""
@@ -47,7 +41,7 @@ def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activati
         if param.requires_grad
     ]
     try:
-        with _meta_attention(), lives:
+        with _MetaAttention(), lives:
             loss = run()
             saved_bytes = lives.now()
             loss.backward()
@@ -116,6 +110,8 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _MetaAttention(TorchFunctionMode):
+    """On the meta device torch takes the kernel that keeps all scores, which no GPU would."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -126,10 +122,3 @@ class _MetaAttention(TorchFunctionMode):
         if func is nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _meta_attention() -> Iterator[None]:
-    # On the meta device torch takes the kernel that keeps all scores, which no GPU would.
-    with _MetaAttention():
-        yield

@@ -11,9 +11,8 @@ from rich.table import Table
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.model_plan import Collective
-from graphfsdp.planning.planned_mesh import PlannedMesh
-from graphfsdp.planning.time_estimate import Speeds
-from graphfsdp.planning.training_plan import TrainingPlan, plan_training
+from graphfsdp.planning.pool_rehearsal import PlannedMesh
+from graphfsdp.planning.training_plan import Speeds, TrainingPlan, plan_training
 from graphfsdp.training.arguments import parse_train_arguments
 
 _STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)

@@ -7,18 +7,21 @@ byte. Nothing here allocates: the model may lie on the meta device.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
+from graphfsdp.base.memory_plan import neighbour_starts, round_up
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.planning.neighbours import state_numel, storage_bytes
-from graphfsdp.planning.planned_mesh import PlannedMesh
-from graphfsdp.planning.planned_units import UnitPlan, plan_units
-from graphfsdp.planning.pool_rehearsal import PlannedPool, RunForward, rehearse_pool
-from graphfsdp.sharding.plan import BufferPlan
+from graphfsdp.planning.pool_rehearsal import PlannedMesh, PlannedPool, RunForward, rehearse_pool
+from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
 
 ROOT = "(root)"
 _NORM_BYTES = 8  # the squared norm, as float64
+_NUM_MOMENTS = 2
+_MOMENT_BYTES = 4  # of an element, float32
+_COUNT_BYTES = 4  # the step count of a parameter
+_BORDER_NUMEL = 64  # optimizer state that does not continue its neighbour starts on such a border
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class UnitPlan:
+    """The flat buffers of one module that ``fully_shard`` wraps; the root's name is ""."""
+
+    name: str
+    buffers: tuple[BufferPlan, ...]
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """Where the parameters of a model will lie.
 
@@ -56,9 +67,7 @@ class ModelPlan:
         mesh: Ranks that share every unit.
         num_microbatches: Forwards and backwards of an iteration.
         reshard_after_forward: Whole weights are dropped between forward and backward.
-        clips: The norm of the gradients is computed.
         module_buffer_bytes: Bytes of the model's own buffers (``register_buffer``).
-        overlap: Which collectives run while others compute: that holds more memory.
         pool: Of whole weights and gradients; None if no forward pass was given to find it by.
     """
 
@@ -67,9 +76,7 @@ class ModelPlan:
     mesh: PlannedMesh
     num_microbatches: int
     reshard_after_forward: bool
-    clips: bool
     module_buffer_bytes: int
-    overlap: OverlapPolicy
     pool: PlannedPool | None = None
 
     @property
@@ -95,27 +102,19 @@ class ModelPlan:
     @property
     def main_weight_bytes(self) -> int:
         """Bytes of one rank's main weights: equal on every rank."""
-        return storage_bytes(self.buffers, of_grads=False)
+        return sum(
+            _bytes_together(members, dtype.itemsize)
+            for (dtype, _), members in _by_storage(self.buffers).items()
+        )
 
     @property
     def main_grad_bytes(self) -> int:
         """Bytes of one rank's main grads: equal on every rank."""
-        return storage_bytes(self.buffers, of_grads=True)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of whole weights that live at one time, in the dtype of the computation.
-
-        With ``optim_grads_params`` these are the root's, which is in its forward pass all the
-        time, and those of the largest unit inside it; with prefetch, of the two largest that
-        follow each other.
-        """
-        casts = self.cast_bytes
-        sizes = [unit.full_bytes for unit in self.units]
-        if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.reshard_after_forward:
-            ahead = self.overlap.forward_prefetch or self.overlap.backward_prefetch
-            return casts + sizes[0] + _most(sizes[1:], at_once=2 if ahead else 1)
-        return casts + sum(sizes)
+        return sum(
+            _bytes_together(members, members[0].dtypes.grad.itemsize)
+            for (_, trainable), members in _by_storage(self.buffers).items()
+            if trainable
+        )
 
     @property
     def cast_bytes(self) -> int:
@@ -124,23 +123,14 @@ class ModelPlan:
         They are copies of main weights that are not sharded, and what was gathered over the outer
         axis alone.
         """
-        casts = sum(b.full_bytes for b in self.buffers if not b.sharded and _casts(b))
+        casts = sum(
+            buffer.full_bytes
+            for buffer in self.buffers
+            if not buffer.sharded and buffer.dtypes.compute != buffer.dtypes.main
+        )
         if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
             casts += sum(b.full_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
         return casts
-
-    @property
-    def unreduced_grad_bytes(self) -> int:
-        """Bytes of whole gradients that wait to be reduced, or are, at one time."""
-        waiting = [
-            sum(b.full_grad_bytes for b in unit.buffers if b.sharded or not _in_place(b))
-            for unit in self.units
-        ]
-        keeps = self.strategy.stage < 2 and self.num_microbatches > 1
-        in_order = [*reversed(waiting[1:]), *waiting[:1]]  # the root's embedding comes last
-        once = _most(in_order, at_once=2 if self.overlap.reduce_grads else 1)
-        whole = sum(waiting) if keeps else once
-        return whole + self.unreduced_outside_bytes
 
     @property
     def unreduced_outside_bytes(self) -> int:
@@ -159,12 +149,32 @@ class ModelPlan:
         keeps = self.strategy.stage >= 2 and self.num_microbatches > 1
         return sum(waiting) if keeps else max(waiting, default=0)
 
+    def state_bytes(self, rank: int = 0) -> int:
+        """Return the bytes of FusedAdam's state on a rank, step counts included.
+
+        It keeps a moment in one buffer per dtype, in the order of the main weights; what does not
+        continue its neighbour starts on a border. Exact for a FusedAdam whose groups are the
+        matrices and the vectors, as the trainer makes it; other groups move a few borders.
+        """
+        num_params = sum(len(buffer.names) for buffer in self.buffers if buffer.trainable)
+        numel = 0
+        for (dtype, trainable), members in _by_storage(self.buffers).items():
+            if trainable:
+                pieces = sorted(_pieces(members, dtype.itemsize, self.mesh.part(rank)))
+                numel += _numel_on_borders(pieces)
+        return _NUM_MOMENTS * _MOMENT_BYTES * numel + _COUNT_BYTES * num_params
+
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what ranks do together in one iteration.
+        """Return what ranks do together in one iteration, the norm of the gradients included.
 
         A buffer of which the backward pass needs no weight (biases that the layout could not put
         beside their matrices) is gathered once less than is counted here.
         """
+        gathers = 1
+        if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
+            gathers = self.num_microbatches * (2 if self.reshard_after_forward else 1)
+        reduces = self.num_microbatches if self.strategy.stage >= 2 else 1
+        num_inner, num_outer = self.mesh.num_inner, self.mesh.num_outer
         found = []
         for unit in self.units:
             name = unit.name or ROOT
@@ -172,25 +182,27 @@ class ModelPlan:
                 if not buffer.layout.total_numel:
                     continue
                 if buffer.sharded:
-                    found.append(self._call("all_gather", name, self._gathers, buffer.full_bytes))
+                    size = buffer.full_bytes
+                    found.append(Collective("all_gather", name, gathers, size, num_inner))
                 if buffer.trainable:
                     op = "reduce_scatter" if buffer.sharded else "all_reduce"
-                    found.append(self._call(op, name, self._reduces, buffer.full_grad_bytes))
-                found += self._outside(name, buffer)
-        if self.clips and any(buffer.sharded and buffer.trainable for buffer in self.buffers):
-            norm = Collective("all_reduce", "norm of the gradients", 1, _NORM_BYTES, 1)
-            found.append(replace(norm, num_ranks=self.mesh.num_inner))
-            if self.mesh.cuts_outside and self.mesh.num_outer > 1:
-                found.append(replace(norm, num_ranks=self.mesh.num_outer))
+                    size = buffer.full_grad_bytes
+                    found.append(Collective(op, name, reduces, size, num_inner))
+                if num_outer > 1:
+                    found += self._outside(f"{name}, outer axis", buffer)
+        if any(buffer.sharded and buffer.trainable for buffer in self.buffers):
+            cut_over = [num_inner]
+            if self.mesh.cuts_outside and num_outer > 1:
+                cut_over.append(num_outer)
+            for num_ranks in cut_over:
+                norm = "norm of the gradients"
+                found.append(Collective("all_reduce", norm, 1, _NORM_BYTES, num_ranks))
         return tuple(found)
 
     def _outside(self, name: str, buffer: BufferPlan) -> Iterator[Collective]:
         """Yield what the ranks of the outer axis do with a buffer in one iteration."""
-        if self.mesh.num_outer == 1:
-            return
         share = self.mesh.num_inner if buffer.sharded else 1
         cuts = buffer.sharded and self.mesh.cuts_outside
-        name = f"{name}, outer axis"
         if cuts:
             num_bytes = buffer.full_bytes // share
             yield Collective("all_gather", name, 1, num_bytes, self.mesh.num_outer)
@@ -198,34 +210,6 @@ class ModelPlan:
             op = "reduce_scatter" if cuts else "all_reduce"
             num_bytes = buffer.full_grad_bytes // share
             yield Collective(op, name, 1, num_bytes, self.mesh.num_outer)
-
-    def state_bytes(self, rank: int = 0, *, num_moments: int = 2, moment_itemsize: int = 4) -> int:
-        """Return the bytes of FusedAdam's state on a rank, step counts included.
-
-        Exact for a FusedAdam whose groups are the matrices and the vectors, as the trainer makes
-        it; other groups move a few borders of 256 bytes.
-
-        Args:
-            rank: Whose state.
-            num_moments: Tensors of the size of the main weights.
-            moment_itemsize: Bytes of an element of them.
-        """
-        num_params = sum(len(buffer.names) for buffer in self.buffers if buffer.trainable)
-        numel = state_numel(self.buffers, self.mesh.part(rank))
-        return num_moments * moment_itemsize * numel + 4 * num_params
-
-    @property
-    def _gathers(self) -> int:
-        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
-            return 1
-        return self.num_microbatches * (2 if self.reshard_after_forward else 1)
-
-    @property
-    def _reduces(self) -> int:
-        return self.num_microbatches if self.strategy.stage >= 2 else 1
-
-    def _call(self, op: str, unit: str, count: int, num_bytes: int) -> Collective:
-        return Collective(op, unit, count, num_bytes, self.mesh.num_inner)
 
 
 def plan_model(
@@ -239,7 +223,6 @@ def plan_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     num_microbatches: int = 1,
     reshard_after_forward: bool = True,
-    clips: bool = True,
     overlap: bool | OverlapPolicy = True,
     run: RunForward | None = None,
 ) -> ModelPlan:
@@ -256,13 +239,9 @@ def plan_model(
         mp_policy: As for ``fully_shard``.
         num_microbatches: Forwards and backwards of an iteration.
         reshard_after_forward: As for ``fully_shard``.
-        clips: Whether the norm of the gradients is computed.
         overlap: As for ``fully_shard``.
         run: ``run(copy)`` is the forward pass of one micro-batch of a copy of the model on the
             meta device, and returns the loss; so the pool is found to the byte.
-
-    Returns:
-        The plan.
 
     Raises:
         ConfigError: there is no such module, or a number is out of range.
@@ -275,14 +254,12 @@ def plan_model(
     parsed, policy = ShardingStrategy.parse(strategy), mp_policy or MixedPrecisionPolicy()
     mesh = PlannedMesh(num_ranks, num_outer, cuts_outside and num_outer > 1)
     plan = ModelPlan(
-        units=plan_units(model, units, policy=policy, strategy=parsed, num_parts=mesh.num_parts),
+        units=_plan_units(model, units, policy, parsed, mesh.num_parts),
         strategy=parsed,
         mesh=mesh,
         num_microbatches=num_microbatches,
         reshard_after_forward=reshard_after_forward,
-        clips=clips,
         module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        overlap=OverlapPolicy.parse(overlap),
     )
     if run is None:
         return plan
@@ -295,24 +272,76 @@ def plan_model(
         policy=policy,
         num_microbatches=num_microbatches,
         reshard_after_forward=reshard_after_forward,
-        overlap=plan.overlap,
+        overlap=OverlapPolicy.parse(overlap),
     )
     return replace(plan, pool=pool)
 
 
-def _most(sizes: Sequence[int], *, at_once: int) -> int:
-    """Return the largest sum of neighbours."""
-    return max((sum(sizes[first : first + at_once]) for first in range(len(sizes))), default=0)
+def _plan_units(
+    model: nn.Module,
+    names: Sequence[str],
+    policy: MixedPrecisionPolicy,
+    strategy: ShardingStrategy,
+    num_parts: int,
+) -> tuple[UnitPlan, ...]:
+    """Return the units of a model in the order of its modules, the root first."""
+    modules = dict(model.named_modules())
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
+    taken: set[int] = set()
+    plans = []
+    for name in (*(name for name in names if name), ""):
+        params = {
+            inner: param
+            for inner, param in modules[name].named_parameters()
+            if id(param) not in taken
+        }
+        taken |= {id(param) for param in params.values()}
+        kinds = {
+            inner: ParameterKind(tuple(param.shape), param.dtype, param.requires_grad)
+            for inner, param in params.items()
+        }
+        buffers = plan_buffers(kinds, policy=policy, strategy=strategy, num_ranks=num_parts)
+        plans.append(UnitPlan(name, tuple(buffers)))
+    order = {name: index for index, name in enumerate(modules)}
+    return tuple(sorted(plans, key=lambda plan: order[plan.name]))
 
 
-def _casts(buffer: BufferPlan) -> bool:
-    """Tell whether the weights that compute are a copy of the main weights."""
-    return buffer.dtypes.compute != buffer.dtypes.main
+def _by_storage(
+    buffers: Sequence[BufferPlan],
+) -> dict[tuple[torch.dtype, bool], list[BufferPlan]]:
+    """Return which buffers lie side by side once all units are together: dtype, trainable."""
+    found: dict[tuple[torch.dtype, bool], list[BufferPlan]] = {}
+    for buffer in buffers:
+        found.setdefault((buffer.dtypes.main, buffer.trainable), []).append(buffer)
+    return found
 
 
-def _in_place(buffer: BufferPlan) -> bool:
-    """Tell whether whole gradients land in the main grads themselves."""
-    return not buffer.sharded and buffer.dtypes.comm == buffer.dtypes.grad
+def _bytes_together(buffers: Sequence[BufferPlan], itemsize: int) -> int:
+    return neighbour_starts((buffer.main_numel for buffer in buffers), itemsize)[-1] * itemsize
 
 
-__all__ = ["ROOT", "Collective", "ModelPlan", "UnitPlan", "plan_model"]
+def _pieces(
+    buffers: Sequence[BufferPlan], itemsize: int, part: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield a rank's part of each parameter: the optimizer's group, first element, elements."""
+    starts = neighbour_starts((buffer.main_numel for buffer in buffers), itemsize)
+    for buffer, start in zip(buffers, starts, strict=False):
+        for slot in buffer.layout.slots:
+            group = 0 if len(slot.shape) >= 2 else 1  # matrices, vectors
+            if buffer.sharded:
+                rows = buffer.layout.local_rows(slot, part)
+                yield group, start + rows.shard_offset, rows.numel
+            else:
+                yield group, start + slot.offset, slot.numel
+
+
+def _numel_on_borders(pieces: Sequence[tuple[int, int, int]]) -> int:
+    end, follows = 0, -1
+    for _, start, numel in pieces:
+        if start != follows:
+            end = round_up(end, _BORDER_NUMEL)
+        end += numel
+        follows = start + numel
+    return end

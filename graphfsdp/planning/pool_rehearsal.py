@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
-from graphfsdp.planning.planned_mesh import PlannedMesh
+from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.fully_shard import make_unit
 from graphfsdp.sharding.group import ShardGroup, UnitOptions
@@ -32,13 +32,47 @@ RunForward = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
-class PlannedPool:
-    """What the pool of a run comes to.
+class PlannedMesh:
+    """Ranks of a mesh (replicate, shard), counted along the inner axis first.
 
     Attributes:
-        num_bytes: Of the pool, as ``fully_shard(..., buffer_pool=True)`` takes it.
-        peak_bytes: The most whole weights and gradients that are alive at a time: what any
-            allocator needs for them.
+        num_ranks: All of them.
+        num_outer: Ranks of the outer axis; 1 for a mesh of one axis.
+        cuts_outside: Main weights, main grads and optimizer state are cut over both axes.
+    """
+
+    num_ranks: int
+    num_outer: int = 1
+    cuts_outside: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_outer < 1 or self.num_ranks % self.num_outer:
+            raise ConfigError(
+                f"num_ranks must be at least 1 and a multiple of the outer axis, got "
+                f"{self.num_ranks} ranks and {self.num_outer} outer ones"
+            )
+
+    @property
+    def num_inner(self) -> int:
+        """Ranks that a unit's gathered weights come from."""
+        return self.num_ranks // self.num_outer
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts main weights and optimizer state are cut."""
+        return self.num_ranks if self.cuts_outside else self.num_inner
+
+    def part(self, rank: int) -> int:
+        """Return which of them a rank holds."""
+        outer, inner = divmod(rank, self.num_inner)
+        return inner * self.num_outer + outer if self.cuts_outside else inner
+
+
+@dataclass(frozen=True)
+class PlannedPool:
+    """What the pool of ``fully_shard(..., buffer_pool=True)`` comes to.
+
+    ``peak_bytes`` is the most that is alive at a time: what any allocator needs for it.
     """
 
     num_bytes: int
@@ -87,20 +121,7 @@ def rehearse_pool(
     reshard_after_forward: bool,
     overlap: OverlapPolicy,
 ) -> PlannedPool:
-    """Run iterations on the meta device until the pool fits, and return what it has come to.
-
-    Args:
-        model: On any device; what runs is a copy of it on the meta device.
-        units: Full names of the modules that are wrapped one by one, in the order of wrapping.
-        run: The forward pass of one micro-batch of the copy; returns the loss.
-        mesh: Ranks that share every unit.
-        strategy: What is sharded.
-        policy: Dtypes of the copies.
-        num_microbatches: Forwards and backwards of an iteration; more than three are taken for
-            three.
-        reshard_after_forward: As for ``fully_shard``.
-        overlap: As for ``fully_shard``.
-    """
+    """Run iterations of a copy on the meta device until the pool fits; see ``plan_model``."""
     options = UnitOptions(
         mesh=_unit_mesh(mesh),
         strategy=strategy,

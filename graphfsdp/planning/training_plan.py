@@ -1,16 +1,16 @@
 """The plan of a training run of the command line: memory, collectives, time."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import Activations, measure_activations
-from graphfsdp.planning.model_plan import ModelPlan, plan_model
+from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
 from graphfsdp.planning.pool_rehearsal import RunForward
-from graphfsdp.planning.time_estimate import Speeds, TimeEstimate, estimate_time
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
@@ -19,50 +19,99 @@ from graphfsdp.training.utilization import flops_per_token
 _BYTES_VOCABULARY = 256  # of a run whose data are read as bytes
 _TOKEN_BYTES = 8
 _PROBED_LAYERS = (2, 3)  # every further layer takes as much as the third
+_MICRO = 1e-6
+_TERA = 1e12
+_GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the machines are taken to do.
+
+    Attributes:
+        tflops: Matrix arithmetic of one GPU, as its data sheet has it.
+        utilization: Share of it that the model reaches while it computes (MFU).
+        bandwidth_gbs: Gigabytes (1e9) that each rank sends per second while all do.
+        latency_us: Microseconds of one step of a ring.
+    """
+
+    tflops: float = 989.0
+    utilization: float = 0.4
+    bandwidth_gbs: float = 50.0
+    latency_us: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("tflops", "bandwidth_gbs"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        if not 0 < self.utilization <= 1:
+            raise ConfigError(f"utilization must be in (0, 1], got {self.utilization}")
+        if not self.latency_us >= 0:
+            raise ConfigError(f"latency_us must be at least 0, got {self.latency_us}")
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Milliseconds of one iteration.
+
+    Attributes:
+        compute_ms: Matrix arithmetic of one rank.
+        communication_ms: All collectives, one after the other.
+    """
+
+    compute_ms: float
+    communication_ms: float
+
+    @property
+    def overlapped_ms(self) -> float:
+        """If communication hides behind arithmetic as far as it can: no iteration is faster."""
+        return max(self.compute_ms, self.communication_ms)
+
+    @property
+    def serial_ms(self) -> float:
+        """If nothing overlaps."""
+        return self.compute_ms + self.communication_ms
+
+
+def estimate_time(flops: float, collectives: Iterable[Collective], speeds: Speeds) -> TimeEstimate:
+    """Return the time of an iteration, from the arithmetic of one rank in it.
+
+    Source: Thakur et al. 2005, section 3 (ring algorithms): an all-gather or reduce-scatter of
+        B bytes on R ranks takes (R - 1) latencies and (R - 1) / R of B at the bandwidth of one
+        rank, an all-reduce twice that.
+    """
+    compute_s = flops / (speeds.tflops * _TERA * speeds.utilization)
+    communication_s = 0.0
+    for call in collectives:
+        steps = (call.num_ranks - 1) * (2 if call.op == "all_reduce" else 1) * call.count
+        communication_s += steps * speeds.latency_us * _MICRO
+        communication_s += call.wire_bytes / (speeds.bandwidth_gbs * _GIGA)
+    return TimeEstimate(compute_s * 1e3, communication_s * 1e3)
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """One kind of memory of one rank.
-
-    Attributes:
-        kind: What it is.
-        num_bytes: How much.
-        exact: The layout decides it to the byte; else it is an estimate.
-        note: How it comes about.
-    """
+    """One kind of memory of one rank."""
 
     kind: str
     num_bytes: int
-    exact: bool
-    note: str
+    exact: bool  # the layout decides it to the byte; else it is an estimate
+    note: str  # how it comes about
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training run will need.
-
-    Attributes:
-        config: The run.
-        model: Where its parameters lie.
-        batch: How an iteration's batch is cut.
-        rank: Whose optimizer state is counted; all else is equal on every rank.
-        state_bytes: Of the optimizer on that rank.
-        activations: Of one micro-batch, estimated.
-        flops: Of one rank in one iteration.
-        speeds: What the time is estimated from.
-        time: The estimate.
-    """
+    """What a training run will need."""
 
     config: TrainConfig
     model: ModelPlan
     batch: IterationBatch
-    rank: int
-    state_bytes: int
-    activations: Activations
-    flops: int
+    rank: int  # whose optimizer state is counted; all else is equal on every rank
+    state_bytes: int  # of the optimizer on that rank
+    activations: Activations  # of one micro-batch, estimated
+    flops: int  # of one rank in one iteration
     speeds: Speeds
-    time: TimeEstimate
+    time: TimeEstimate  # from these speeds
 
     def memory(self) -> tuple[MemoryLine, ...]:
         """Return the memory of the rank by kind."""

@@ -16,7 +16,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
-from graphfsdp.planning.time_estimate import Speeds, estimate_time
+from graphfsdp.planning.training_plan import Speeds, estimate_time
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.sharding import shard_model
@@ -99,8 +99,6 @@ def plan_of(
     microbatches: int,
     num_ranks: int,
     outer: str | None = None,
-    *,
-    overlap: bool = True,
 ) -> ModelPlan:
     model = make_model("meta")
     units = [f"blocks.{index}" for index in range(2)]
@@ -113,7 +111,6 @@ def plan_of(
         strategy=strategy,
         mp_policy=POLICIES[policy],
         num_microbatches=microbatches,
-        overlap=overlap,
     )
 
 
@@ -183,24 +180,7 @@ def test_a_unit_that_is_planned_alone_is_the_whole_model() -> None:
     numel = sum(param.numel() for param in make_model("meta").parameters())
     assert plan.num_parameters == numel
     assert [unit.name for unit in plan.units] == [""]
-    assert plan.gathered_bytes == 0
-    assert plan.unreduced_grad_bytes == 0
     assert {call.wire_bytes for call in plan.collectives()} == {0}
-
-
-def test_whole_weights_are_those_of_the_root_and_of_the_largest_unit() -> None:
-    plan = plan_of("optim_grads_params", "bf16", 1, 2, overlap=False)
-    ahead = plan_of("optim_grads_params", "bf16", 1, 2)
-    root, *blocks = (unit.full_bytes for unit in plan.units)
-    assert plan.gathered_bytes == root + max(blocks)
-    assert ahead.gathered_bytes == root + sum(blocks)  # two, that follow each other
-    assert plan_of("optim_grads", "bf16", 1, 2).gathered_bytes == root + sum(blocks)
-    copies = 2 * plan_of("no_shard", "bf16", 1, 2).num_parameters
-    assert 0 <= plan_of("no_shard", "bf16", 1, 2).gathered_bytes - copies < 200
-    waiting = [unit.full_grad_bytes for unit in plan.units]
-    assert plan.unreduced_grad_bytes == max(waiting)
-    assert ahead.unreduced_grad_bytes == max(sum(waiting[1:]), waiting[0] + waiting[1])
-    assert plan_of("optim", "bf16", 2, 2).unreduced_grad_bytes == sum(waiting)
 
 
 def test_rings_send_what_the_others_lack() -> None:
