@@ -1,115 +1,81 @@
-"""What the guards before each replay cost, asked and at one look, beside the replay itself.
+"""What asking the guards costs before a replay, as a share of it, for twelve small architectures.
 
-``python -m benchmarks.guard_cost`` prints a table and writes results/guard_cost_cpu.json.
+``python -m benchmarks.guard_cost`` prints a table and writes guard_cost_cpu.json; see zoo_speed.
 """
 
 import json
-import pathlib
-import timeit
+import statistics
+import time
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-import graphfsdp
-from benchmarks.environment import describe
-from graphfsdp.optim import FusedAdam
+from benchmarks import environment
+from benchmarks.zoo_models import Architecture, architectures
+from benchmarks.zoo_speed import WARM_UP, Contender
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "guard_cost_cpu.json"
-NUM_BLOCKS = 25  # 12 parameters each
-WIDTH = 8
-NUM_REPEATS = 201  # short windows: a busy machine interrupts few of them
-NUM_CALLS = 2
+RESULT_NAME = "guard_cost_cpu.json"
+NUM_PAIRS = 400
 
 
-class Block(nn.Module):
-    """A decoder block of 12 parameters in 13 modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.ModuleDict(
-            {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "drop": nn.Dropout(0.1)}
-        )
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.GELU(),
-            nn.Linear(2 * WIDTH, WIDTH),
-            nn.Dropout(0.1),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend and mix: [B, T, WIDTH] to [B, T, WIDTH]."""
-        query, key, value = self.attention["qkv"](self.norm(x)).chunk(3, dim=-1)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
-        x = x + self.attention["drop"](self.out(mixed))
-        result: Tensor = x + self.mlp(x)
-        return result
-
-
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return one of the optimizers that are compared."""
-    if name == "FusedAdam":
-        return FusedAdam(model.parameters(), lr=1e-3)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-
-def least_us(call: Any) -> float:
-    """Return the microseconds of one call in the shortest of many short windows.
-
-    Guards are Python alone, so that whatever is longer was something else on the machine.
-    """
-    return min(timeit.repeat(call, number=NUM_CALLS, repeat=NUM_REPEATS)) / NUM_CALLS * 1e6
-
-
-def measure(optimizer: str) -> dict[str, float]:
-    """Return microseconds by guard, of all guards, and of one replay with them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-    optim = make_optimizer(optimizer, model)
-    x = torch.randn(2, 4, WIDTH)
-    step = graphfsdp.capture(
-        model, optim, loss_fn=lambda model, batch: model(batch).square().mean()
-    )
-    for _ in range(6):
-        step(x)
-    recording = step._runner._recordings.latest
+def measure(name: str, architecture: Architecture) -> dict[str, Any]:
+    """Time replays, and right after each, with caches as a replay leaves them, its guards."""
+    contender = Contender(architecture, "full_iteration")
+    for _ in range(WARM_UP):
+        contender()
+    recording = contender.step._runner._recordings.latest
     assert recording is not None
-    guards = recording.guards
-    assert guards is not None
-    found: dict[str, float] = {}
-    for index, guard in enumerate(guards._guards):
-        assert guard.holds()
-        name = type(guard).__name__
-        found[f"{name} (gradients)" if index == 2 else name] = least_us(guard.holds)
-    found["asked in a row"] = least_us(lambda: all([each.holds() for each in guards._guards]))
-    assert guards.changes() == []
-    found["all guards, one look at memory"] = least_us(guards.changes)
-    found["one replay"] = least_us(lambda: step(x))
-    found["number of parameters"] = len(list(model.parameters()))
-    found["number of modules"] = len(list(model.modules()))
-    step.close()
-    return found
+    assert recording.guards is not None
+    changes = recording.guards.changes
+    replays, guards = [], []
+    for _ in range(NUM_PAIRS):
+        start = time.perf_counter()
+        contender()
+        between = time.perf_counter()
+        assert changes() == []
+        guards.append(time.perf_counter() - between)
+        replays.append(between - start)
+    contender.step.close()
+    shares = [guard / replay for guard, replay in zip(guards, replays, strict=True)]
+    return {
+        "name": name,
+        "num_tensors": len(list(contender.model.parameters())),
+        "num_modules": len(list(contender.model.modules())),
+        "guards_us": statistics.median(guards) * 1e6,
+        "replay_us": statistics.median(replays) * 1e6,
+        "share": statistics.median(shares),
+    }
 
 
 def main() -> None:
     """Measure, print, and write the result file."""
     torch.set_num_threads(1)
-    names = ("FusedAdam", "torch AdamW")
-    results = {name: measure(name) for name in names}
-    table = Table(title="Guards before a replay, microseconds (shortest window)")
-    table.add_column("part")
-    for name in names:
-        table.add_column(name, justify="right")
-    for part in results[names[0]]:
-        table.add_row(part, *(f"{results[name][part]:.1f}" for name in names))
-    Console().print(table)
-    record = {"environment": describe(torch.device("cpu")), "microseconds": results}
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
+    results = [measure(name, each) for name, each in architectures().items()]
+    worst = max(results, key=lambda result: result["share"])
+    table = Table(title="Guards before a replay")
+    table.add_column("architecture")
+    for heading in ("parameters", "modules", "guards us", "replay us", "share"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            result["name"],
+            str(result["num_tensors"]),
+            str(result["num_modules"]),
+            f"{result['guards_us']:.1f}",
+            f"{result['replay_us']:.1f}",
+            f"{result['share']:.2%}",
+        )
+    Console(width=100).print(table, f"worst: {worst['share']:.2%}, {worst['name']}")
+    record = {
+        "kind": "guard_cost",
+        "environment": environment.describe(torch.device("cpu")),
+        "worst_share": worst["share"],
+        "architectures": results,
+    }
+    path = environment.output_directory() / RESULT_NAME
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

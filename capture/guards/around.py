@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.guards.hooks import HookGuard
 from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, join
-from graphfsdp._capture.guards.quick_guard import Watched, together
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp._capture.guards.values import ValueGuard
 from graphfsdp._capture.trace.attribute_log import AttributeLog
@@ -57,10 +56,6 @@ class AroundGuard:
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
         return all([guard.holds() for guard in self._guards])
-
-    def watched(self) -> Watched:
-        """Return what all of them look at."""
-        return together([guard.watched() for guard in self._guards])
 
     def changes(self) -> list[Change]:
         """Compare everything and name what has changed."""

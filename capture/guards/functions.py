@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphfsdp._capture.guards.modules import OWN, join, same_objects
-from graphfsdp._capture.guards.quick_guard import Watched
 from graphfsdp._capture.guards.surrounding_values import (
     FUNCTIONS,
     MISSING,
@@ -172,10 +171,6 @@ class FunctionGuard:
         if self._lives and not same_objects(self._lives, self._copies):
             return False
         return not self._arrays or all(place.look() == place.value for place in self._arrays)
-
-    def watched(self) -> Watched:
-        """Return how to look again."""
-        return Watched(rest=self.holds)
 
     def changes(self) -> list[Change]:
         """Compare each place and name what has changed."""

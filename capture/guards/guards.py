@@ -14,7 +14,6 @@ from graphfsdp._capture.guards.functions import FunctionGuard, Surroundings
 from graphfsdp._capture.guards.hooks import HookGuard, users_hooks
 from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard
 from graphfsdp._capture.guards.optimizer import OptimizerGuard
-from graphfsdp._capture.guards.quick_guard import QuickGuards, Watched
 from graphfsdp._capture.guards.settings import SettingsGuard
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp._capture.guards.values import ValueGuard, contents
@@ -27,10 +26,6 @@ class Guard(Protocol):
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        ...
-
-    def watched(self) -> Watched:
-        """Return what ``holds`` looks at, for a look at the words that it consists of."""
         ...
 
     def changes(self) -> list[Change]:
@@ -80,7 +75,6 @@ class Guards:
         self._values: dict[str, object] = {}  # around functions, before the recording
         self._before: dict[int, tuple[Any, Any]] = {}  # containers of modules, with copies
         self._guards: tuple[Guard, ...] = ()
-        self._quick = QuickGuards()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -139,21 +133,14 @@ class Guards:
 
         Capture: never inside one; no host sync.
         """
-        if self._quick.hold():
-            return []
         if all([guard.holds() for guard in self._guards]):
-            self._quick.look_anew(self._guards)
             return []
         found = [change for guard in self._guards for change in guard.changes()]
-        found = list(dict.fromkeys(found))
-        if not found:
-            self._quick.forget()  # guards may have armed themselves anew
-        return found
+        return list(dict.fromkeys(found))
 
     def close(self) -> None:
         """Let go of everything."""
         self._guards = ()
-        self._quick.forget()
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())

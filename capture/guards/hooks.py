@@ -12,7 +12,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from graphfsdp._capture.guards.modules import same_objects
-from graphfsdp._capture.guards.quick_guard import Watched
 from graphfsdp.base.changes import Change, ChangeKind
 
 _MODULE_TABLES = (
@@ -97,13 +96,6 @@ class HookGuard:
             self._none_was_registered()
             and not any(self._empty)
             and same_objects(self._filled, self._copies)
-        )
-
-    def watched(self) -> Watched:
-        """Return the dicts of hooks that there are."""
-        live = [getattr(table.holder, table.attribute) for table in self._tables]
-        return Watched(
-            tables=[hooks for hooks in live if hooks is not None], rest=self._none_was_registered
         )
 
     def _none_was_registered(self) -> bool:

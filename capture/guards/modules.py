@@ -3,19 +3,17 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.guards.quick_guard import Watched
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp.base.changes import Change, ChangeKind
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
-_GET_TABLES = operator.itemgetter(*(table for table, _ in _TABLES))
+_GET_TABLES = tuple(operator.itemgetter(table) for table, _ in _TABLES)
 SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
 # What every module has and no forward pass depends on.
 OWN = frozenset((*vars(nn.Module()), *dir(nn.Module))) - {"training"}
@@ -49,10 +47,7 @@ class StructureGuard:
             for path, module in model.named_modules()
         ]
         self._holders = [vars(slots.module) for slots in self._slots]
-        self._live = self._tables()
-        self._empty = [table for table in self._live if not table]
-        self._filled = [table for table in self._live if table]
-        self._copies = [dict(table) for table in self._filled]
+        self._copies = [[slots.tables[table] for slots in self._slots] for table, _ in _TABLES]
         # Containers call their modules in this order.
         modules = [slots.module._modules for slots in self._slots]
         self._several = [table for table in modules if len(table) > 1]
@@ -60,16 +55,9 @@ class StructureGuard:
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return (
-            all(map(operator.is_, self._tables(), self._live))
-            and not any(self._empty)
-            and same_objects(self._filled, self._copies)
-            and list(map(list, self._several)) == self._orders
-        )
-
-    def watched(self) -> Watched:
-        """Return the tables; AttributeGuard watches which ones the modules have."""
-        return Watched(tables=self._live)
+        tables = [list(map(get, self._holders)) for get in _GET_TABLES]
+        orders = list(map(list, self._several))
+        return orders == self._orders and same_objects(tables, self._copies)
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
@@ -80,9 +68,6 @@ class StructureGuard:
             for change in _compare(slots, kind, slots.tables[table], getattr(slots.module, table))
         ]
         return found or [change for slots in self._slots for change in _other_order(slots)]
-
-    def _tables(self) -> list[dict[str, Any]]:
-        return list(chain.from_iterable(map(_GET_TABLES, self._holders)))
 
 
 class AttributeGuard:
@@ -154,10 +139,6 @@ class AttributeGuard:
             )
         except Exception:  # a value was deleted, or is now of a kind that cannot be compared
             return False
-
-    def watched(self) -> Watched:
-        """Return the modules, whose attributes are all that is compared."""
-        return Watched(attributes=[module for _, module in self._modules])
 
     def changes(self) -> list[Change]:
         """Compare each value and name what has changed."""

@@ -2,8 +2,6 @@
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from graphfsdp._capture.guards.modules import same_objects
-from graphfsdp._capture.guards.quick_guard import Watched
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part
@@ -48,38 +45,21 @@ class OptimizerGuard:
 
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
-        return (
-            self._groups_hold()
-            and same_objects(list(self._state.values()), self._copies)
-            and self._tensors.holds()
-        )
-
-    def watched(self) -> Watched:
-        """Return the state: its tensors, and the dicts that hold them."""
-        tables = [self._state, *self._state.values()]
-        lists = [self._groups, *(group["params"] for group in self._groups)]
-        watched = replace(self._tensors.watched(), tables=tables, lists=lists)
-        return replace(watched, rest=partial(self._attributes_hold, tuple(lists[1:])))
-
-    def _attributes_hold(self, params: tuple[list[Tensor], ...]) -> bool:
         now = self._optimizer
         return (
             vars(now).get("step") is self._own_step
             and type(now).step is self._class_step
             and now.state is self._state
             and now.param_groups is self._groups
-            and all(map(operator.is_, map(_GET_PARAMS, self._groups), params))
             and _classes_of(now) is self._classes
+            and same_objects([*map(_GET_PARAMS, self._groups), *self._state.values()], self._copies)
+            and self._tensors.holds()
         )
-
-    def _groups_hold(self) -> bool:
-        params = [group["params"] for group in self._groups]
-        return self._attributes_hold(tuple(params)) and same_objects(params, self._params)
 
     def changes(self) -> list[Change]:
         """Compare each entry and name what has changed."""
         found = [*self._step_changes(), *self._group_changes(), *self._class_changes()]
-        before = dict(zip(map(id, self._owners), self._copies, strict=True))
+        before = dict(zip(map(id, self._owners), self._values, strict=True))
         now = {id(param): values for param, values in self._optimizer.state.items()}
         for key in dict.fromkeys((*before, *now)):
             name = self._names.get(key, "a parameter outside of the model")
@@ -97,7 +77,8 @@ class OptimizerGuard:
         self._classes = _classes_of(self._optimizer)
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
-        self._copies = [dict(values) for values in self._state.values()]
+        self._values = [dict(values) for values in self._state.values()]
+        self._copies = [*self._params, *self._values]
         self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from graphfsdp._capture.guards.quick_guard import Watched
 from graphfsdp.base.changes import Change, ChangeKind
 
 
@@ -33,10 +32,6 @@ class SettingsGuard:
     def holds(self) -> bool:
         """Tell quickly that nothing has changed; False means: look closely."""
         return list(map(operator.call, self._telling)) == self._values[1:]
-
-    def watched(self) -> Watched:
-        """Return how to ask torch, which alone knows."""
-        return Watched(rest=self.holds)
 
     def changes(self) -> list[Change]:
         """Name what has changed."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import guards as dynamo_guards
 
-from graphfsdp._capture.guards.quick_guard import Watched
 from graphfsdp.base.changes import Change, ChangeKind
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -69,12 +68,6 @@ class TensorGuard:
             and (self._addresses_only or self._flags_hold())
             and (not self._inner or self._inner_hold())
         )
-
-    def watched(self) -> Watched:
-        """Return the tensors."""
-        if self._addresses_only:
-            return Watched(places=self._leaves, inner=self._inner)
-        return Watched(tensors=self._leaves, wrappers=self._wrappers, inner=self._inner)
 
     def changes(self) -> list[Change]:
         """Compare each tensor and name what has changed."""

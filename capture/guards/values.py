@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.guards.modules import OWN, SCALARS, is_scalar, join, same_objects
-from graphfsdp._capture.guards.quick_guard import Watched
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp.base.changes import Change, ChangeKind
 
@@ -89,11 +88,6 @@ class ValueGuard:
             and self._named_hold()
             and self._contents_hold()
         )
-
-    def watched(self) -> Watched:
-        """Return the modules: their classes, and their attributes."""
-        modules = self._modules
-        return Watched(objects=modules, attributes=modules, rest=self._contents_hold)
 
     def _contents_hold(self) -> bool:
         return (
