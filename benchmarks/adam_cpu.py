@@ -19,7 +19,7 @@ from benchmarks.environment import describe, output_directory
 from benchmarks.layout_table import Shapes
 from benchmarks.timing import as_record
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.step_settings import bytes_per_param
+from graphfsdp.optim.fused.settings import bytes_per_param
 
 _DEVICE = torch.device("cpu")
 _LR, _BETAS, _WEIGHT_DECAY = 1e-4, (0.9, 0.95), 0.1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import as_record, interleave, window_seconds
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.step_settings import bytes_per_param
+from graphfsdp.optim.fused.settings import bytes_per_param
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 LR, BETAS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 0.1

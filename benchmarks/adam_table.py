@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.layout_table import Shapes, decoder_layer
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.step_settings import bytes_per_param
+from graphfsdp.optim.fused.settings import bytes_per_param
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "fused_adam.md"
 _FP32, _BF16 = torch.float32, torch.bfloat16

@@ -13,14 +13,12 @@ from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import SourceLine
-from graphfsdp.base.norms import global_norm
+from graphfsdp.base.norms import clip_coefficient, global_norm
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.errors import InvalidLossError
 
 LossFunction = Callable[..., Any]
-
-_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -196,14 +194,10 @@ class Iteration:
         return global_norm(whole, sharded, _device(self._model))
 
     def _clip_coefficient(self, grad_norm: Tensor | None) -> Tensor | None:
-        """Return [] float32 by which every gradient is to be multiplied, or None.
-
-        Source: Pascanu et al. 2013, Algorithm 1 (arXiv:1211.5063), as torch's
-            clip_grad_norm_ computes it.
-        """
+        """Return [] float32 by which every gradient is to be multiplied, or None."""
         if grad_norm is None or self._max_grad_norm is None or math.isinf(self._max_grad_norm):
             return None
-        return (self._max_grad_norm / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+        return clip_coefficient(grad_norm, self._max_grad_norm)
 
 
 def microbatch(

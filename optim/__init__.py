@@ -7,10 +7,10 @@ if __name__ != "graphfsdp.optim":
     )
 
 from graphfsdp.optim.adapters.adam_by_name import make_adam as make_adam
-from graphfsdp.optim.fused.adam import FusedAdam as FusedAdam
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler as DeviceGradScaler
-from graphfsdp.optim.fused.lion import FusedLion as FusedLion
-from graphfsdp.optim.fused.sgd import FusedSGD as FusedSGD
+from graphfsdp.optim.fused.optimizers import FusedAdam as FusedAdam
+from graphfsdp.optim.fused.optimizers import FusedLion as FusedLion
+from graphfsdp.optim.fused.optimizers import FusedSGD as FusedSGD
 from graphfsdp.optim.offload.offload import CPUOffload as CPUOffload
 from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
 from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler

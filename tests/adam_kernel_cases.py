@@ -11,17 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.fused import step_kernel
-from graphfsdp.optim.fused.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
-from graphfsdp.optim.fused.scaled_moments import (
+from graphfsdp.optim.fused import kernel as step_kernel
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import (
     SCALE_BLOCK_NUMEL,
+    Dtypes,
+    StepTensors,
     has_scales,
+    join_remainder,
     quantize_,
     scale_shape,
+    split_remainder_,
 )
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Dtypes, StepTensors
+from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MOMENTS = [torch.float32, torch.bfloat16]
@@ -52,7 +54,7 @@ def dtype_names(dtypes: Dtypes) -> str:
 
 def fresh_kernels() -> types.ModuleType:
     """Import the kernels once more: whether to interpret is decided by their decorators."""
-    names = ("graphfsdp.optim.fused.step_triton_storage", "graphfsdp.optim.fused.step_triton")
+    names = ("graphfsdp.optim.fused.triton_kernels",)
     kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     try:
         return importlib.import_module(names[-1])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.remainders import join_remainder
+from graphfsdp.optim.fused.storage import join_remainder
 from sharding_helpers import STRATEGIES, Net, adam, batches, hybrid_mesh, my_part, shard
 
 

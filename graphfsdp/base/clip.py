@@ -4,11 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups
-from graphfsdp.base.norms import global_norm
+from graphfsdp.base.norms import clip_coefficient, global_norm
 from graphfsdp.base.sharded import MainGrad, sharded_roots
 from graphfsdp.errors import ConfigError
-
-_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 @torch.no_grad()
@@ -39,7 +37,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         raise ConfigError(f"max_norm must be a positive number, got {max_norm!r}")
     whole, sharded = _gradients(model)
     norm = global_norm(whole, sharded, next(model.parameters()).device)
-    scale = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    scale = clip_coefficient(norm, max_norm)
     gradients = [*whole, *(tensor for tensors in sharded.values() for tensor in tensors)]
     if gradients:
         torch._foreach_mul_(gradients, scale)

@@ -8,6 +8,8 @@ from torch import Tensor
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.base.dtensors import RankGroups
 
+_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
 
 def global_norm(
     whole: Sequence[Tensor],  # [...] each, the same on every rank
@@ -38,6 +40,19 @@ def global_norm(
         for groups, tensors in sharded.items()
     }
     return reduce_parts(squares, torch.add, reduction="sum").sqrt().float()
+
+
+def clip_coefficient(
+    norm: Tensor,  # [] float32
+    max_norm: float,
+) -> Tensor:
+    """Return [] float32, what brings gradients of that norm down to ``max_norm``, at most one.
+
+    Capture: no host sync.
+    Source: Pascanu et al. 2013, Algorithm 1 (arXiv:1211.5063), as torch.nn.utils.clip_grad_norm_
+        computes it.
+    """
+    return (max_norm / (norm + _EPS)).clamp(max=1.0)
 
 
 def reduce_parts(

@@ -15,7 +15,7 @@ from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, cut, shape_of
 from graphfsdp.checkpoint.parts import NamedPart, Part, whole
 from graphfsdp.errors import CheckpointMismatchError
-from graphfsdp.optim.fused.remainders import join_remainder
+from graphfsdp.optim.fused.storage import join_remainder
 
 MAIN = "master_param"
 

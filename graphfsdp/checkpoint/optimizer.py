@@ -24,7 +24,7 @@ from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.skip_counter import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.fused.state_loading import match_state_dict
+from graphfsdp.optim.fused.state import match_state_dict
 
 # They have the same states with the same meaning.
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})

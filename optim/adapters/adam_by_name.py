@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.adam import FusedAdam
+from graphfsdp.optim.fused.optimizers import FusedAdam
 
 ADAM_BACKENDS = ("auto", "native", "torch", "te", "apex")
 

@@ -17,8 +17,8 @@ from graphfsdp.optim.adapters.one_mesh import one_mesh_at_a_time
 from graphfsdp.optim.adapters.precision_guard import OptimizerFacts
 from graphfsdp.optim.adapters.precision_table import OFFLOAD, TORCH_SGD, Situation, find_row
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.offload.offload import CPUOffload
-from graphfsdp.optim.whole.tensor_optimizer import TensorOptimizer
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
@@ -33,7 +33,7 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     """
     if isinstance(optimizer, CPUOffload):
         return OffloadAdapter(optimizer)
-    if isinstance(optimizer, (DeviceOptimizer, TensorOptimizer)):
+    if isinstance(optimizer, LiveOptimizer):
         return NativeAdapter(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return TorchAdamAdapter(optimizer)
@@ -56,7 +56,7 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
 class NativeAdapter(Adapter):
     """An optimizer of ours, all of whose numbers are live in a replay."""
 
-    def __init__(self, optimizer: DeviceOptimizer | TensorOptimizer) -> None:
+    def __init__(self, optimizer: LiveOptimizer) -> None:
         super().__init__(
             optimizer,
             OptimizerFacts(
@@ -75,8 +75,6 @@ class NativeAdapter(Adapter):
 
     def skipped_steps(self) -> Tensor:
         """Return [] float32, the steps that were skipped so far."""
-        if isinstance(self._native, TensorOptimizer):
-            return self._native.skipped_steps
         return self._native.control.skipped_steps
 
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
@@ -123,10 +121,7 @@ class NativeAdapter(Adapter):
         devices = {param.device for group in self._native.param_groups for param in group["params"]}
         for device in sorted(devices, key=str):
             yield f"hyper-parameter table on {device}", self._native.hyper_table(device)
-        if isinstance(self._native, TensorOptimizer):
-            yield "number of skipped steps", self._native.skipped_steps
-        else:
-            yield from self._native.control.tensors()
+        yield from self._native.control.tensors()
 
     def _layout(self) -> list[tuple[int, int | None]]:
         return [
@@ -152,12 +147,6 @@ class OffloadAdapter(NativeAdapter):
                 f"an optimizer whose state is offloaded to the CPU ({self._name}) cannot be part "
                 f"of a graph: {row.why}. Remedy: {row.remedy}"
             )
-
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every persistent tensor of the optimizer with a name for messages."""
-        yield from Adapter.state_tensors(self)
-        if isinstance(self.optimizer, CPUOffload):
-            yield from self.optimizer.control.tensors()
 
 
 class _TorchAdapter(BakedAdapter):

@@ -3,8 +3,8 @@
 Shapes: [...] any shape; [R] all elements of one run.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +13,16 @@ from torch import Tensor
 # that does not take part.
 Bundle = tuple[Tensor | None, ...]
 
+# Tensors that do not continue their neighbour start on a border of this many elements, which is
+# a multiple of 16 bytes in every dtype.
+BORDER_NUMEL = 64
 
-@dataclass(frozen=True)
-class FlatRun:
-    """Neighbouring bundles as one bundle of 1-D views.
 
-    Attributes:
-        tensors: One [R] view per column of the bundles, None where the column is None.
-        members: Index of each bundle in the list that was merged, in memory order.
-    """
+class FlatRun(NamedTuple):
+    """Neighbouring bundles as one bundle of 1-D views."""
 
-    tensors: Bundle
-    members: tuple[int, ...]
+    tensors: Bundle  # one [R] view per column of the bundles, None where the column is None
+    members: tuple[int, ...]  # index of each bundle in the list that was merged, in memory order
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -56,15 +54,50 @@ def same_layout(tensor: Tensor, other: Tensor) -> bool:
 
 
 def flat_view(tensor: Tensor, numel: int | None = None) -> Tensor:
-    """Return the 1-D view, in memory order, that starts where ``tensor`` starts.
+    """Return the 1-D view, in memory order, that starts where a dense tensor starts.
 
-    Args:
-        tensor: A dense tensor.
-        numel: Length of the view, the tensor's own by default. A longer view reaches into the
-            neighbours in the same storage.
+    One that is longer than the tensor reaches into the neighbours in the same storage.
     """
     length = tensor.numel() if numel is None else numel
     return tensor.detach().as_strided((length,), (1,), tensor.storage_offset())
+
+
+def continues(left: Tensor, right: Tensor) -> bool:
+    """Return whether a tensor begins in memory where another ends."""
+    return (
+        left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and left.dtype == right.dtype
+        and left.storage_offset() + left.numel() == right.storage_offset()
+    )
+
+
+def slices_like(
+    tensors: Sequence[Tensor], allocate: Callable[[int], Tensor], *, apart: bool = False
+) -> list[Tensor]:
+    """Return tensors shaped and strided like these, as slices of one buffer.
+
+    Those that are neighbours in memory have neighbours, and others have not.
+
+    Args:
+        allocate: Makes a 1-D buffer of so many elements.
+        apart: None are neighbours.
+    """
+    offsets: list[int] = []
+    end = 0
+    previous: Tensor | None = None
+    for tensor in tensors:
+        if previous is None or apart or not continues(previous, tensor):
+            end = -(-end // BORDER_NUMEL) * BORDER_NUMEL
+        offsets.append(end)
+        end += tensor.numel()
+        previous = tensor
+    buffer = allocate(end)
+    return [
+        buffer.as_strided(tensor.shape, tensor.stride(), offset)
+        if is_dense(tensor.shape, tensor.stride())
+        else buffer[offset : offset + tensor.numel()].view(tensor.shape)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
 
 
 def merge_neighbours(bundles: Sequence[Bundle]) -> list[FlatRun]:
@@ -117,10 +150,7 @@ def _memory_order(spans: tuple[_Span | None, ...]) -> tuple[int, int]:
     return first[0], first[2]
 
 
-def _all_follow(
-    before: tuple[_Span | None, ...],
-    after: tuple[_Span | None, ...],
-) -> bool:
+def _all_follow(before: tuple[_Span | None, ...], after: tuple[_Span | None, ...]) -> bool:
     for left, right in zip(before, after, strict=True):
         if left is None or right is None:
             if left is not right:

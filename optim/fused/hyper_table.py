@@ -1,9 +1,12 @@
-"""The hyper-parameters of every group as one small table that the kernels read.
+"""The numbers of every group: what each rule reads and refuses, and the table on the device.
 
 Shapes: G = parameter groups.
 """
 
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,91 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphfsdp.optim.fused.adam_math import HYPER_COLUMNS
-from graphfsdp.optim.fused.rules import Row, Rule
+from graphfsdp.errors import ConfigError
+
+HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+
+# A row of the table: lr (None where it is a tensor), the numbers of the first and of the second
+# moment, eps, weight decay. What a rule has no use for is zero.
+Row = tuple[float | None, float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule: its name in the operation and the kernels, and the state it averages in."""
+
+    name: str
+    moments: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], Row]
+    check: Callable[[Mapping[str, Any], int], None]  # refuses numbers of a group, given its index
+
+
+def plain_lr(group: Mapping[str, Any]) -> float | None:
+    """Return a group's lr, or None for one that is a tensor."""
+    lr = group["lr"]
+    return None if isinstance(lr, Tensor) else lr
+
+
+def _read_betas(group: Mapping[str, Any]) -> Row:
+    beta1, beta2 = group["betas"]
+    return plain_lr(group), beta1, beta2, group.get("eps", 0.0), group["weight_decay"]
+
+
+def _read_sgd(group: Mapping[str, Any]) -> Row:
+    return plain_lr(group), group["momentum"], group["dampening"], 0.0, group["weight_decay"]
+
+
+def check_betas(group: Mapping[str, Any], row: int) -> None:
+    """Refuse numbers that Adam or Lion cannot use."""
+    check_lr(group, row)
+    where = f"of parameter group {row}"
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas {where} must be a pair of numbers, got {betas!r}")
+    for index, beta in enumerate(betas):
+        check_number(f"betas[{index}]", beta, where, below_one=True)
+    check_number("eps", group.get("eps", 0.0), where)
+    check_number("weight_decay", group["weight_decay"], where)
+
+
+def _check_sgd(group: Mapping[str, Any], row: int) -> None:
+    check_lr(group, row)
+    for name in ("momentum", "dampening", "weight_decay"):
+        check_number(name, group[name], f"of parameter group {row}")
+
+
+def check_lr(group: Mapping[str, Any], row: int) -> None:
+    """Refuse an lr that is no number of at least 0 and no float tensor of one element."""
+    where = f"of parameter group {row}"
+    lr = group["lr"]
+    if not isinstance(lr, Tensor):
+        check_number("lr", lr, where)
+    elif lr.numel() != 1 or not lr.dtype.is_floating_point:
+        raise ConfigError(
+            f"lr {where} must be a number or a float tensor of one element, "
+            f"got shape {tuple(lr.shape)}, {lr.dtype}"
+        )
+
+
+def check_number(name: str, value: object, where: str, *, below_one: bool = False) -> None:
+    """Refuse what is no finite number of at least 0, and optionally below 1."""
+    # Only lr may be a tensor: any other would be read on the host here, and frozen.
+    if (
+        isinstance(value, Tensor)
+        or not isinstance(value, numbers.Real)
+        or not 0 <= float(value) < (1 if below_one else float("inf"))
+    ):
+        expected = "a number in [0, 1)" if below_one else "a finite number of at least 0"
+        raise ConfigError(f"{name} {where} must be {expected}, got {value!r}")
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "adam": Rule("adam", ("exp_avg", "exp_avg_sq"), _read_betas, check_betas),
+        "lion": Rule("lion", ("exp_avg",), _read_betas, check_betas),
+        "sgd": Rule("sgd", ("momentum_buffer",), _read_sgd, _check_sgd),
+    }
+)
 
 
 class HyperTable:
@@ -23,11 +109,7 @@ class HyperTable:
     """
 
     def __init__(self, rule: Rule) -> None:
-        """Make no table yet.
-
-        Args:
-            rule: Reads and checks the groups.
-        """
+        """Make no table yet."""
         self._rule = rule
         self._rows: list[Row] = []
         self._host = np.zeros((0, len(HYPER_COLUMNS)))
@@ -35,11 +117,7 @@ class HyperTable:
         self._lr_slots: list[tuple[int, Tensor]] = []
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the [G, 5] float64 table on a device; its address stays until a group is added.
-
-        Raises:
-            KeyError: no parameter is there.
-        """
+        """Return the [G, 5] float64 table on a device; its address stays until a group is added."""
         return self._tables[device]
 
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -61,10 +139,7 @@ class HyperTable:
         self._tables = {}
 
     def build(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make the tables anew for these groups and the devices of their parameters.
-
-        Capture: allocates and copies from the host: never inside a recording.
-        """
+        """Make the tables anew for these groups and the devices of their parameters."""
         devices = {param.device for group in groups for param in group["params"]}
         self._host = np.zeros((len(groups), len(HYPER_COLUMNS)))
         host = torch.from_numpy(self._host)
@@ -78,13 +153,7 @@ class HyperTable:
         self.upload(groups)
 
     def upload(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Copy the Python numbers to the devices where they changed.
-
-        Args:
-            groups: The groups that the table was built for.
-
-        Returns:
-            Whether anything changed.
+        """Copy the Python numbers to the devices where they changed; return whether any did.
 
         Raises:
             ConfigError: a changed value is out of its range.
@@ -98,7 +167,12 @@ class HyperTable:
         for index, group in enumerate(groups):
             self._rule.check(group, index)
         if [row[0] is None for row in rows] != [row[0] is None for row in self._rows]:
-            self._find_lr_slots(groups)
+            self._lr_slots = [
+                (row, table[row, 0])
+                for row, group in enumerate(groups)
+                if isinstance(group["lr"], Tensor)
+                for table in self._tables.values()
+            ]
         for index, values in enumerate(rows):
             if values[0] is not None:
                 self._host[index, 0] = values[0]
@@ -117,11 +191,3 @@ class HyperTable:
         for row, slot in self._lr_slots:
             lr = groups[row]["lr"]
             slot.copy_(lr if lr.dim() == 0 else lr.reshape(()))
-
-    def _find_lr_slots(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._lr_slots = [
-            (row, table[row, 0])
-            for row, group in enumerate(groups)
-            if isinstance(group["lr"], Tensor)
-            for table in self._tables.values()
-        ]

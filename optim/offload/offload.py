@@ -3,7 +3,9 @@
 Shapes: [] is a 0-D tensor.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,22 +13,26 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.optim.fused.checks import parameter_name
+from graphfsdp.optim.fused.control import norm_parts
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.fused.grad_norm import norm_parts
-from graphfsdp.optim.fused.rules import check_buffers
-from graphfsdp.optim.fused.scaled_moments import fits_scales
-from graphfsdp.optim.fused.state_loading import Loaded
-from graphfsdp.optim.fused.step_members import parameter_name
-from graphfsdp.optim.fused.step_plan import gradients_of
-from graphfsdp.optim.offload.copies import SideCopies
-from graphfsdp.optim.offload.host_part import HostPart, follow, make_inner
-from graphfsdp.optim.offload.plan import (
-    OffloadOptions,
-    Owned,
-    buckets,
-    choose_offloaded,
-    state_bytes,
-)
+from graphfsdp.optim.fused.live_optimizer import is_capturing
+from graphfsdp.optim.fused.plan import gradients_of
+from graphfsdp.optim.fused.settings import StepSettings
+from graphfsdp.optim.fused.state import Loaded
+from graphfsdp.optim.fused.storage import fits_scales, has_scales, scale_shape
+from graphfsdp.optim.offload.parts import HostPart, Owned, Part, SideCopies, buckets
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How state is kept in the CPU's memory; see ``CPUOffload``."""
+
+    offload_fraction: float
+    pin_cpu_params: bool
+    pin_cpu_grads: bool
+    overlap: bool
+    bucket_bytes: int
 
 
 class CPUOffload(DeviceOptimizer):
@@ -81,7 +87,7 @@ class CPUOffload(DeviceOptimizer):
             raise ConfigError(f"offload_fraction must be in [0, 1], got {offload_fraction!r}")
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes!r}")
-        self._options = OffloadOptions(
+        self._options = _Options(
             offload_fraction,
             pin_cpu_params,
             pin_cpu_grads,
@@ -102,8 +108,7 @@ class CPUOffload(DeviceOptimizer):
     def _reset(self) -> None:
         super()._reset()
         self.host_parts: list[HostPart] = []
-        self._kept: tuple[DeviceOptimizer, list[int]] | None = None
-        self._kept_params: list[Tensor] = []
+        self._kept: list[Part] = []  # one, of what the device keeps, or none
         self._built_for: list[Tensor] = []
         self._is_offloaded: dict[Tensor, bool] = {}
         self._copies = SideCopies(None, overlap=False)
@@ -132,58 +137,28 @@ class CPUOffload(DeviceOptimizer):
     @property
     def saved_bytes(self) -> int:
         """Bytes of state that this rank's device need not keep, from the dtypes."""
-        return sum(state_bytes(param, self._settings) for param in self.offloaded)
+        return sum(_state_bytes(param, self._settings) for param in self.offloaded)
 
     def state_device(self, param: Tensor) -> torch.device:
         """Return where the state of ``param`` is, or will be."""
-        known = self._is_offloaded
+        places = self._is_offloaded
         # Somebody who loads asks for each parameter; a group may have joined since.
-        if param not in known or len(known) != sum(len(g["params"]) for g in self.param_groups):
+        if param not in places or len(places) != sum(len(g["params"]) for g in self.param_groups):
             offloaded = set(self.offloaded)
-            known = {other: other in offloaded for other in self._parameters()}
-            self._is_offloaded = known
-        return torch.device("cpu") if known.get(param) else super().state_device(param)
+            places = {other: other in offloaded for other in self._parameters()}
+            self._is_offloaded = places
+        return torch.device("cpu") if places.get(param) else super().state_device(param)
 
-    def upload_hyperparameters(self) -> None:
-        """Check the numbers; a step reads them.
-
-        Raises:
-            ConfigError: a changed value is out of its range.
-        """
-        check_buffers(self.param_groups, self._settings.has_moments)
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grad_scale: Tensor | None = None,  # [] float, multiplies every gradient
-        found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
-    ) -> float | None:
-        """Take one step with the gradients that are bound now; they are only read.
-
-        Args:
-            closure: Computes the loss anew and returns it.
-
-        Returns:
-            What ``closure`` returned.
-
-        Raises:
-            ConfigError: a gradient or a changed number cannot be used; it is named.
-            CaptureError: a CUDA graph is being captured.
+    def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Take the step.
 
         Capture: impossible, since the host waits for the gradients.
         """
-        loss: float | None = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise CaptureError(
                 "the step of CPUOffload waits for gradients on the host, which no CUDA graph can "
                 "hold. Remedy: capture forward and backward alone (scope='forward_backward')"
             )
-        self.upload_hyperparameters()
         self._build()
         params = self._parameters()
         grads = gradients_of(params, decoupled=self.use_decoupled_grad)
@@ -191,14 +166,12 @@ class CPUOffload(DeviceOptimizer):
             self._control.place(local_part(params[0]).device)
         parts = norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
-        by_param = dict(zip(params, grads, strict=True))
-        self._run(by_param, grad_scale, found_inf)
+        self._run(dict(zip(params, grads, strict=True)), grad_scale, found_inf)
         if found_inf is not None:
             skipped = self._control.skipped_steps
             skipped.add_((found_inf != 0).to(skipped.device, skipped.dtype))
         self._control.finish(found_inf)
         self._collect_states()
-        return loss
 
     def _run(
         self,
@@ -209,13 +182,14 @@ class CPUOffload(DeviceOptimizer):
         """Step what the device keeps while gradients are copied; then the rest, part by part."""
         copies = self._copies
         copies.fork()
-        if self._kept is not None:
-            inner, rows = self._kept
-            follow(inner, rows, self.param_groups, on_host=False)
-            inner.step(grad_scale=grad_scale, found_inf=found_inf)
+        for kept in self._kept:
+            kept.step(self.param_groups, grad_scale, found_inf)
         arrivals = []
         with copies.downwards():
-            scalars = [_to_host(grad_scale), _to_host(found_inf)]
+            scalars = [
+                None if scalar is None else scalar.to("cpu", non_blocking=True)
+                for scalar in (grad_scale, found_inf)
+            ]
             for part in self.host_parts:
                 part.fetch([grads[item.param] for item in part.owned])
                 arrivals.append(copies.arrival())
@@ -228,42 +202,46 @@ class CPUOffload(DeviceOptimizer):
         for part in self.host_parts:
             part.settle()
 
+    @property
+    def _parts(self) -> list[Part]:
+        return [*self._kept, *self.host_parts]
+
     def _build(self) -> None:
         """Divide the parameters into parts, if they are not what they were."""
         params = self._parameters()
-        same = len(params) == len(self._built_for)
-        if same and all(p is q for p, q in zip(params, self._built_for, strict=True)):
+        if len(params) == len(self._built_for) and all(map(operator.is_, params, self._built_for)):
             return
         old = {param: entries for param, entries in self.state.items() if entries}
         self.state.clear()
         self._reset()
         self._built_for = params
-        offloaded = {id(param) for param in self.offloaded}
+        offloaded = set(self.offloaded)
         name_of = parameter_name(self.param_groups)
         owned = [
             Owned(param, row, name_of(row, index).removeprefix("parameter ").strip("'"))
             for row, group in enumerate(self.param_groups)
             for index, param in enumerate(group["params"])
         ]
-        shared = (self.param_groups, self.defaults, self._settings)
-        kept = [(item, item.param) for item in owned if id(item.param) not in offloaded]
-        if kept:
-            self._kept = make_inner(kept, *shared)
-            self._kept_params = [param for _, param in kept]
-        for bucket in buckets(
-            [item for item in owned if id(item.param) in offloaded], self._options.bucket_bytes
-        ):
-            self.host_parts.append(HostPart(bucket, *shared, self._options))
+        kept = [item for item in owned if item.param not in offloaded]
+        self._kept = [Part(kept, self)] if kept else []
+        self.host_parts = [
+            HostPart(
+                bucket,
+                self,
+                pin_params=self._options.pin_cpu_params,
+                pin_grads=self._options.pin_cpu_grads,
+            )
+            for bucket in buckets(
+                [item for item in owned if item.param in offloaded], self._options.bucket_bytes
+            )
+        ]
         device = local_part(params[0]).device if params else None
         self._copies = SideCopies(device, overlap=self._options.overlap)
         if old:  # a group was added
             self.load_states(dict(old))
 
     def _collect_states(self) -> None:
-        if self._kept is not None:
-            inner, _ = self._kept
-            self.state.update({param: inner.state[param] for param in inner.state})
-        for part in self.host_parts:
+        for part in self._parts:
             if any(not self.state.get(item.param) for item in part.owned):
                 self.state.update(part.states())
 
@@ -271,19 +249,14 @@ class CPUOffload(DeviceOptimizer):
         """Make the state of parameters that have none."""
         self._build()
         wanted = set(params)
-        if self._kept is not None:
-            self._kept[0].create_missing([p for p in self._kept_params if p in wanted])
-        for part in self.host_parts:
+        for part in self._parts:
             part.create(wanted)
         self._collect_states()
 
     def load_states(self, loaded: Loaded) -> None:
         """Copy what ``match_state_dict`` found; state that does not exist yet is made."""
         self._build()
-        if self._kept is not None:
-            own = set(self._kept_params)
-            self._kept[0].load_states({p: s for p, s in loaded.items() if p in own})
-        for part in self.host_parts:
+        for part in self._parts:
             part.load(loaded)
         self._collect_states()
 
@@ -294,26 +267,42 @@ class CPUOffload(DeviceOptimizer):
         Args:
             states: State by parameter, all of it entries of ``state``.
         """
-        if self._kept is not None:
-            own = set(self._kept_params)
-            self._kept[0].restart_states({p: s for p, s in states.items() if p in own})
-        for part in self.host_parts:
+        for part in self._parts:
             part.restart(set(states))
         if len(states) == len(self.state):  # no step was taken before
             self._control.restart()
+
+    def count_classes(self) -> None:
+        """Find out which parameters have equal step counts, after these were written."""
+        super().count_classes()
+        for part in self._parts:
+            part.inner.count_classes()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""
         return {**super().__getstate__(), "_options": self._options, "_kind": self._kind}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy."""
-        self._options, self._kind = state["_options"], state["_kind"]
-        super().__setstate__(state)
-        inners = [part.inner for part in self.host_parts]
-        for inner in [*inners, *([] if self._kept is None else [self._kept[0]])]:
-            inner.count_classes()
+
+def choose_offloaded(numels: Sequence[int], fraction: float) -> list[bool]:
+    """Return which parameters are offloaded: from the first on, until the fraction is reached.
+
+    Source: Megatron-LM, ``HybridDeviceOptimizer``.
+    """
+    wanted, so_far = fraction * sum(numels), 0
+    chosen = []
+    for numel in numels:
+        chosen.append(so_far < wanted)
+        so_far += numel if chosen[-1] else 0
+    return chosen
 
 
-def _to_host(scalar: Tensor | None) -> Tensor | None:
-    return None if scalar is None else scalar.to("cpu", non_blocking=True)
+def _state_bytes(param: Tensor, settings: StepSettings) -> int:
+    """Return the bytes of state of this rank's rows of a parameter, without the step count."""
+    local = local_part(param)
+    num_bytes = 0
+    for dtype in settings.state_dtypes(param).values():
+        num_bytes += local.numel() * dtype.itemsize
+        if has_scales(dtype):
+            rows, blocks = scale_shape(local.shape)
+            num_bytes += rows * blocks * torch.float32.itemsize
+    return num_bytes

@@ -15,8 +15,7 @@ from torch.optim.optimizer import ParamsT
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.base.dtensors import local_part, sharding_groups, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.number_checks import check_lr, check_number
-from graphfsdp.optim.fused.rules import Row, Rule
+from graphfsdp.optim.fused.hyper_table import Row, Rule, check_lr, check_number, plain_lr
 from graphfsdp.optim.whole.tensor_optimizer import TensorMember, TensorOptimizer
 
 
@@ -72,6 +71,7 @@ class Adafactor(TensorOptimizer):
         """Return what a copy needs."""
         return {**super().__getstate__(), "_eps1": self._eps1, "_maximize": self._maximize}
 
+    @property
     def _rule(self) -> Rule:
         return _RULE
 
@@ -99,10 +99,11 @@ class Adafactor(TensorOptimizer):
         state["col_var"] = columns if local.dim() == 2 else wrap_rows_like(columns, param)
         return state
 
-    def _load_numbers(self, group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        super()._load_numbers(group, saved)
-        if "eps" in saved:  # of torch's
-            group["eps2"] = saved["eps"][1]
+    def _load_numbers(self, state_dict: dict[str, Any]) -> None:
+        super()._load_numbers(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if "eps" in saved:  # of torch's
+                group["eps2"] = saved["eps"][1]
 
     def _update(
         self,
@@ -220,8 +221,8 @@ def _sum_over_ranks(works: list[_Work], parts: list[Tensor]) -> list[Tensor]:
 
 
 def _read(group: Mapping[str, Any]) -> Row:
-    lr = None if isinstance(group["lr"], Tensor) else group["lr"]
-    return lr, group["beta2_decay"], group["d"], group["eps2"], group["weight_decay"]
+    decay, bound = group["beta2_decay"], group["d"]
+    return plain_lr(group), decay, bound, group["eps2"], group["weight_decay"]
 
 
 def _check(group: Mapping[str, Any], row: int) -> None:

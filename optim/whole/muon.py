@@ -13,11 +13,17 @@ from torch.optim.optimizer import ParamsT
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.fused.number_checks import check_group, check_lr, check_number
-from graphfsdp.optim.fused.rules import Row, Rule
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import StepTensors
+from graphfsdp.optim.fused.hyper_table import (
+    Row,
+    Rule,
+    check_betas,
+    check_lr,
+    check_number,
+    plain_lr,
+)
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import StepTensors
+from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 from graphfsdp.optim.whole.row_gather import gather_rows, own_rows
 from graphfsdp.optim.whole.tensor_optimizer import TensorMember, TensorOptimizer
 
@@ -94,6 +100,7 @@ class Muon(TensorOptimizer):
         own = ("_nesterov", "_coefficients", "_num_steps", "_adjust")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
+    @property
     def _rule(self) -> Rule:
         return _RULE
 
@@ -209,14 +216,13 @@ def _shape_ratio(shape: torch.Size, adjustment: str) -> float:
 
 
 def _read(group: Mapping[str, Any]) -> Row:
-    lr = None if isinstance(group["lr"], Tensor) else group["lr"]
     first, second = (group["momentum"], 0.0) if group["use_muon"] else group["betas"]
-    return lr, first, second, group["eps"], group["weight_decay"]
+    return plain_lr(group), first, second, group["eps"], group["weight_decay"]
 
 
 def _check(group: Mapping[str, Any], row: int) -> None:
     if not group["use_muon"]:
-        check_group(group, row)
+        check_betas(group, row)
         return
     check_lr(group, row)
     check_number("momentum", group["momentum"], f"of parameter group {row}", below_one=True)

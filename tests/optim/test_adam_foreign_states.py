@@ -9,7 +9,7 @@ import torch
 from adam_helpers import assert_equal, copies_of, make_params, set_grads
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.remainders import join_remainder
+from graphfsdp.optim.fused.storage import join_remainder
 
 
 def te_state_of(optimizer: FusedAdam, step: Any) -> dict[str, Any]:

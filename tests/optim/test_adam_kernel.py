@@ -23,10 +23,10 @@ from adam_kernel_cases import (
     needs_triton,
     use_interpreter,
 )
-from graphfsdp.optim.fused import step_kernel
+from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.flat_runs import flat_view
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Dtypes
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import Dtypes
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
 
 def test_importing_the_package_does_not_import_triton() -> None:
     code = (
-        "import sys, graphfsdp.optim, graphfsdp.optim.fused.step_kernel; "
+        "import sys, graphfsdp.optim, graphfsdp.optim.fused.kernel; "
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adam_kernel_cases import FP32, MIXED, dtype_names, fresh_kernels, needs_triton
-from graphfsdp.optim.fused import step_kernel
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Dtypes
+from graphfsdp.optim.fused import kernel as step_kernel
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import Dtypes
 
 
 @needs_triton

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphfsdp.optim.fused.adam_math import adam_coefficients, adam_update_
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import StepTensors
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import StepTensors
+from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
 LOW_PRECISION = [torch.bfloat16, torch.float16]
 

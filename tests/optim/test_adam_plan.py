@@ -21,8 +21,9 @@ from adam_helpers import (
 from adam_kernel_cases import use_interpreter
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused import step_batch, step_op, step_plan
-from graphfsdp.optim.fused.step_args import as_kernel
+from graphfsdp.optim.fused import plan as plans
+from graphfsdp.optim.fused import step as steps
+from graphfsdp.optim.fused.step import as_kernel
 
 
 def test_flat_neighbours_are_one_tensor_of_the_operation() -> None:
@@ -186,8 +187,8 @@ def kernel_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Send CPU tensors through the tables and kernels that CUDA tensors take."""
     pytest.importorskip("triton")
     use_interpreter(monkeypatch)
-    monkeypatch.setattr(step_batch, "_on_cuda", lambda _: True)
-    monkeypatch.setattr(step_plan, "fused_adam_", as_kernel(step_op.run_cuda))
+    monkeypatch.setattr(plans, "_on_cuda", lambda _: True)
+    monkeypatch.setattr(plans, "fused_adam_", as_kernel(steps.run_cuda))
     with np.errstate(invalid="ignore"):
         yield
 
@@ -226,8 +227,8 @@ def test_tables_and_kernels_take_the_steps_that_the_cpu_takes(
             ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = 0.3
         ours.step(grad_scale=scale, found_inf=skip)
         with monkeypatch.context() as cpu:
-            cpu.setattr(step_batch, "_on_cuda", lambda _: False)
-            cpu.setattr(step_plan, "fused_adam_", step_op.fused_adam_)
+            cpu.setattr(plans, "_on_cuda", lambda _: False)
+            cpu.setattr(plans, "fused_adam_", steps.fused_adam_)
             theirs.step(grad_scale=scale, found_inf=skip)
     for param, twin in zip(params, twins, strict=True):
         for key, tensor in ours.state[param].items():

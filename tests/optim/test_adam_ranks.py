@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.scaled_moments import MOMENTS
+from graphfsdp.optim.fused.storage import MOMENTS
 from ranks import RankPool
 
 SHAPES = [(7, 3), (5,), (1, 4)]  # with rows that do not divide: a rank holds less, or nothing

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adam_helpers import assert_equal, copies_of, make_params, set_grads
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.scaled_moments import dequantize, quantize_, scale_shape
+from graphfsdp.optim.fused.storage import dequantize, quantize_, scale_shape
 
 FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 MODEL_SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]

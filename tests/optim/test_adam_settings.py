@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adam_helpers import DTYPES, assert_equal, copies_of, make_params, set_grads
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
+from graphfsdp.optim.fused.storage import join_remainder, split_remainder_
 
 MOMENTS = [torch.float32, torch.bfloat16]
 

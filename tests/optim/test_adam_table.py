@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import adam_cpu, adam_table
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.step_settings import bytes_per_param
+from graphfsdp.optim.fused.settings import bytes_per_param
 
 
 def test_the_document_shows_the_present_tables() -> None:

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adam_kernel_cases import FP32, MIXED, Case, make_case, needs_triton, use_interpreter
-from graphfsdp.optim.fused.step_args import StepArgs
-from graphfsdp.optim.fused.step_cpu import run_cpu
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Dtypes, make_columns
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.step import StepArgs, run_cpu
+from graphfsdp.optim.fused.storage import Dtypes, make_columns
 
 VALUES = st.sampled_from(
     [0.0, -0.0, 1.0, -3.0, 1e-20, 1e-38, -1e-45, 1e18, 1e30, -3e38, np.inf, -np.inf, np.nan]
@@ -48,7 +47,7 @@ def _run_on_cpu(case: Case, flags: Flags) -> None:
         StepArgs(
             make_columns([bundle]),
             [before.view(1)], case.hyper, [0], [1], [0], None, None, None, [],
-            None, 0, True, *flags,
+            None, 0, True, flags=flags,
         )
     )  # fmt: skip
 

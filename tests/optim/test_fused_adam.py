@@ -10,7 +10,7 @@ from torch import nn
 
 from adam_helpers import DTYPES, SeenOps, assert_equal, copies_of, make_params, set_grads
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused import step_cpu
+from graphfsdp.optim.fused import step as step_module
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
@@ -203,7 +203,7 @@ def test_large_tensors_are_cut_without_a_difference(monkeypatch: pytest.MonkeyPa
     set_grads(params, twins)
     scale = torch.tensor(0.5)
     FusedAdam(params).step(grad_scale=scale)
-    monkeypatch.setattr(step_cpu, "_SMALLEST_CHUNK", 64)
+    monkeypatch.setattr(step_module, "_SMALLEST_CHUNK", 64)
     FusedAdam(twins).step(grad_scale=scale)
     assert_equal(params, twins)
 

@@ -16,9 +16,8 @@ from adam_kernel_cases import FP32, MIXED, dtype_names, make_case, needs_triton,
 from graphfsdp.errors import ConfigError, GuardError
 from graphfsdp.optim import FusedLion, FusedSGD
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.fused.remainders import join_remainder
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Dtypes
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import Dtypes, join_remainder
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 
 SGD_SETTINGS: dict[str, dict[str, Any]] = {

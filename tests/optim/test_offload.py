@@ -10,7 +10,7 @@ import graphfsdp
 from adam_helpers import assert_equal, copies_of, make_params, set_grads
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import CPUOffload, FusedAdam
-from graphfsdp.optim.offload.plan import choose_offloaded
+from graphfsdp.optim.offload.offload import choose_offloaded
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from offload_helpers import KINDS, NARROW, SHAPES, OffloadNet
 

@@ -20,19 +20,19 @@ from adam_kernel_cases import (
     needs_triton,
     use_interpreter,
 )
-from graphfsdp.optim.fused import step_kernel
-from graphfsdp.optim.fused.scaled_moments import (
+from graphfsdp.optim.fused import kernel as step_kernel
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.step import StepArgs, run_cpu
+from graphfsdp.optim.fused.storage import (
     SCALE_BLOCK_NUMEL,
     SMALLEST,
     TOPS,
+    Dtypes,
     dequantize,
+    make_columns,
     quantize_,
     scale_shape,
 )
-from graphfsdp.optim.fused.step_args import StepArgs
-from graphfsdp.optim.fused.step_cpu import run_cpu
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Dtypes, make_columns
 
 FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 # Rows of less than a block, of blocks exactly, and of some blocks and a rest.
@@ -222,7 +222,7 @@ def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
 def test_cpu_path_equals_the_tensor_code(
     pair: tuple[torch.dtype, torch.dtype], chunk_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphfsdp.optim.fused.step_cpu._SMALLEST_CHUNK", chunk_numel)
+    monkeypatch.setattr("graphfsdp.optim.fused.step._SMALLEST_CHUNK", chunk_numel)
     dtypes = in_dtypes(MIXED, pair, amsgrad=True)
     found = make_case([shape for shape in SHAPES if shape[0]], dtypes, wild=False)
     expected, before = found.clone(), found.clone()
@@ -235,7 +235,7 @@ def test_cpu_path_equals_the_tensor_code(
     run_cpu(
         StepArgs(
             columns, steps, found.hyper, [0, 1, 2], sizes, [0, 1, 2], scale, None, None, [],
-            None, 0, True, *Flags(),
+            None, 0, True, flags=Flags(),
         )
     )  # fmt: skip
     expected.update(scale, Flags())

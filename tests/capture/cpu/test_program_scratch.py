@@ -14,7 +14,7 @@ from graphfsdp._capture.trace.op_digests import OpDigests
 from graphfsdp._capture.undo import copy_on_write
 from graphfsdp._capture.undo.undo_arena import give_back_freed_pages
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.step_op import fused_adam_
+from graphfsdp.optim.fused.step import fused_adam_
 from helpers import quick_garbage_collection
 from recording import record
 from zoo_models import Squared

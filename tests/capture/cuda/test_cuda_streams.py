@@ -14,7 +14,7 @@ from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.watch_modes import DispatchMode
 from graphfsdp.bench.clock import time_window
-from graphfsdp.optim.offload.copies import SideCopies
+from graphfsdp.optim.offload.parts import SideCopies
 
 
 def test_a_side_stream_that_is_not_joined_is_named_by_the_rules(on_played_device: FakeCuda) -> None:

@@ -1,22 +1,154 @@
-"""Matching a saved optimizer state with FusedAdam's groups, all checks before any change."""
+"""Where the fused optimizers keep their state: slices of one buffer per device and dtype.
 
-from collections.abc import Mapping, Sequence
+Shapes: [...] the parameter's shape; [] is a 0-D tensor.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
+from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
-from graphfsdp.optim.fused.scaled_moments import (
+from graphfsdp.optim.fused.checks import parameter_name
+from graphfsdp.optim.fused.flat_runs import slices_like
+from graphfsdp.optim.fused.settings import StepSettings
+from graphfsdp.optim.fused.storage import (
     dequantize,
+    has_scales,
+    join_remainder,
     quantize_,
     scale_of,
     scale_shape,
+    split_remainder_,
 )
-from graphfsdp.optim.fused.step_members import parameter_name
-from graphfsdp.optim.fused.step_settings import StepSettings
+
+State = dict[str, Tensor]
+# The saved state of each parameter; None where nothing was saved.
+Loaded = dict[Tensor, State | None]
+
+
+def create_states(
+    params: Sequence[tuple[int, Tensor]],  # row of the group, parameter
+    settings: StepSettings,
+) -> dict[Tensor, State]:
+    """Allocate the state of parameters, so that neighbouring parameters have neighbouring states.
+
+    Moments have the dtypes of the settings (float64 for a float64 parameter) and the parameter's
+    strides, and start at zero. A main weight starts as the parameter, so a remainder as zero. Step
+    counts are slices of one buffer, so that advancing all of them is one operation.
+
+    Returns:
+        ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and ``max_exp_avg_sq`` and
+        ``master_param`` [...] where there are such, for each parameter; with ``_scale`` behind
+        its name, the scales [rows, blocks of a row] float32 of a moment that has some. All but
+        ``step`` are DTensors where the parameter is one.
+    """
+    locals_ = {local: param for _, param in params for local in [local_part(param)]}
+    ordered = sorted(
+        ((row, local) for (row, _), local in zip(params, locals_, strict=True)), key=_memory_order
+    )
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, local in ordered:
+        by_device.setdefault(local.device, []).append(local)
+    states: dict[Tensor, State] = {}
+    for device, members in by_device.items():
+        steps = torch.zeros(len(members), dtype=torch.float32, device=device)
+        for param, step in zip(members, steps.unbind(), strict=True):
+            states[param] = {"step": step}
+        wanted: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+        for param in members:
+            for name_and_dtype in settings.state_dtypes(locals_[param]).items():
+                wanted.setdefault(name_and_dtype, []).append(param)
+        for (name, dtype), owners in sorted(wanted.items(), key=lambda item: str(item[0])):
+            # Parameters with scales are no neighbours to the kernel.
+            tensors = slices_like(
+                owners, partial(zeros_flat, dtype=dtype, device=device), apart=has_scales(dtype)
+            )
+            for param, tensor in zip(owners, tensors, strict=True):
+                states[param][name] = tensor
+                if name == "master_param" and dtype != torch.int16:
+                    tensor.copy_(param.detach())
+            if has_scales(dtype):
+                for param, scale in zip(owners, _scales(owners), strict=True):
+                    states[param][scale_of(name)] = scale
+    return {param: wrap_state(states[local], param) for local, param in locals_.items()}
+
+
+def wrap_state(state: State, param: Tensor) -> State:
+    """Return one parameter's state with DTensors where the parameter is one."""
+    return {
+        key: value
+        if key == "step"
+        else (wrap_rows_like if key.endswith("_scale") else wrap_like)(value, param)
+        for key, value in state.items()
+    }
+
+
+def _scales(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros [rows, blocks of a row] for each parameter, as slices of one buffer."""
+    shapes = [scale_shape(param.shape) for param in params]
+    sizes = [rows * blocks for rows, blocks in shapes]
+    buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
+    return [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
+
+
+def step_classes(states: Mapping[Tensor, State], known: Mapping[Tensor, int]) -> dict[Tensor, int]:
+    """Number the parameters so that only such with equal step counts have equal numbers.
+
+    Reads the counts on the host: not for the hot path.
+
+    Args:
+        states: State by parameter.
+        known: Numbers so far. What they tell apart stays apart, whatever the counts are now: a
+            graph may step one of two parameters, and a replay tells nobody.
+    """
+    keys = {
+        param: (known.get(param, -1), int(state["step"].item()))
+        for param, state in states.items()
+        if state
+    }
+    return _numbered(keys)
+
+
+def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> dict[Tensor, int]:
+    """Return new numbers for the case that only some parameters take the next step.
+
+    Args:
+        classes: Numbers as from ``step_classes`` or this function.
+        stepped: The parameters that take the step; those that ``classes`` does not know yet are
+            new, with a step count of zero.
+
+    Returns:
+        Numbers with which parameters have equal counts after the step if their numbers are equal.
+    """
+    active = set(stepped)
+    return _numbered(
+        {param: (classes.get(param, -1), param in active) for param in {*classes, *active}}
+    )
+
+
+def _numbered(keys: Mapping[Tensor, tuple[int, int]]) -> dict[Tensor, int]:
+    numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
+    return {param: numbers[key] for param, key in keys.items()}
+
+
+def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int, int]:
+    row, param = item
+    # A sharded parameter of no row lies where its successor does: behind it, it would part
+    # neighbours.
+    return (
+        str(param.device),
+        str(param.dtype),
+        row,
+        param.untyped_storage().data_ptr(),
+        int(param.storage_offset()),
+        param.numel(),
+    )
+
 
 # Settings of other Adams that say how they run, not what they compute.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
@@ -25,8 +157,6 @@ _COMPARED = frozenset(
     {"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay", "nesterov"}
 )
 _NOT_LOADED = _RUN_SETTINGS | _COMPARED | {"params", "param_names", "step"}
-
-Loaded = dict[Tensor, dict[str, Tensor] | None]
 
 
 def match_state_dict(
@@ -46,9 +176,6 @@ def match_state_dict(
         For each parameter the tensors ``step``, ``exp_avg``, ``exp_avg_sq`` and maybe
         ``max_exp_avg_sq``, ``master_param`` and the scales of moments; None where nothing was
         saved.
-
-    Raises:
-        ConfigError: something does not fit; it is named.
     """
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
@@ -141,16 +268,21 @@ def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
         main.copy_(join_remainder(param, saved))
 
 
-def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+def load_groups(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]],
+    *,
+    known_only: bool = False,  # leave out what the groups here do not have
+) -> None:
     """Take over the saved hyper-parameters; an lr that is a tensor here keeps its address."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for key, value in saved.items():
-            if key in _NOT_LOADED:
+            if key in _NOT_LOADED or (known_only and key not in group):
                 continue
             current = group.get(key)
             if isinstance(current, Tensor):
                 with torch.no_grad():
-                    current.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+                    current.copy_(torch.as_tensor(value))
             elif isinstance(value, Tensor):
                 group[key] = value.item()
             else:

@@ -1,14 +1,39 @@
-"""What steers a step on the device: gradient norm, clipping, the skip flag, the loss scale."""
+"""What steers a step on the device: gradient norm, clipping, the skip flag, the loss scale.
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+Shapes: [...] a parameter's shape; [] is a 0-D tensor.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.fused.grad_norm import NormParts, clip_coefficient, grad_norm
+from graphfsdp.base.dtensors import RankGroups, sharding_groups
+from graphfsdp.base.norms import clip_coefficient, global_norm, reduce_parts
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
-from graphfsdp.optim.fused.step_settings import StepSettings
+
+
+class NormParts(NamedTuple):
+    """Gradients by the ranks that share them."""
+
+    whole: list[Tensor]  # [...] each, the same on every rank
+    sharded: dict[RankGroups, list[Tensor]]  # [...] each, by the groups that hold the other parts
+
+
+def norm_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> NormParts:
+    """Sort gradients, this rank's parts, by the groups that their parameter is sharded over.
+
+    They are there also where this rank holds no gradient of them: every rank must take part.
+    """
+    parts = NormParts([], {})
+    for param, grad in zip(params, grads, strict=True):
+        groups = sharding_groups(param)
+        found = parts.sharded.setdefault(groups, []) if groups else parts.whole
+        if grad is not None and grad.numel():
+            found.append(grad)
+    return parts
 
 
 class StepControl:
@@ -20,9 +45,17 @@ class StepControl:
         grad_norm: [] float32, norm of the unscaled gradients in the last step that needed it.
     """
 
-    def __init__(self, settings: StepSettings, grad_scaler: DeviceGradScaler | None) -> None:
+    def __init__(
+        self,
+        skip_nonfinite: bool = False,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        grad_scaler: DeviceGradScaler | None = None,
+    ) -> None:
         """Make the scalars on the CPU; ``place`` moves them."""
-        self._settings = settings
+        self._skip_nonfinite = skip_nonfinite
+        self._max_grad_norm = max_grad_norm
+        self._norm_type = norm_type
         self.grad_scaler = grad_scaler
         self.skipped_steps = torch.zeros(())
         self.grad_norm = torch.zeros(())
@@ -51,19 +84,16 @@ class StepControl:
 
     def needs_norm(self, found_inf: Tensor | None) -> bool:
         """Return whether a step has to know the norm of the gradients."""
-        checks = self._settings.skip_nonfinite and found_inf is None
-        return checks or self._settings.max_grad_norm is not None
+        checks = self._skip_nonfinite and found_inf is None
+        return checks or self._max_grad_norm is not None
 
     def prepare(
         self,
-        parts: NormParts | None,
+        parts: NormParts | None,  # the gradients, where needs_norm says so
         grad_scale: Tensor | None,  # [] float
         found_inf: Tensor | None,  # [] float
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what multiplies every gradient, and whether to skip, of this step.
-
-        Args:
-            parts: The gradients, where ``needs_norm`` says so.
 
         Capture: no host sync; one collective for each group of ranks that shares gradients.
         """
@@ -72,22 +102,19 @@ class StepControl:
             grad_scale = unscale if grad_scale is None else grad_scale * unscale
         if parts is None:
             return grad_scale, found_inf
-        norm = grad_norm(parts, self.grad_norm.device, self._settings.norm_type)
-        if found_inf is None and self._settings.skip_nonfinite:
+        norm = _grad_norm(parts, self.grad_norm.device, self._norm_type)
+        if found_inf is None and self._skip_nonfinite:
             found_inf = norm.isfinite().logical_not_().to(torch.float32)
         if grad_scale is not None:
             norm = norm * grad_scale
         self.grad_norm.copy_(norm)
-        if self._settings.max_grad_norm is not None:
-            coefficient = clip_coefficient(norm, self._settings.max_grad_norm)
+        if self._max_grad_norm is not None:
+            coefficient = clip_coefficient(norm, self._max_grad_norm)
             grad_scale = coefficient if grad_scale is None else grad_scale * coefficient
         return grad_scale, found_inf
 
     def finish(self, found_inf: Tensor | None) -> None:
-        """Update the loss scale after the step.
-
-        Capture: no host sync.
-        """
+        """Update the loss scale after the step."""
         if self.grad_scaler is not None and found_inf is not None:
             self.grad_scaler.update(found_inf.to(torch.float32))
 
@@ -107,3 +134,22 @@ class StepControl:
         saved = state_dict.get("grad_scaler")
         if self.grad_scaler is not None and saved is not None:
             self.grad_scaler.load_state_dict(saved)
+
+
+def _grad_norm(parts: NormParts, device: torch.device, norm_type: float) -> Tensor:
+    """Return [] float32, the norm over all elements of all gradients on all ranks."""
+    if norm_type == 2:
+        return global_norm(parts.whole, parts.sharded, device)
+    # Not every backend's maximum keeps a NaN.
+    found = {(): _largest(parts.whole, device)} | {
+        groups: _largest(tensors, device).nan_to_num(nan=math.inf)
+        for groups, tensors in parts.sharded.items()
+    }
+    return reduce_parts(found, torch.maximum, reduction="max")
+
+
+def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(tensors, math.inf)
+    return torch.stack([norm.float() for norm in norms]).max()

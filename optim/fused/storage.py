@@ -1,13 +1,13 @@
-"""Moments in 16 or 8 bits: one float32 scale for each block of a row brings them into range.
+"""The tensors of a fused step, and how weights and moments are stored in fewer bits.
 
-Shapes: S = rows of a parameter; N = elements of a row; C = blocks of a row, N / 256 rounded up;
-[...] the parameter's shape.
+Shapes: [...] any shape, the same for all tensors of one parameter or flat run; S = rows of a
+parameter; N = elements of a row; C = blocks of a row, N / 256 rounded up.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,8 +15,102 @@ from torch import Tensor
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.optim.fused.flat_runs import flat_view
 
+
+class StepTensors(NamedTuple):
+    """One parameter's tensors, or one flat run's; all but the gradient are written in place."""
+
+    param: Tensor  # [...] float, model weight
+    grad: Tensor  # [...] any float
+    exp_avg: Tensor | None = None  # [...] float, first moment or momentum buffer
+    exp_avg_sq: Tensor | None = None  # [...] float
+    max_exp_avg_sq: Tensor | None = None  # [...] float
+    main_param: Tensor | None = None  # [...] float32, or int16 remainders
+    exp_avg_scale: Tensor | None = None  # [S, C] float32; None where a moment has no scales
+    exp_avg_sq_scale: Tensor | None = None  # [S, C] float32
+    max_exp_avg_sq_scale: Tensor | None = None  # [S, C] float32
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a moment has scales."""
+        return self.exp_avg_scale is not None or self.exp_avg_sq_scale is not None
+
+
+class Columns(NamedTuple):
+    """The tensors of many parameters, one list per field of ``StepTensors``; empty for None."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    max_exp_avg_sqs: list[Tensor]
+    main_params: list[Tensor]
+    exp_avg_scales: list[Tensor]
+    exp_avg_sq_scales: list[Tensor]
+    max_exp_avg_sq_scales: list[Tensor]
+
+    def member(self, index: int) -> StepTensors:
+        """Return one parameter's tensors."""
+        return StepTensors(*(column[index] if column else None for column in self))  # type: ignore[arg-type]
+
+    def part(self, start: int, stop: int) -> "Columns":
+        """Return the columns of the parameters from ``start`` up to ``stop``."""
+        return Columns(*(column[start:stop] for column in self))
+
+    def dtypes(self) -> "Dtypes":
+        """Return the storage dtypes, which are the same for all parameters."""
+        return Dtypes(*(column[0].dtype if column else None for column in self[:6]))  # type: ignore[arg-type]
+
+
+class Dtypes(NamedTuple):
+    """Storage dtypes of one launch; None where there is no such tensor."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    exp_avg: torch.dtype | None
+    exp_avg_sq: torch.dtype | None
+    max_exp_avg_sq: torch.dtype | None
+    main_param: torch.dtype | None
+
+
+def make_columns(members: list[StepTensors]) -> Columns:
+    """Return the tensors of many parameters by kind."""
+    columns = zip(*members, strict=True) if members else [()] * len(Columns._fields)
+    return Columns(*([tensor for tensor in column if tensor is not None] for column in columns))
+
+
+# Note [Remainders]
+# A float32 main weight in 32 bits: its bits, read as an int32, are param_bits * 65536 + remainder,
+# with the remainder in [-32768, 32767]: the bfloat16 model weight is the float32 rounded to the
+# nearest, halves away from zero. So the pair is exact, and the model weight alone is a rounded
+# weight, no cut one.
+
+
+def join_remainder(
+    param: Tensor,  # [...] bfloat16
+    remainder: Tensor,  # [...] int16
+) -> Tensor:
+    """Return the float32 main weight, [...] float32, newly allocated."""
+    bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(remainder).view(torch.float32)
+
+
+def split_remainder_(
+    param: Tensor,  # [...] bfloat16, written
+    remainder: Tensor,  # [...] int16, written
+    main: Tensor,  # [...] float32
+) -> None:
+    """Store a float32 main weight; see Note [Remainders]."""
+    bits = main.view(torch.int32)
+    # The low half as a signed number, then the rest, which is a multiple of 65536.
+    low = bits.to(torch.int16)
+    high = bits.sub(low).bitwise_right_shift_(16)
+    param.view(torch.int16).copy_(high)
+    remainder.copy_(low)
+
+
 # Note [Scaled moments]
-# A row is what follows the first dimension, contiguous in memory, and blocks never cross rows. So
+# Moments in 16 or 8 bits: one float32 scale for each block of a row brings them into range. A row
+# is what follows the first dimension, contiguous in memory, and blocks never cross rows. So
 # a parameter that is sharded by rows has the same blocks on any number of ranks: moments are bit
 # for bit those of the whole parameter, and a checkpoint can be cut anew at any row. The scale of a
 # block is its largest magnitude / the top of the range, so that the largest element is stored to
@@ -88,10 +182,7 @@ def dequantize(
     codes: Tensor,  # [...] float16 or float8_e4m3fn, contiguous
     scales: Tensor,  # [S, C] float32
 ) -> Tensor:
-    """Return the moment, [...] float32, newly allocated.
-
-    Capture: no host sync.
-    """
+    """Return the moment, [...] float32, newly allocated."""
     wide = codes.to(torch.float32)
     if wide.numel():
         rows = by_rows(wide)
@@ -104,15 +195,9 @@ def quantize_(
     scales: Tensor,  # [S, C] float32, written
     moment: Tensor,  # [...] float32, contiguous
     *,
-    positive: bool,
+    positive: bool,  # it is a second moment
 ) -> None:
-    """Store a moment; see Note [Scaled moments].
-
-    Args:
-        positive: It is a second moment.
-
-    Capture: no host sync.
-    """
+    """Store a moment; see Note [Scaled moments]."""
     if not codes.numel():
         return
     rows = by_rows(moment)

@@ -1,6 +1,6 @@
 """What the fused optimizers refuse, each refusal naming the parameter or the setting."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,21 +9,52 @@ from torch import Tensor
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.optim.fused.flat_runs import is_dense, same_layout
-from graphfsdp.optim.fused.scaled_moments import (
-    fits_scales,
-    has_scales,
-    scale_of,
-    scale_shape,
-)
-from graphfsdp.optim.fused.step_settings import StepSettings
+from graphfsdp.optim.fused.settings import StepSettings
+from graphfsdp.optim.fused.storage import fits_scales, has_scales, scale_of, scale_shape
+
+
+def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], str]:
+    """Return a function from group and position to the parameter's name for messages."""
+
+    def name(row: int, position: int) -> str:
+        names = groups[row].get("param_names")
+        if names is not None:
+            return f"parameter {names[position]!r}"
+        return f"parameter {position} of group {row}"
+
+    return name
+
+
+def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: StepSettings) -> None:
+    """Refuse parameters of a group that was added, alone or beside those of the other groups."""
+    name_of = parameter_name(groups)
+    for index, param in enumerate(groups[row]["params"]):
+        check_parameter(local_part(param), name_of(row, index))
+        if settings.uses_scales:
+            check_rows(param, name_of(row, index))
+    check_devices(groups, settings)
+
+
+def check_devices(groups: Sequence[Mapping[str, Any]], settings: StepSettings) -> None:
+    """Refuse parameters on several devices where their gradients have one norm."""
+    if not settings.steers:
+        return
+    name_of = parameter_name(groups)
+    first: tuple[str, torch.device] | None = None
+    for row, group in enumerate(groups):
+        for index, param in enumerate(group["params"]):
+            name = name_of(row, index)
+            first = first or (name, param.device)
+            if param.device != first[1]:
+                raise ConfigError(
+                    "max_grad_norm, skip_nonfinite and grad_scaler need the norm of all gradients "
+                    f"on one device, but {first[0]} is on {first[1]} and {name} on "
+                    f"{param.device}. Remedy: an optimizer for each device, without these"
+                )
 
 
 def check_parameter(param: Tensor, name: str) -> None:
-    """Refuse a parameter that the step cannot update.
-
-    Raises:
-        ConfigError: it is sparse, complex, integer, or shares its elements' memory.
-    """
+    """Refuse a parameter that the step cannot update."""
     if param.layout != torch.strided or not param.dtype.is_floating_point:
         raise ConfigError(
             f"only dense tensors of a real floating-point dtype can be trained; {name} has the "
@@ -36,12 +67,19 @@ def check_parameter(param: Tensor, name: str) -> None:
         )
 
 
-def check_lr_device(group: Mapping[str, Any], row: int) -> None:
-    """Refuse an lr that is a tensor on another device than the group's parameters.
+def check_buffers(groups: Sequence[Mapping[str, Any]], has_moments: bool) -> None:
+    """Refuse a momentum that began after the optimizer was made without buffers for it."""
+    for row, group in enumerate(groups):
+        if not has_moments and group.get("momentum"):
+            raise ConfigError(
+                f"momentum of parameter group {row} became {group['momentum']}, but this "
+                "FusedSGD was made with a momentum of 0 and so has no buffers; make it with the "
+                "momentum"
+            )
 
-    Raises:
-        ConfigError: it would have to be read on the host in each step.
-    """
+
+def check_lr_device(group: Mapping[str, Any], row: int) -> None:
+    """Refuse an lr that is a tensor on another device than the group's parameters."""
     lr = group["lr"]
     if not isinstance(lr, Tensor):
         return
@@ -54,15 +92,7 @@ def check_lr_device(group: Mapping[str, Any], row: int) -> None:
 
 
 def check_rows(param: Tensor, name: str) -> None:
-    """Refuse a parameter whose moments are to have scales, but whose memory has no rows for them.
-
-    Args:
-        param: The parameter; a DTensor as it is.
-        name: Its name for the message.
-
-    Raises:
-        ConfigError: it is not contiguous, or a DTensor that is not sharded by rows.
-    """
+    """Refuse a parameter whose moments are to have scales, but whose memory has no rows."""
     if not fits_scales(param):
         return
     remedy = "Remedy: exp_avg_dtype and exp_avg_sq_dtype of torch.float32 or torch.bfloat16"
@@ -84,17 +114,7 @@ def check_rows(param: Tensor, name: str) -> None:
 def check_state(
     param: Tensor, state: Mapping[str, Tensor], name: str, settings: StepSettings
 ) -> None:
-    """Refuse state tensors that somebody has replaced by others that do not fit.
-
-    Args:
-        param: The parameter; a DTensor as it is.
-        state: Its state, of a DTensor this rank's part.
-        name: Its name for the message.
-        settings: Those of the optimizer.
-
-    Raises:
-        ConfigError: a moment or main weight has another shape, layout, dtype or device.
-    """
+    """Refuse state tensors that somebody has replaced by others that do not fit."""
     local = local_part(param)
     dense = is_dense(local.shape, local.stride())
     like = local if dense else torch.empty_like(local, device="meta")
@@ -127,11 +147,7 @@ def check_state(
 
 
 def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
-    """Refuse a gradient that the step cannot read.
-
-    Raises:
-        ConfigError: the gradient is sparse, complex, integer, or of another shape or device.
-    """
+    """Refuse a gradient that the step cannot read."""
     problem = None
     if grad.layout != torch.strided:
         problem = (
@@ -151,9 +167,6 @@ def refuse_copies(params: Iterable[Tensor]) -> None:
     """Refuse to pickle or copy an optimizer of parameters that are slices of flat buffers.
 
     torch can do neither with a DTensor whose local part does not begin its storage.
-
-    Raises:
-        NotCopyableError: a parameter is such a one.
     """
     if any(is_dtensor(param) and param.storage_offset() for param in params):
         raise NotCopyableError(

@@ -8,39 +8,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
-from graphfsdp.optim.fused.scaled_moments import dequantize, quantize_
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import StepTensors
-
-HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import (
+    StepTensors,
+    dequantize,
+    join_remainder,
+    quantize_,
+    split_remainder_,
+)
 
 
 class AdamCoefficients(NamedTuple):
-    """The scalars of one update, each a [] float64 tensor on the device.
+    """The scalars of one update, each a [] float64 tensor on the device."""
 
-    Attributes:
-        decay: Factor on the weight for decoupled decay, ``1 - lr * weight_decay``.
-        weight_decay: Share of the weight that L2 mode adds to the gradient.
-        one_minus_beta1: Weight of the new gradient in the first moment.
-        beta2: Weight of the old second moment.
-        one_minus_beta2: Weight of the new squared gradient in the second moment.
-        step_size: ``lr`` over the bias correction of the first moment.
-        root_correction2: Square root of the bias correction of the second moment.
-        eps: Added to the root of the corrected second moment.
-        lr: Learning rate.
-        beta1: Weight of the old first moment.
-        correction1: Bias correction of the first moment.
-        correction2: Bias correction of the second moment.
-    """
-
-    decay: Tensor
+    decay: Tensor  # factor on the weight for decoupled decay
     weight_decay: Tensor
     one_minus_beta1: Tensor
     beta2: Tensor
     one_minus_beta2: Tensor
-    step_size: Tensor
-    root_correction2: Tensor
+    step_size: Tensor  # lr over the bias correction of the first moment
+    root_correction2: Tensor  # root of the bias correction of the second moment
     eps: Tensor
     lr: Tensor
     beta1: Tensor
@@ -57,15 +44,9 @@ def adam_coefficients(
 
     float64 because ``1 - beta2`` and ``1 - beta2**step`` lose half of their digits in float32.
 
-    Args:
-        flags: Transformer Engine's arithmetic rounds every number of the table to float32 first.
-
-    Returns:
-        Twelve [] tensors.
-
     Capture: no host sync; replays read the table and the step that they find.
     """
-    if flags.te_math:
+    if flags.te_math:  # it rounds every number of the table to float32 first
         hyper_row = hyper_row.float().double()
     lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
     one = torch.ones_like(lr)
@@ -147,7 +128,7 @@ def _update_unless(
     flags: Flags,
     grad_scale: Tensor | None,
 ) -> None:
-    """Update copies, then take them over unless the flag is set; arguments as above."""
+    """Update copies, then take them over unless the flag is set."""
     copies = StepTensors(
         *(store if store is None or store is tensors.grad else store.clone() for store in tensors)  # type: ignore[arg-type]
     )

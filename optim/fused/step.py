@@ -1,20 +1,29 @@
-"""The fused step on the CPU, with torch's vectorised kernels.
+"""The operation ``graphfsdp::fused_adam_``: one fused step of many parameters as one node.
 
-Shapes: [...] any shape, the same for all tensors of one parameter or flat run.
+Shapes: G = groups; S = parameters that one tensor of step counts stands for; [...] any shape, the
+same for all tensors of one parameter or flat run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.flat_runs import flat_view
-from graphfsdp.optim.fused.remainders import join_remainder, split_remainder_
-from graphfsdp.optim.fused.scaled_moments import by_rows, dequantize, quantize_, rows_of
-from graphfsdp.optim.fused.step_args import StepArgs, advance, run_tensor_code
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Columns
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import (
+    Columns,
+    by_rows,
+    dequantize,
+    join_remainder,
+    quantize_,
+    rows_of,
+    split_remainder_,
+)
+from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
 # Elements that are widened or scaled at a time: no more than an eighth of all, as the copies are
 # memory that a step needs besides; many enough for the overhead of a call not to count, and few
@@ -24,6 +33,104 @@ _SMALLEST_CHUNK = 1 << 17
 _LARGEST_CHUNK = 1 << 20
 _FIRST_SCALE = Columns._fields.index("exp_avg_scales")
 
+# Note [Lanes]
+# A lane is a stretch of the tensor lists with one row of the hyper-parameter table and one step
+# count. Lane i covers the next lane_sizes[i] tensors; its step counts are steps[lane_steps[i]] and
+# the following ones up to the next lane's, all of which hold equal values.
+
+
+class StepArgs(NamedTuple):
+    """Arguments of ``graphfsdp::fused_adam_``; its schema has columns and flags one by one."""
+
+    columns: Columns
+    steps: list[Tensor]  # [S] float32 each, advanced by one unless the step is skipped
+    hyper: Tensor  # [G, 5] float64
+    lane_rows: list[int]  # see Note [Lanes]
+    lane_sizes: list[int]
+    lane_steps: list[int]
+    grad_scale: Tensor | None  # [] float, multiplies every gradient
+    found_inf: Tensor | None  # [] float; unless it is zero, the step is skipped
+    skipped: Tensor | None  # [] float32, counts what is skipped; None: another call does
+    tables: list[Tensor]  # of the kernel; empty: tensor code
+    scratch: Tensor | None  # [scratch_bytes] uint8 for scaled gradients; None: the step makes it
+    scratch_bytes: int  # what it would be of use to have
+    dense: bool  # no tensor has gaps
+    flags: Flags
+
+
+_LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration lives as long as it
+_LIBRARY.define(
+    "fused_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
+    "Tensor(h!)[] exp_avg_scales, Tensor(i!)[] exp_avg_sq_scales, "
+    "Tensor(j!)[] max_exp_avg_sq_scales, "
+    "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
+    "Tensor(k!)? scratch, int scratch_bytes, bool dense, bool adam_w_mode, "
+    "bool bias_correction, bool maximize, bool te_math, str rule, bool nesterov) -> ()"
+)
+
+
+def as_kernel(run: Callable[[StepArgs], None]) -> Callable[..., None]:
+    """Return a function with the operation's flat arguments."""
+
+    def run_flat(*args: Any) -> None:
+        columns, flags = len(Columns._fields), len(args) - len(Flags._fields)
+        rest = args[columns:flags]
+        run(StepArgs._make((Columns(*args[:columns]), *rest, Flags(*args[flags:]))))
+
+    return run_flat
+
+
+def _advance(args: StepArgs) -> None:
+    """Count the step, or the skip, on the device."""
+    if args.found_inf is None:
+        torch._foreach_add_(args.steps, 1)
+        return
+    skip = (args.found_inf != 0).to(torch.float32)
+    torch._foreach_add_(args.steps, 1 - skip)
+    if args.skipped is not None:
+        args.skipped.add_(skip)
+
+
+def _run_tensor_code(
+    args: StepArgs, cut: Callable[[Columns], Iterable[Columns]] = lambda columns: (columns,)
+) -> None:
+    """Run the step as plain tensor code, on parts of a lane one after the other."""
+    _advance(args)
+    start = 0
+    for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
+        coefficients = adam_coefficients(args.hyper[row], args.steps[first].view(-1)[0], args.flags)
+        for part in cut(args.columns.part(start, start + size)):
+            for index in range(len(part.params)):
+                adam_update_(
+                    part.member(index),
+                    coefficients,
+                    args.flags,
+                    grad_scale=args.grad_scale,
+                    found_inf=args.found_inf,
+                )
+        start += size
+
+
+def run_cuda(args: StepArgs) -> None:
+    """Run the step with the Triton kernel, or as tensor code where ``tables`` is empty.
+
+    Capture: no host sync, no copy from the host; the tables must live as long as the graph.
+    """
+    if not args.tables:
+        _run_tensor_code(args)
+        return
+    _advance(args)
+    kernel.launch(
+        kernel.Tables(*args.tables),
+        args.columns.dtypes(),
+        args.hyper,
+        args.grad_scale,
+        args.found_inf,
+        args.flags,
+    )
+
 
 def run_cpu(args: StepArgs) -> None:
     """Run the step with torch's vectorised kernels, or as tensor code where they do not fit.
@@ -32,12 +139,12 @@ def run_cpu(args: StepArgs) -> None:
     each time the node runs.
     """
     if not args.dense:
-        run_tensor_code(args)
+        _run_tensor_code(args)
         return
-    if args.te_math or args.rule != "adam":
-        run_tensor_code(args, _chunks)
+    if args.flags.te_math or args.flags.rule != "adam":
+        _run_tensor_code(args, _chunks)
         return
-    advance(args)
+    _advance(args)
     if args.found_inf is not None and args.found_inf.item() != 0:
         return
     if not args.columns.params:  # all are of zero size
@@ -54,7 +161,9 @@ def run_cpu(args: StepArgs) -> None:
         if not size:
             continue
         # With infinitely many steps behind it, a moment needs no correction: beta**inf is 0.
-        step = args.steps[first].view(-1)[0] if args.bias_correction else torch.tensor(torch.inf)
+        step = (
+            args.steps[first].view(-1)[0] if args.flags.bias_correction else torch.tensor(torch.inf)
+        )
         lane = args.columns.part(start, start + size)
         start += size
         for part in [lane] if whole else _chunks(lane):
@@ -229,3 +338,9 @@ def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
         step = max(1, limit // row_numel)
         for row in range(0, num_rows, step):
             yield Columns(*([view[row : row + step] for view in column] for column in views))
+
+
+_LIBRARY.impl("fused_adam_", as_kernel(run_cpu), "CPU")
+_LIBRARY.impl("fused_adam_", as_kernel(run_cuda), "CUDA")
+
+fused_adam_ = torch.ops.graphfsdp.fused_adam_.default

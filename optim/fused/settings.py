@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.rules import RULES
-from graphfsdp.optim.fused.scaled_moments import SCALE_BLOCK_NUMEL, fits_scales, has_scales
+from graphfsdp.optim.fused.hyper_table import RULES
+from graphfsdp.optim.fused.storage import SCALE_BLOCK_NUMEL, fits_scales, has_scales
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -17,32 +17,19 @@ MATHS = ("torch", "te")
 
 
 class Flags(NamedTuple):
-    """Settings that change the update rule.
+    """Settings that change the update rule."""
 
-    Attributes:
-        adam_w_mode: Decoupled weight decay; otherwise decay is added to the gradient.
-        bias_correction: Correct both moments for their start at zero.
-        maximize: Climb instead of descending.
-        te_math: Transformer Engine's order of operations and float32-rounded betas.
-        rule: A key of ``rules.RULES``.
-        nesterov: Look ahead along the momentum.
-    """
-
-    adam_w_mode: bool = True
+    adam_w_mode: bool = True  # decoupled weight decay; otherwise decay is added to the gradient
     bias_correction: bool = True
     maximize: bool = False
-    te_math: bool = False
-    rule: str = "adam"
+    te_math: bool = False  # Transformer Engine's order of operations and float32-rounded betas
+    rule: str = "adam"  # a key of RULES
     nesterov: bool = False
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What the constructor of an optimizer was told; see ``FusedAdam`` and ``sgd``, ``lion``.
-
-    Raises:
-        ConfigError: a setting is unknown, or two of them clash.
-    """
+    """What the constructor of an optimizer was told; see ``FusedAdam``."""
 
     flags: Flags
     use_decoupled_grad: bool
@@ -57,7 +44,6 @@ class StepSettings:
     has_moments: bool = True
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = getattr(self, name)
             if dtype not in _MOMENT_DTYPES:
@@ -71,7 +57,6 @@ class StepSettings:
                 "store_param_remainders=True stores main weights in a smaller form; expected "
                 "master_weights=True, got False"
             )
-
         if self.norm_type not in _NORM_TYPES:
             raise ConfigError(f"norm_type must be 2 or infinity, got {self.norm_type!r}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -90,8 +75,7 @@ class StepSettings:
     def state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """Return the dtype of each state tensor of ``param`` except its step count and scales.
 
-        Args:
-            param: The parameter; a DTensor as it is, since its whole shape counts.
+        A DTensor is given as it is, since its whole shape counts.
         """
         first, second = (
             torch.float32 if has_scales(dtype) and not fits_scales(param) else dtype
@@ -144,11 +128,7 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
-    """Refuse an unknown arithmetic mode or dtype of main weights.
-
-    Raises:
-        ConfigError: it is named, with what is expected.
-    """
+    """Refuse an unknown arithmetic mode or dtype of main weights."""
     if math not in MATHS:
         raise ConfigError(f"math must be one of {', '.join(map(repr, MATHS))}; got {math!r}")
     if master_weight_dtype != torch.float32:

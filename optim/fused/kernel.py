@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.fused.scaled_moments import (
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.storage import (
     MOMENTS,
     SCALE_BLOCK_NUMEL,
     SMALLEST,
     TOPS,
+    Dtypes,
+    StepTensors,
     has_scales,
     rows_of,
 )
-from graphfsdp.optim.fused.step_settings import Flags
-from graphfsdp.optim.fused.step_tensors import Dtypes, StepTensors
+from graphfsdp.optim.fused.update import AdamCoefficients
 
 # Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access
 # of 16 bytes to 16-bit numbers. With scales it is as many blocks of a row as are as long, the last
@@ -36,29 +38,19 @@ ADDRESSES = StepTensors._fields
 RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "row_numel", "first_block")
 # Tensors that are read and written whole words at a time.
 _WIDE_COLUMNS = ("param", "grad", *MOMENTS, "main_param")
-LANE_COLUMNS = ("step", "row")
-# The fields of adam_math.AdamCoefficients.
-NUM_COEFFICIENTS = 12
+NUM_COEFFICIENTS = len(AdamCoefficients._fields)
 
 _KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class Tables(NamedTuple):
-    """What the kernel knows about the runs, on the device.
+    """What the kernel knows about the runs, on the device; addresses are in bytes."""
 
-    Attributes:
-        lanes: [L, 2] int64, address of a step count and row of the hyper-parameter table.
-        runs: [R, 13] int64, see ``RUN_COLUMNS``; addresses are in bytes, multiples of 16.
-        block_to_run: [B] int32, the run that each block belongs to.
-        odd_runs: [R, 13] int64, the runs with an address, or with scales a row, that is none.
-        odd_block_to_run: [B] int32, the same for those.
-    """
-
-    lanes: Tensor
-    runs: Tensor
-    block_to_run: Tensor
-    odd_runs: Tensor
-    odd_block_to_run: Tensor
+    lanes: Tensor  # [L, 2] int64, address of a step count and row of the hyper-parameter table
+    runs: Tensor  # [R, 13] int64, see RUN_COLUMNS; addresses are multiples of 16
+    block_to_run: Tensor  # [B] int32, the run that each block belongs to
+    odd_runs: Tensor  # [R, 13] int64, the runs with an address, or with scales a row, that is none
+    odd_block_to_run: Tensor  # [B] int32
 
 
 @functools.cache
@@ -80,18 +72,11 @@ def supports(dtypes: Dtypes) -> bool:
 
 def make_tables(
     runs: Sequence[StepTensors],
-    lane_of_run: Sequence[int],
+    lane_of_run: Sequence[int],  # index in `lanes` of each run
     lanes: Sequence[tuple[Tensor, int]],  # first step count of the lane; its row
     device: torch.device,
 ) -> Tables:
-    """Build the tables of one launch.
-
-    Args:
-        lane_of_run: Index in ``lanes`` of each run.
-        device: Where the kernel runs.
-
-    Returns:
-        The tables; they hold addresses, so they are stale when a tensor moves.
+    """Build the tables of one launch; they are stale when a tensor moves.
 
     Capture: copies from the host: never inside a capture, but in warm-up.
     """
@@ -239,6 +224,6 @@ def constants(
 
 def _kernels() -> Any:
     # Late, so that importing graphfsdp.optim needs no Triton.
-    from graphfsdp.optim.fused import step_triton
+    from graphfsdp.optim.fused import triton_kernels
 
-    return step_triton
+    return triton_kernels

@@ -1,0 +1,190 @@
+"""What all optimizers of ours share: numbers that are live in replays, and loading in place.
+
+Shapes: [...] a parameter's shape; [] is a 0-D tensor.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphfsdp.base.recut import recut_states
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.fused.checks import check_lr_device, refuse_copies
+from graphfsdp.optim.fused.control import StepControl
+from graphfsdp.optim.fused.hyper_table import HyperTable, Rule
+from graphfsdp.optim.fused.state import Loaded, load_groups
+
+
+class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
+    """An optimizer whose numbers and decisions are on the device.
+
+    ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
+    time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
+    """
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], control: StepControl) -> None:
+        """Set up what the rules share.
+
+        Raises:
+            ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
+        """
+        self._control = control
+        self._reset()
+        super().__init__(params, defaults)
+
+    def _reset(self) -> None:
+        """Forget what follows from groups and states."""
+        self._hyper = HyperTable(self._rule)
+
+    @property
+    @abc.abstractmethod
+    def _rule(self) -> Rule:
+        """What reads and checks the numbers of a group."""
+
+    @abc.abstractmethod
+    def _check_params(self, row: int) -> None:
+        """Refuse parameters of a group that was added."""
+
+    @abc.abstractmethod
+    def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Take the step; see ``step``."""
+
+    @abc.abstractmethod
+    def _match(self, state_dict: dict[str, Any]) -> Loaded:
+        """Find the saved state of each parameter, and refuse what does not fit."""
+
+    @abc.abstractmethod
+    def load_states(self, loaded: Loaded) -> None:
+        """Copy what was found; state that does not exist yet is made."""
+
+    @property
+    def use_decoupled_grad(self) -> bool:
+        """Whether ``param.decoupled_grad`` is read instead of ``param.grad``."""
+        return False
+
+    @property
+    def control(self) -> StepControl:
+        """The device tensors that steer steps: skipped steps, the gradient norm, the scaler."""
+        return self._control
+
+    def main_weight_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the dtype of the weight that is updated for ``param``."""
+        return param.dtype
+
+    def hyper_table(self, device: torch.device) -> Tensor:
+        """Return the [groups, 5] float64 table that steps on a device read."""
+        self._hyper.refresh(self.param_groups)
+        return self._hyper.on(device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; a captured step must be captured again afterwards.
+
+        Raises:
+            ConfigError: as for the constructor.
+        """
+        super().add_param_group(param_group)
+        row = len(self.param_groups) - 1
+        try:
+            self._rule.check(self.param_groups[row], row)
+            check_lr_device(self.param_groups[row], row)
+            self._check_params(row)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        self._hyper.clear()
+
+    def upload_hyperparameters(self) -> None:
+        """Copy the numbers in ``param_groups`` to the device where they changed.
+
+        Raises:
+            ConfigError: a changed value is out of its range.
+
+        Capture: not a part of the iteration: nothing is recorded. Call it before each replay.
+        """
+        self._hyper.refresh(self.param_groups)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: Tensor | None = None,  # [] float, multiplies every gradient
+        found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
+    ) -> float | None:
+        """Take one step with the gradients that are bound now; they are only read.
+
+        Parameters without a gradient are skipped: their step count stays.
+
+        Args:
+            closure: Computes the loss anew and returns it.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            ConfigError: a gradient or a changed hyper-parameter cannot be used; it is named.
+            CaptureError: a CUDA graph is being captured and the step needs new state or new
+                tables, which only a step before the capture can make.
+
+        Capture: no host sync. The first step, and one after a change of addresses, must be taken
+            outside a CUDA capture.
+        """
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not is_capturing():
+            self.upload_hyperparameters()
+        self._take_step(grad_scale, found_inf)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with ``control`` beside it: skipped steps and loss scale."""
+        return {**super().state_dict(), "control": self._control.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of torch's for the same rule, into the tensors that exist.
+
+        Addresses and dtypes stay, so a captured step goes on with the loaded values. State that
+        does not exist yet is made.
+
+        Raises:
+            ConfigError: the groups, a shape or a setting does not fit; it is named. Nothing has
+                been changed then.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        state_dict = recut_states(state_dict, self)
+        loaded = self._match(state_dict)
+        with torch.no_grad(), _disable_current_modes():
+            self.load_states(loaded)
+            if "control" in state_dict:
+                self._control.load_state_dict(state_dict["control"])
+        self._load_numbers(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_numbers(self, state_dict: dict[str, Any]) -> None:
+        load_groups(state_dict, self.param_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        refuse_copies(self.state)
+        return {**super().__getstate__(), "_control": self._control}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy."""
+        super().__setstate__(state)
+        self._reset()
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
