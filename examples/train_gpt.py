@@ -13,8 +13,7 @@ import torch
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.corpus import load_corpus
-from graphfsdp.training.data import BatchSampler
+from graphfsdp.training.data import BatchSampler, load_corpus
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 scope = sys.argv[1] if len(sys.argv) > 1 else "full_iteration"

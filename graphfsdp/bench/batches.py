@@ -15,7 +15,7 @@ from graphfsdp.bench.bert import NUM_SPECIAL, BertConfig
 from graphfsdp.bench.convnet import NUM_COLOURS, ConvConfig
 from graphfsdp.bench.workloads import Case, language_shape
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.corpus import Corpus, load_corpus
+from graphfsdp.training.data import Corpus, load_corpus
 
 Batch = tuple[Tensor, ...]
 _Integers = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.facts import PeakFacts
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.training.gpt import GPT
-from graphfsdp.training.utilization import flops_per_token, peak_tflops
+from graphfsdp.training.metrics import flops_per_token, peak_tflops
 
 PALM_FORMULA = "6 N + 12 L C T per token (PaLM, appendix B)"
 COUNTED = "3 x the matrix products and convolutions of a forward pass, counted"

@@ -29,8 +29,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.mllog import UNVERIFIED
-from graphfsdp.training.mllog_check import compliance_complaint
+from graphfsdp.training.mllog import UNVERIFIED, compliance_complaint
 from graphfsdp.training.ranks import Ranks
 from graphfsdp.training.run_directory import refuse_used_directory
 

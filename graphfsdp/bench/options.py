@@ -10,7 +10,7 @@ from graphfsdp.bench.suites import SUITES, PlannedCase, plan_cases, suite
 from graphfsdp.bench.workloads import DTYPES, DtypeName, find_workload, workloads
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.flags import DeviceChoice
+from graphfsdp.training.config import DeviceChoice
 
 _ABOUT = """\
 Measure what whole-iteration capture brings, beside what people would use instead.

@@ -11,8 +11,8 @@ from graphfsdp.bench.bert import NUM_SPECIAL, BertConfig, BertModel
 from graphfsdp.bench.convnet import ConvConfig, ConvNet
 from graphfsdp.bench.moe import MoEConfig, MoEModel
 from graphfsdp.errors import ConfigError
+from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.presets import find_preset
 
 ModelConfig = GPTConfig | MoEConfig | BertConfig | ConvConfig
 DtypeName = Literal["fp32", "bf16"]

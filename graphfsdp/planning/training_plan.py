@@ -11,10 +11,9 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
 from graphfsdp.planning.pool_rehearsal import RunForward
-from graphfsdp.training.batch import IterationBatch
-from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.config import IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.utilization import flops_per_token
+from graphfsdp.training.metrics import flops_per_token
 
 _BYTES_VOCABULARY = 256  # of a run whose data are read as bytes
 _TOKEN_BYTES = 8

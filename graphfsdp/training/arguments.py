@@ -1,23 +1,173 @@
-"""The flags of ``graphfsdp train``, in Megatron's style, with help that teaches."""
+"""The command line of ``graphfsdp train``, in Megatron's style, and named starting points."""
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from graphfsdp.config import Scope, ShardingStrategy
+from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.schedule import (
-    LR_DECAY_STYLES,
-    LR_WSD_DECAY_STYLES,
-    WEIGHT_DECAY_INCR_STYLES,
-)
-from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.presets import PRESETS, find_preset
+from graphfsdp.training.config import ScopeName, TrainConfig
 
-_SCOPES = tuple(scope.value for scope in Scope)
-_STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
-_DTYPES = ("fp32", "bf16")
+# Titles in the help, and the first flag below each.
+_SECTIONS = (
+    ("model", "num_layers"),
+    ("data and length of the run", "data"),
+    ("optimizer and schedule", "lr"),
+    ("precision", "bf16"),
+    ("capture", "cuda_graph_scope"),
+    (
+        "several processes (torchrun --nproc-per-node N -m graphfsdp train ...)",
+        "data_parallel_sharding_strategy",
+    ),
+    ("checkpoints", "save"),
+    ("what is seen of the run", "out"),
+    ("time to a target, in the style of MLPerf (docs/bench.md)", "target_loss"),
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named training run, and one line for the help."""
+
+    config: TrainConfig
+    description: str
+
+    @property
+    def name(self) -> str:
+        return self.config.preset
+
+
+def _gpt2(name: str, num_layers: int, hidden_size: int, num_attention_heads: int) -> TrainConfig:
+    """Return a run of a GPT-2 size; the vocabulary is padded to a multiple of 128."""
+    return TrainConfig(
+        preset=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        position_embedding_type="learned_absolute",
+        normalization="LayerNorm",
+        swiglu=False,
+        disable_bias_linear=False,
+        vocab_size=50304,
+        seq_length=1024,
+        micro_batch_size=8,
+        train_iters=1000,
+        lr=6e-4,
+        lr_warmup_iters=100,
+        min_lr=6e-5,
+    )
+
+
+def _llama(
+    name: str, num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int
+) -> TrainConfig:
+    """Return a run in the style of Llama: RoPE, RMSNorm, SwiGLU, untied, no bias."""
+    return TrainConfig(
+        preset=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        ffn_hidden_size=ffn_hidden_size,
+        untie_embeddings_and_output_weights=True,
+        vocab_size=32000,
+        seq_length=2048,
+        micro_batch_size=4,
+        train_iters=1000,
+        lr=3e-4,
+        lr_warmup_iters=100,
+        min_lr=3e-5,
+    )
+
+
+def _llama3(
+    name: str, num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int
+) -> TrainConfig:
+    """Return a run in the shape of Llama 3: keys shared by groups of queries.
+
+    Source: Grattafiori et al. 2024, table 3 (arXiv:2407.21783).
+    """
+    return TrainConfig(
+        preset=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_query_groups=8,
+        ffn_hidden_size=ffn_hidden_size,
+        untie_embeddings_and_output_weights=True,
+        rotary_base=500_000.0,
+        vocab_size=128_256,
+        seq_length=8192,
+        micro_batch_size=1,
+        train_iters=1000,
+        lr=3e-4,
+        lr_warmup_iters=100,
+        min_lr=3e-5,
+        bf16=True,
+    )
+
+
+def _mlperf_llama31_8b() -> TrainConfig:
+    """Return the run of MLPerf's benchmark of that name, at its smallest global batch.
+
+    What its data are (C4, tokenized for Llama 3.1) is for ``--data`` to say.
+
+    Source: rules of mlperf_logging 4.1.68 for training 6.1.0, closed division, and its reference
+    convergence points (learning rate 4e-4 and 256 samples of warm-up at 16 sequences).
+    """
+    return replace(
+        _llama3("llama31-8b-mlperf", 32, 4096, 32, 14336),
+        global_batch_size=16,
+        train_iters=1_200_000,
+        lr=4e-4,
+        lr_warmup_iters=16,
+        min_lr=4e-5,
+        adam_eps=1e-5,
+        eval_interval=768,
+        eval_iters=1024,
+        sample_tokens=0,
+        target_loss=3.3,
+        mllog_benchmark="llama31_8b",
+    )
+
+
+PRESETS = (
+    Preset(TrainConfig(), "about two minutes on two CPU cores"),
+    Preset(
+        TrainConfig(
+            preset="tiny",
+            hidden_size=64,
+            num_attention_heads=4,
+            position_embedding_type="learned_absolute",
+            normalization="LayerNorm",
+            swiglu=False,
+            disable_bias_linear=False,
+            seq_length=32,
+            micro_batch_size=4,
+            train_iters=2000,
+            eval_interval=500,
+            log_interval=100,
+        ),
+        "4 layers, width 64, 4 x 32 tokens: bound by launches, not by arithmetic",
+    ),
+    Preset(_gpt2("gpt2-124m", 12, 768, 12), "GPT-2's smallest"),
+    Preset(_gpt2("gpt2-355m", 24, 1024, 16), "GPT-2 medium"),
+    Preset(_gpt2("gpt2-774m", 36, 1280, 20), "GPT-2 large"),
+    Preset(_llama("llama-160m", 12, 768, 12, 2048), "Llama style, small"),
+    Preset(_llama("llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
+    Preset(_llama3("llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
+    Preset(_mlperf_llama31_8b(), "the same to a loss of 3.3, as MLPerf's llama31_8b asks for it"),
+    Preset(_llama3("llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
+    Preset(_llama3("llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"),
+)
+
+
+def find_preset(name: str) -> TrainConfig:
+    for preset in PRESETS:
+        if preset.name == name:
+            return preset.config
+    known = ", ".join(preset.name for preset in PRESETS)
+    raise ConfigError(f"--preset {name}: there is no such preset; choose one of {known}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,266 +222,32 @@ def make_parser() -> argparse.ArgumentParser:
     )
     names = [preset.name for preset in PRESETS]
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {', '.join(names)}")
-    for add_flags in (
-        _add_model,
-        _add_data,
-        _add_optimizer,
-        _add_precision,
-        _add_capture,
-        _add_ranks,
-        _add_checkpoints,
-        _add_run,
-        _add_mllog,
-    ):
-        add_flags(parser)
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    titles = {first: title for title, first in _SECTIONS}
+    for field in fields(TrainConfig):
+        if field.name in titles:
+            group = parser.add_argument_group(titles[field.name])
+        if field.name != "preset":
+            _add_flag(group, field, *get_args(hints[field.name]))
+        if field.name == "cuda_graph_scope":
+            explanation = "newer spelling of --cuda-graph-scope"
+            group.add_argument("--cuda-graph-impl", choices=get_args(ScopeName), help=explanation)
     return parser
 
 
-class _Group:
-    """Adds flags to one section of the help, each with its default from ``TrainConfig``."""
-
-    def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
-        self._group = parser.add_argument_group(title)
-        self._defaults = TrainConfig()
-
-    def value(self, flag: str, kind: type, explanation: str) -> None:
-        """Add a flag that takes a value."""
-        metavar = {int: "N", float: "X", str: "PATH"}[kind]
-        self._add(flag, explanation, type=kind, metavar=metavar)
-
-    def word(self, flag: str, explanation: str) -> None:
-        """Add a flag that takes a name."""
-        self._add(flag, explanation, metavar="NAME")
-
-    def choice(self, flag: str, choices: Sequence[str], explanation: str) -> None:
-        """Add a flag that takes one of a few words."""
-        self._add(flag, explanation, choices=choices)
-
-    def switch(self, flag: str, explanation: str) -> None:
-        """Add a flag that turns something on, with ``--no-...`` to turn a preset's off."""
-        self._add(flag, explanation, action=argparse.BooleanOptionalAction)
-
-    def plain_switch(self, flag: str, explanation: str) -> None:
-        """Add a flag that no preset turns on, so that it needs no opposite."""
-        self._add(flag, explanation, action="store_true")
-
-    def alias(self, flag: str, choices: Sequence[str], explanation: str) -> None:
-        """Add another spelling of a flag; it has no field and no default of its own."""
-        self._group.add_argument(flag, choices=choices, help=explanation)
-
-    def _add(self, flag: str, explanation: str, **options: Any) -> None:
-        default = getattr(self._defaults, flag.removeprefix("--").replace("-", "_"))
-        # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
-        if default is not None and default is not False:
-            explanation += f" (default: {'on' if default is True else default})"
-        self._group.add_argument(flag, help=explanation, **options)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "model")
-    group.value("--num-layers", int, "transformer blocks")
-    group.value("--hidden-size", int, "width of the residual stream")
-    group.value("--num-attention-heads", int, "heads; must divide the hidden size")
-    group.value(
-        "--num-query-groups", int, "heads of keys and values, each shared by several heads of "
-        "queries; one for each head if not given",
-    )  # fmt: skip
-    group.value(
-        "--ffn-hidden-size", int, "feed-forward width; 4 x hidden size if not given, or 8/3 x "
-        "with --swiglu, which keeps the number of parameters",
-    )  # fmt: skip
-    group.choice(
-        "--position-embedding-type", ("learned_absolute", "rope"),
-        "a learned vector per position, or rotation of queries and keys",
-    )  # fmt: skip
-    group.choice("--normalization", ("LayerNorm", "RMSNorm"), "before each branch and at the end")
-    group.switch("--swiglu", "gated feed-forward layers instead of GELU ones")
-    group.switch(
-        "--untie-embeddings-and-output-weights", "an output matrix of its own instead of the "
-        "token embedding's",
-    )  # fmt: skip
-    group.switch("--disable-bias-linear", "no bias in linear layers")
-    group.value("--hidden-dropout", float, "dropout after the embedding and after each branch")
-    group.value("--attention-dropout", float, "dropout of the attention weights")
-    group.value("--rotary-base", float, "longest wavelength of rotary positions, over 2 pi")
-    group.value("--vocab-size", int, "size of the embedding; as the data needs if not given")
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "data and length of the run")
-    group.value(
-        "--data", str, "a text file, a directory of text files (read as bytes, vocabulary 256), "
-        "or a .bin file of uint16 tokens, which is mapped; if not given, the source files of "
-        "Python's standard library; the last 5%% of the tokens are held out",
-    )  # fmt: skip
-    group.value("--seq-length", int, "tokens of a sequence")
-    group.value("--micro-batch-size", int, "sequences of one forward and backward")
-    group.value(
-        "--global-batch-size", int, "sequences of one iteration, a multiple of the micro-batch "
-        "size times the number of ranks; what is left over becomes micro-batches, whose gradients "
-        "are averaged before the one optimizer step; one micro-batch per rank if not given",
-    )  # fmt: skip
-    group.value("--train-iters", int, "iterations to train")
-    group.value(
-        "--seed",
-        int,
-        "decides initial weights, batches and dropout; none depends on "
-        "the number of ranks but dropout",
-    )
-
-
-def _add_optimizer(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "optimizer and schedule")
-    group.value("--lr", float, "learning rate after warm-up")
-    group.choice(
-        "--lr-decay-style", LR_DECAY_STYLES, "how the learning rate goes "
-        "from --lr to --min-lr; the graph reads it from the device, so nothing is captured again",
-    )  # fmt: skip
-    group.value("--lr-decay-iters", int, "when the rate has reached --min-lr; --train-iters if "
-                "not given")  # fmt: skip
-    group.value("--lr-warmup-iters", int, "iterations over which the rate first rises")
-    group.value("--lr-warmup-fraction", float, "the same as a share of --lr-decay-iters")
-    group.value(
-        "--lr-warmup-init", float, "rate of the very first iteration; if not given, it has its "
-        "part of the rise already, where Megatron's has 0 and trains nothing",
-    )  # fmt: skip
-    group.choice(
-        "--lr-wsd-decay-style", LR_WSD_DECAY_STYLES,
-        "how the rate of --lr-decay-style WSD falls at the end",
-    )  # fmt: skip
-    group.value("--lr-wsd-decay-iters", int, "iterations over which that rate falls")
-    group.value("--min-lr", float, "learning rate at the end")
-    group.value("--weight-decay", float, "decoupled decay of matrices; vectors have none")
-    group.choice(
-        "--weight-decay-incr-style", WEIGHT_DECAY_INCR_STYLES, "how the decay goes from "
-        "--start-weight-decay to --end-weight-decay in --train-iters; constant is --weight-decay",
-    )  # fmt: skip
-    group.value("--start-weight-decay", float, "decay of matrices in the first iteration")
-    group.value("--end-weight-decay", float, "decay of matrices in the last one, no smaller")
-    group.value("--adam-beta1", float, "decay of the gradient's running mean")
-    group.value("--adam-beta2", float, "decay of the squared gradient's running mean")
-    group.value("--adam-eps", float, "added to the root of the second moment")
-    group.value(
-        "--clip-grad", float, "largest global norm of the gradient, clipped on the device inside "
-        "the graph; 0 turns clipping off",
-    )  # fmt: skip
-    group.plain_switch(
-        "--optimizer-cpu-offload", "keep optimizer state in the CPU's memory and step there; "
-        "needs --cuda-graph-scope forward_backward",
-    )  # fmt: skip
-    group.value(
-        "--optimizer-offload-fraction", float, "share of a rank's weights to which that applies"
-    )
-    group.switch(
-        "--overlap-cpu-optimizer-d2h-h2d", "copy gradients and weights while others are stepped"
-    )
-    group.switch("--pin-cpu-grads", "page-locked memory for the copies of gradients: faster")
-    group.switch("--pin-cpu-params", "page-locked memory for the copies of weights: faster")
-
-
-def _add_precision(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "precision")
-    group.switch("--bf16", "bfloat16 model weights and arithmetic, float32 main weights")
-    group.choice("--main-params-dtype", _DTYPES, "weights that the optimizer updates")
-    group.choice(
-        "--main-grads-dtype", _DTYPES, "persistent gradients; unlike --main-params-dtype they "
-        "need --use-precision-aware-optimizer, else the optimizer would read a casted copy",
-    )  # fmt: skip
-    group.switch(
-        "--use-precision-aware-optimizer", "the optimizer reads decoupled gradients, whose dtype "
-        "need not be that of the weights",
-    )  # fmt: skip
-
-
-def _add_capture(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "capture")
-    group.choice(
-        "--cuda-graph-scope", _SCOPES, "what is captured and then replayed with one launch: "
-        "nothing, forward and backward (optimizer eager), or the whole iteration; the numbers "
-        "are the same bits",
-    )  # fmt: skip
-    group.alias("--cuda-graph-impl", _SCOPES, "newer spelling of --cuda-graph-scope")
-    group.value(
-        "--cuda-graph-warmup-steps", int, "eager iterations before the capture; they train too"
-    )
-    group.choice("--device", ("auto", "cpu", "cuda"), "auto takes a GPU where there is one")
-
-
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "several processes (torchrun --nproc-per-node N -m graphfsdp train ...)")
-    group.choice(
-        "--data-parallel-sharding-strategy", (*_STRATEGIES, *"0123"), "what is cut into one part "
-        "per rank, instead of being kept by all (0 to 3, the ZeRO stages): nothing; optimizer "
-        "state and main weights; main grads too, reduced in every micro-batch; weights too, "
-        "gathered block by block when they are needed; each saves more memory, and the losses are "
-        "the same up to rounding; without torchrun there is nothing to cut",
-    )  # fmt: skip
-    group.value(
-        "--num-distributed-optimizer-instances", int, "cut over groups of ranks, and repeat that "
-        "so many times: gradients go from group to group once an iteration, weights stay within "
-        "one; must divide the number of ranks",
-    )  # fmt: skip
-    group.choice(
-        "--outer-dp-sharding-strategy", ("no_shard", "optim"), "with several instances: each "
-        "keeps the whole optimizer state, or a part of it",
-    )  # fmt: skip
-    group.switch(
-        "--init-model-with-meta-device", "build the model without memory, and draw its weights "
-        "block by block on the device after it is cut, so that no rank ever holds all of it; for "
-        "the same seed the weights are others than without this flag",
-    )  # fmt: skip
-    group.value(
-        "--distributed-timeout-minutes", int, "how long a rank waits for another before the run "
-        "ends with an error",
-    )  # fmt: skip
-
-
-def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "checkpoints")
-    group.value(
-        "--save", str, "directory for checkpoints, on a file system that all ranks share; one is "
-        "saved after the last iteration, and complete or not visible whatever happens meanwhile",
-    )  # fmt: skip
-    group.value("--save-interval", int, "iterations between two checkpoints; 0 leaves the last one")
-    group.value("--keep-last", int, "checkpoints to keep; all if not given")
-    group.plain_switch(
-        "--async-save", "write checkpoints in the background, from a copy in the CPU's memory"
-    )
-    group.value(
-        "--load", str, "go on with the latest checkpoint of this directory, or with one in it; "
-        "exactly, if flags and number of ranks are the same; if it is that of --save and empty, "
-        "start from nothing",
-    )  # fmt: skip
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "what is seen of the run")
-    group.value(
-        "--out", str, "new or empty directory for config.json, metrics.jsonl, loss.png and "
-        "model.safetensors; nothing is written if not given",
-    )  # fmt: skip
-    group.value("--log-interval", int, "iterations between two log lines; only then the host waits")
-    group.value(
-        "--eval-interval", int, "iterations between two validations; 0 leaves only the last one"
-    )
-    group.value("--eval-iters", int, "micro-batches of a validation, the same each time")
-    group.value("--sample-tokens", int, "tokens to generate at the end; 0 for none")
-    group.plain_switch("--no-progress", "no progress bar (a pipe or a file gets none anyway)")
-
-
-def _add_mllog(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "time to a target, in the style of MLPerf (docs/bench.md)")
-    group.value("--target-loss", float, "end after the first validation whose loss is at most this")
-    group.value(
-        "--mllog", str, "new file for MLLOG lines of the package mlperf-logging: the graph is "
-        "captured on made-up tokens and everything put back, then the clock starts, and only "
-        "then is the data touched",
-    )  # fmt: skip
-    group.word("--mllog-benchmark", "name of the benchmark, such as llama31_8b")
-    group.word("--mllog-org", "who has run it")
-    group.word("--mllog-platform", "on what; number and name of the devices if not given")
-    group.choice("--mllog-division", ("closed", "open"), "whose rules the run follows")
-    group.choice("--mllog-status", ("onprem", "cloud", "research"), "how others can get the like")
-    group.plain_switch(
-        "--mllog-cache-cleared", "whoever started this run has emptied the system's caches before"
-    )
+def _add_flag(
+    group: Any, field: Field[Any], kind: Any, explanation: str, extra: str | None = None
+) -> None:
+    # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
+    if field.default is not None and field.default is not False:
+        explanation += f" (default: {'on' if field.default is True else field.default})"
+    options: dict[str, Any]
+    if get_origin(kind) is Literal:
+        options = {"choices": get_args(kind)}
+    elif kind is bool:
+        options = {"action": extra or argparse.BooleanOptionalAction}
+    else:
+        value = next(iter(get_args(kind)), kind)  # of "int | None", int
+        metavar = {int: "N", float: "X", str: "PATH"}[value]
+        options = {"type": value, "metavar": extra or metavar}
+    group.add_argument("--" + field.name.replace("_", "-"), help=explanation, **options)

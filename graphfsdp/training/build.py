@@ -6,21 +6,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
-from graphfsdp.training.batch import IterationBatch
-from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.corpus import BYTES_VOCAB_SIZE, Corpus, load_corpus
-from graphfsdp.training.data import BatchSampler
-from graphfsdp.training.flags import DeviceChoice
+from graphfsdp.sharding.module import unit_of
+from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
+from graphfsdp.training.data import BYTES_VOCAB_SIZE, BatchSampler, Corpus, load_corpus
 from graphfsdp.training.gpt import GPT
+from graphfsdp.training.mllog import RunLog
 from graphfsdp.training.ranks import Ranks
-from graphfsdp.training.run_log import RunLog
-from graphfsdp.training.schedule import make_scheduler
-from graphfsdp.training.sharding import shard_model
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,6 @@ def build_run(
 
     With ``--mllog`` the graph is captured on made-up tokens before the data is touched, and the
     clock starts in between.
-
-    Raises:
-        ConfigError: a part cannot be made, or two do not fit; the message names the flag.
     """
     batch = config.batch(ranks.size)
 
@@ -101,7 +97,7 @@ def build_run(
         sampler=sampler,
         model=program.model,
         optimizer=program.optimizer,
-        scheduler=make_scheduler(config, program.optimizer),
+        scheduler=ParamScheduler(program.optimizer, config.schedule),
         step=program.step,
     )
 
@@ -150,12 +146,78 @@ def _make_program(
     return _Program(model, optimizer, step)
 
 
-def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
-    """Return the device to train on: with several ranks on a machine, one GPU each.
+def shard_model(
+    model: GPT,
+    strategy: ShardingStrategy,
+    policy: MixedPrecisionPolicy,
+    *,
+    num_instances: int = 1,
+    outer_strategy: str = "no_shard",
+) -> None:
+    """Make a unit of each block and one of the rest, which holds tied embeddings too.
 
-    Raises:
-        ConfigError: a GPU was asked for and there is none, or there are fewer than ranks.
+    ``num_instances`` groups of ranks each hold all shards; ``outer_strategy`` is cut over these.
     """
+    if num_instances == 1 and outer_strategy != "no_shard":
+        raise ConfigError(
+            f"--outer-dp-sharding-strategy {outer_strategy} needs several instances to cut over: "
+            "add --num-distributed-optimizer-instances"
+        )
+    mesh = _mesh_of(model, num_instances)
+    for module in (*model.blocks, model):
+        graphfsdp.fully_shard(
+            module,
+            mesh,
+            strategy=strategy,
+            mp_policy=policy,
+            outer_strategy=outer_strategy,
+        )
+
+
+def _mesh_of(model: GPT, num_instances: int) -> DeviceMesh | None:
+    num_ranks = dist.get_world_size()
+    if num_ranks % num_instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {num_instances} does not divide the "
+            f"{num_ranks} ranks"
+        )
+    if num_instances == 1:
+        return None
+    device_type = next(model.parameters()).device.type
+    if device_type == "meta":
+        on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        device_type = "cuda" if on_gpu else "cpu"
+    return init_device_mesh(
+        device_type,
+        (num_instances, num_ranks // num_instances),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+    )
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """What this rank keeps of a sharded model, padding included."""
+
+    num_units: int
+    weight_bytes: int  # of main weights
+    grad_bytes: int  # of main grads
+
+
+def shard_sizes(model: nn.Module) -> ShardSizes:
+    """Return what this rank keeps of a model that ``fully_shard`` has cut."""
+    units = [
+        unit_of(module) for module in model.modules() if isinstance(module, graphfsdp.FSDPModule)
+    ]
+    buffers = [buffer for unit in units for buffer in unit.group.buffers]
+    return ShardSizes(
+        num_units=len(units),
+        weight_bytes=sum(buffer.main.nbytes for buffer in buffers),
+        grad_bytes=sum(buffer.grad.nbytes for buffer in buffers if buffer.grad is not None),
+    )
+
+
+def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
+    """Return the device to train on: with several ranks on a machine, one GPU each."""
     available = torch.cuda.is_available()
     if choice == "cuda" and not available:
         raise ConfigError(
@@ -191,11 +253,6 @@ def make_model(
 
 
 def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
-    """Return the size of the embedding.
-
-    Raises:
-        ConfigError: the corpus has tokens that it lacks.
-    """
     vocab_size = config.vocab_size or (
         corpus.vocab_size if config.mllog is None else _vocab_size_without_data(config)
     )
@@ -208,11 +265,7 @@ def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
 
 
 def _vocab_size_without_data(config: TrainConfig) -> int:
-    """Return the size of the embedding where the data may not be looked at yet.
-
-    Raises:
-        ConfigError: only the data would tell.
-    """
+    """Return the size of the embedding where the data may not be looked at yet."""
     if config.vocab_size is None and config.data is not None and config.data.endswith(".bin"):
         raise ConfigError(
             f"--mllog makes the model before the clock starts, and --data {config.data} must not "
@@ -235,10 +288,7 @@ def _made_up_batch(
 def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAdam | CPUOffload:
     """Return the optimizer; matrices decay, vectors (norms and biases) do not.
 
-    Args:
-        config: The run.
-        model: Whose parameters to update.
-        sharded: The parameters are main weights already, and need none beside them.
+    Sharded parameters are main weights already, and need none beside them.
     """
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from graphfsdp.checkpoint import AsyncSaver, load, save
+from graphfsdp.checkpoint.folder import entries
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
@@ -27,15 +29,10 @@ _FREE = frozenset(
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        iteration: Iterations done.
-        tokens: Tokens trained on, all ranks together.
-    """
-
-    iteration: int = 0
-    tokens: int = 0
+    iteration: int = 0  # iterations done
+    tokens: int = 0  # trained on, all ranks together
 
 
 class RunState:
@@ -54,7 +51,6 @@ class RunState:
         self.differences: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position and settings."""
         return {"position": asdict(self.position), "facts": self._facts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -71,10 +67,6 @@ class RunCheckpoints:
     """The checkpoints of a training run, as its flags ask for them. A context manager."""
 
     def __init__(self, run: TrainingRun) -> None:
-        """Prepare to load and save; every rank."""
-        # Here, since torch.distributed.checkpoint is much to import for a run without it.
-        from graphfsdp.checkpoint import AsyncSaver
-
         self._run = run
         self._state = RunState(run)
         self._weight_decays = [group["weight_decay"] for group in run.optimizer.param_groups]
@@ -82,18 +74,7 @@ class RunCheckpoints:
         self._saver = AsyncSaver() if asynchronous else None
 
     def resume(self) -> tuple[Position, list[str]]:
-        """Load what ``--load`` names, if anything.
-
-        Returns:
-            Where the run is, and lines for the console.
-
-        Raises:
-            CheckpointError: there is no checkpoint, or it is damaged or of another model.
-            ConfigError: it has been trained for as long as was asked for.
-        """
-        from graphfsdp.checkpoint import load
-        from graphfsdp.checkpoint.folder import entries
-
+        """Load what ``--load`` names, if anything; return where the run is, and lines to print."""
         config, run = self._run.config, self._run
         if config.load is None:
             return Position(), []
@@ -128,13 +109,7 @@ class RunCheckpoints:
         scheduler.apply()
 
     def save_if_due(self, position: Position, *, is_last: bool) -> None:
-        """Save after an iteration that ``--save-interval`` names, and after the last.
-
-        Raises:
-            CheckpointError: this save, or the one before in the background, has failed.
-        """
-        from graphfsdp.checkpoint import save
-
+        """Save after an iteration that ``--save-interval`` names, and after the last."""
         run, config, done = self._run, self._run.config, position.iteration
         due = config.save_interval > 0 and done % config.save_interval == 0
         if config.save is None or not (due or is_last):
@@ -151,11 +126,7 @@ class RunCheckpoints:
         )
 
     def close(self) -> None:
-        """Wait for what is being saved.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait for what is being saved."""
         if self._saver is not None:
             self._saver.close()
 
@@ -164,11 +135,7 @@ class RunCheckpoints:
 
 
 def refuse_unusable_folder(config: TrainConfig, ranks: Ranks) -> None:
-    """Make the folder for checkpoints now, rather than after the first interval.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make the folder for checkpoints now, rather than after the first interval."""
     if config.save is None or not ranks.is_first:
         return
     try:

@@ -1,22 +1,264 @@
-"""Everything that decides a training run, frozen and validated."""
+"""Everything that decides a training run: its flags, what follows from them, what must fit."""
 
 import math
 import re
 from dataclasses import dataclass, fields
+from typing import Annotated, Literal
 
-from graphfsdp.config import Scope, ShardingStrategy
+import torch
+
+from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import ParamSchedule
-from graphfsdp.training.flags import TrainFlags
-from graphfsdp.training.gpt import GPTConfig
+from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
+
+DtypeName = Literal["fp32", "bf16"]
+LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+ScopeName = Literal["none", "forward_backward", "full_iteration"]
+StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
+MllogDivision = Literal["closed", "open"]
+MllogStatus = Literal["onprem", "cloud", "research"]
 
 
 @dataclass(frozen=True)
-class TrainConfig(TrainFlags):
+class IterationBatch:
+    """How the sequences of one iteration are cut over ranks and micro-batches."""
+
+    micro_batch_size: int  # sequences of one forward and backward on one rank
+    num_microbatches: int  # on each rank
+    num_ranks: int
+    seq_length: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the iteration, all ranks together."""
+        return self.micro_batch_size * self.num_microbatches * self.num_ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the iteration, all ranks together."""
+        return self.num_sequences * self.seq_length
+
+
+@dataclass(frozen=True)
+class TrainConfig:
     """A training run whose flags fit together.
 
-    Messages name flags, since that is what a user of the trainer can change.
+    Each field is a flag: ``some_name`` is ``--some-name``. Its type says what the flag takes, the
+    text is its help, and what may follow is argparse's metavar, or action of a switch that has no
+    ``--no-...``. Messages name flags, since that is what a user of the trainer can change.
     """
+
+    preset: str = "default"
+    # Model.
+    num_layers: Annotated[int, "transformer blocks"] = 4
+    hidden_size: Annotated[int, "width of the residual stream"] = 192
+    num_attention_heads: Annotated[int, "heads; must divide the hidden size"] = 6
+    num_query_groups: Annotated[
+        int | None,
+        "heads of keys and values, each shared by several heads of queries; one for each head "
+        "if not given",
+    ] = None
+    ffn_hidden_size: Annotated[
+        int | None,
+        "feed-forward width; 4 x hidden size if not given, or 8/3 x with --swiglu, which keeps "
+        "the number of parameters",
+    ] = None
+    position_embedding_type: Annotated[
+        PositionEmbeddingType, "a learned vector per position, or rotation of queries and keys"
+    ] = "rope"
+    normalization: Annotated[Normalization, "before each branch and at the end"] = "RMSNorm"
+    swiglu: Annotated[bool, "gated feed-forward layers instead of GELU ones"] = True
+    untie_embeddings_and_output_weights: Annotated[
+        bool, "an output matrix of its own instead of the token embedding's"
+    ] = False
+    disable_bias_linear: Annotated[bool, "no bias in linear layers"] = True
+    hidden_dropout: Annotated[float, "dropout after the embedding and after each branch"] = 0.0
+    attention_dropout: Annotated[float, "dropout of the attention weights"] = 0.0
+    rotary_base: Annotated[float, "longest wavelength of rotary positions, over 2 pi"] = 10_000.0
+    vocab_size: Annotated[int | None, "size of the embedding; as the data needs if not given"] = (
+        None
+    )
+    # Data and length of the run.
+    data: Annotated[
+        str | None,
+        "a text file, a directory of text files (read as bytes, vocabulary 256), or a .bin file"
+        " of uint16 tokens, which is mapped; if not given, the source files of Python's "
+        "standard library; the last 5%% of the tokens are held out",
+    ] = None
+    seq_length: Annotated[int, "tokens of a sequence"] = 256
+    micro_batch_size: Annotated[int, "sequences of one forward and backward"] = 8
+    global_batch_size: Annotated[
+        int | None,
+        "sequences of one iteration, a multiple of the micro-batch size times the number of "
+        "ranks; what is left over becomes micro-batches, whose gradients are averaged before "
+        "the one optimizer step; one micro-batch per rank if not given",
+    ] = None
+    train_iters: Annotated[int, "iterations to train"] = 320
+    seed: Annotated[
+        int,
+        "decides initial weights, batches and dropout; none depends on the number of ranks but "
+        "dropout",
+    ] = 1234
+    # Optimizer and schedule.
+    lr: Annotated[float, "learning rate after warm-up"] = 3e-3
+    lr_decay_style: Annotated[
+        LrDecayStyle,
+        "how the learning rate goes from --lr to --min-lr; the graph reads it from the device, "
+        "so nothing is captured again",
+    ] = "cosine"
+    lr_decay_iters: Annotated[
+        int | None, "when the rate has reached --min-lr; --train-iters if not given"
+    ] = None
+    lr_warmup_iters: Annotated[int, "iterations over which the rate first rises"] = 20
+    lr_warmup_fraction: Annotated[float | None, "the same as a share of --lr-decay-iters"] = None
+    lr_warmup_init: Annotated[
+        float | None,
+        "rate of the very first iteration; if not given, it has its part of the rise already, "
+        "where Megatron's has 0 and trains nothing",
+    ] = None
+    lr_wsd_decay_style: Annotated[
+        LrWsdDecayStyle, "how the rate of --lr-decay-style WSD falls at the end"
+    ] = "exponential"
+    lr_wsd_decay_iters: Annotated[int | None, "iterations over which that rate falls"] = None
+    min_lr: Annotated[float, "learning rate at the end"] = 0.0
+    weight_decay: Annotated[float, "decoupled decay of matrices; vectors have none"] = 0.1
+    weight_decay_incr_style: Annotated[
+        WeightDecayIncrStyle,
+        "how the decay goes from --start-weight-decay to --end-weight-decay in --train-iters; "
+        "constant is --weight-decay",
+    ] = "constant"
+    start_weight_decay: Annotated[float | None, "decay of matrices in the first iteration"] = None
+    end_weight_decay: Annotated[float | None, "decay of matrices in the last one, no smaller"] = (
+        None
+    )
+    adam_beta1: Annotated[float, "decay of the gradient's running mean"] = 0.9
+    adam_beta2: Annotated[float, "decay of the squared gradient's running mean"] = 0.95
+    adam_eps: Annotated[float, "added to the root of the second moment"] = 1e-8
+    clip_grad: Annotated[
+        float,
+        "largest global norm of the gradient, clipped on the device inside the graph; 0 turns "
+        "clipping off",
+    ] = 1.0
+    optimizer_cpu_offload: Annotated[
+        bool,
+        "keep optimizer state in the CPU's memory and step there; needs --cuda-graph-scope "
+        "forward_backward",
+        "store_true",
+    ] = False
+    optimizer_offload_fraction: Annotated[
+        float, "share of a rank's weights to which that applies"
+    ] = 1.0
+    overlap_cpu_optimizer_d2h_h2d: Annotated[
+        bool, "copy gradients and weights while others are stepped"
+    ] = True
+    pin_cpu_grads: Annotated[bool, "page-locked memory for the copies of gradients: faster"] = False
+    pin_cpu_params: Annotated[bool, "page-locked memory for the copies of weights: faster"] = False
+    # Precision.
+    bf16: Annotated[bool, "bfloat16 model weights and arithmetic, float32 main weights"] = False
+    main_params_dtype: Annotated[DtypeName, "weights that the optimizer updates"] = "fp32"
+    main_grads_dtype: Annotated[
+        DtypeName,
+        "persistent gradients; unlike --main-params-dtype they need "
+        "--use-precision-aware-optimizer, else the optimizer would read a casted copy",
+    ] = "fp32"
+    use_precision_aware_optimizer: Annotated[
+        bool, "the optimizer reads decoupled gradients, whose dtype need not be that of the weights"
+    ] = False
+    # Capture.
+    cuda_graph_scope: Annotated[
+        ScopeName,
+        "what is captured and then replayed with one launch: nothing, forward and backward "
+        "(optimizer eager), or the whole iteration; the numbers are the same bits",
+    ] = "full_iteration"
+    cuda_graph_warmup_steps: Annotated[
+        int, "eager iterations before the capture; they train too"
+    ] = 3
+    device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
+    # Several processes.
+    data_parallel_sharding_strategy: Annotated[
+        StrategyName,
+        "what is cut into one part per rank, instead of being kept by all (0 to 3, the ZeRO "
+        "stages): nothing; optimizer state and main weights; main grads too, reduced in every "
+        "micro-batch; weights too, gathered block by block when they are needed; each saves "
+        "more memory, and the losses are the same up to rounding; without torchrun there is "
+        "nothing to cut",
+    ] = "no_shard"
+    num_distributed_optimizer_instances: Annotated[
+        int,
+        "cut over groups of ranks, and repeat that so many times: gradients go from group to "
+        "group once an iteration, weights stay within one; must divide the number of ranks",
+    ] = 1
+    outer_dp_sharding_strategy: Annotated[
+        Literal["no_shard", "optim"],
+        "with several instances: each keeps the whole optimizer state, or a part of it",
+    ] = "no_shard"
+    init_model_with_meta_device: Annotated[
+        bool,
+        "build the model without memory, and draw its weights block by block on the device "
+        "after it is cut, so that no rank ever holds all of it; for the same seed the weights "
+        "are others than without this flag",
+    ] = False
+    distributed_timeout_minutes: Annotated[
+        int, "how long a rank waits for another before the run ends with an error"
+    ] = 10
+    # Checkpoints.
+    save: Annotated[
+        str | None,
+        "directory for checkpoints, on a file system that all ranks share; one is saved after "
+        "the last iteration, and complete or not visible whatever happens meanwhile",
+    ] = None
+    save_interval: Annotated[int, "iterations between two checkpoints; 0 leaves the last one"] = 0
+    keep_last: Annotated[int | None, "checkpoints to keep; all if not given"] = None
+    async_save: Annotated[
+        bool, "write checkpoints in the background, from a copy in the CPU's memory", "store_true"
+    ] = False
+    load: Annotated[
+        str | None,
+        "go on with the latest checkpoint of this directory, or with one in it; exactly, if "
+        "flags and number of ranks are the same; if it is that of --save and empty, start from "
+        "nothing",
+    ] = None
+    # What is seen of the run.
+    out: Annotated[
+        str | None,
+        "new or empty directory for config.json, metrics.jsonl, loss.png and model.safetensors;"
+        " nothing is written if not given",
+    ] = None
+    log_interval: Annotated[int, "iterations between two log lines; only then the host waits"] = 10
+    eval_interval: Annotated[
+        int, "iterations between two validations; 0 leaves only the last one"
+    ] = 80
+    eval_iters: Annotated[int, "micro-batches of a validation, the same each time"] = 10
+    sample_tokens: Annotated[int, "tokens to generate at the end; 0 for none"] = 200
+    no_progress: Annotated[
+        bool, "no progress bar (a pipe or a file gets none anyway)", "store_true"
+    ] = False
+    # Time to a target, in the style of MLPerf.
+    target_loss: Annotated[
+        float | None, "end after the first validation whose loss is at most this"
+    ] = None
+    mllog: Annotated[
+        str | None,
+        "new file for MLLOG lines of the package mlperf-logging: the graph is captured on "
+        "made-up tokens and everything put back, then the clock starts, and only then is the "
+        "data touched",
+    ] = None
+    mllog_benchmark: Annotated[str, "name of the benchmark, such as llama31_8b", "NAME"] = (
+        "graphfsdp_gpt"
+    )
+    mllog_org: Annotated[str, "who has run it", "NAME"] = "unverified"
+    mllog_platform: Annotated[
+        str | None, "on what; number and name of the devices if not given", "NAME"
+    ] = None
+    mllog_division: Annotated[MllogDivision, "whose rules the run follows"] = "closed"
+    mllog_status: Annotated[MllogStatus, "how others can get the like"] = "research"
+    mllog_cache_cleared: Annotated[
+        bool, "whoever started this run has emptied the system's caches before", "store_true"
+    ] = False
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -27,6 +269,98 @@ class TrainConfig(TrainFlags):
         self._check_sharding()
         self._check_checkpoints()
         self._check_mllog()
+
+    def gpt(self, vocab_size: int) -> GPTConfig:
+        """Return the model's shape; ConfigError if there is no such model."""
+        shared = {field.name for field in fields(GPTConfig)} & {
+            field.name for field in fields(self)
+        }
+        values = {name: getattr(self, name) for name in shared - {"vocab_size"}}
+        return GPTConfig(vocab_size=vocab_size, **values)
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.parse(self.cuda_graph_scope)
+
+    @property
+    def sharding(self) -> ShardingStrategy:
+        return ShardingStrategy.parse(self.data_parallel_sharding_strategy)
+
+    def batch(self, num_ranks: int) -> IterationBatch:
+        """Return how an iteration's batch is cut over that many ranks, if it can be."""
+        together = self.micro_batch_size * num_ranks
+        num_sequences = self.global_batch_size or together
+        if num_sequences % together:
+            divisor = f"--micro-batch-size {self.micro_batch_size}"
+            if num_ranks > 1:
+                divisor += f" x {num_ranks} ranks = {together}"
+            raise ConfigError(
+                f"--global-batch-size {num_sequences} is not divisible by {divisor}: every rank "
+                f"runs the same whole number of micro-batches; make it a multiple"
+            )
+        return IterationBatch(
+            micro_batch_size=self.micro_batch_size,
+            num_microbatches=num_sequences // together,
+            num_ranks=num_ranks,
+            seq_length=self.seq_length,
+        )
+
+    @property
+    def warmup_iters(self) -> float:
+        if self.lr_warmup_fraction is None:
+            return self.lr_warmup_iters
+        return self.lr_warmup_fraction * (self.lr_decay_iters or self.train_iters)
+
+    @property
+    def schedule(self) -> ParamSchedule:
+        """How learning rate and weight decay go; ConfigError if they cannot go so.
+
+        The numbers are Megatron's, but that each iteration of the warm-up has the rate of
+        Megatron's next one unless ``--lr-warmup-init`` is given: its first one has a rate of 0.
+        """
+        return ParamSchedule(
+            lr_decay_iters=self.lr_decay_iters or self.train_iters,
+            lr_decay_style=self.lr_decay_style,
+            # A fraction that was given counts more than a preset's number.
+            lr_warmup_iters=0 if self.lr_warmup_fraction is not None else self.lr_warmup_iters,
+            lr_warmup_fraction=self.lr_warmup_fraction,
+            lr_warmup_init=self.lr_warmup_init,
+            min_lr=self.min_lr,
+            lr_wsd_decay_style=self.lr_wsd_decay_style,
+            lr_wsd_decay_iters=self.lr_wsd_decay_iters,
+            weight_decay_incr_style=self.weight_decay_incr_style,
+            start_weight_decay=self.start_weight_decay,
+            end_weight_decay=self.end_weight_decay,
+            weight_decay_incr_iters=self.train_iters,
+        )
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype of the model weights, in which forward and backward compute."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Dtype of the weights that the optimizer updates."""
+        return _dtype(self.main_params_dtype) if self.bf16 else torch.float32
+
+    @property
+    def master_weights(self) -> bool:
+        """Float32 main weights are kept beside narrower model weights.
+
+        By the optimizer where nothing is sharded; a sharded model holds the main weights itself.
+        """
+        return self.bf16 and self.main_params_dtype == "fp32"
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """Which dtype each copy of a weight and of its gradient has."""
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype,
+            main_params_dtype=_dtype(self.main_params_dtype),
+            main_grads_dtype=_dtype(self.main_grads_dtype),
+            use_decoupled_grad=self.use_precision_aware_optimizer,
+        )
 
     def _check_model(self) -> None:
         try:
@@ -130,3 +464,7 @@ def _in_flags(message: str) -> str:
     for field in (*fields(GPTConfig), *fields(ParamSchedule)):
         message = re.sub(rf"\b{field.name}\b", _flag(field.name), message)
     return message
+
+
+def _dtype(name: DtypeName) -> torch.dtype:
+    return torch.bfloat16 if name == "bf16" else torch.float32

@@ -17,11 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 import graphfsdp
-from graphfsdp.training.build import TrainingRun
+from graphfsdp.training.build import TrainingRun, shard_sizes
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.metrics import Metrics
-from graphfsdp.training.sharding import shard_sizes
-from graphfsdp.training.utilization import describe_mfu
+from graphfsdp.training.metrics import Metrics, describe_mfu
 
 
 class TrainingConsole:
@@ -118,7 +116,7 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
 
 def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
     """Return the banner's lines about several processes."""
-    strategy = run.config.data_parallel_sharding_strategy
+    strategy: str = run.config.data_parallel_sharding_strategy
     if not run.ranks.launched:
         if strategy == TrainConfig().data_parallel_sharding_strategy:
             return []

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from graphfsdp.training.corpus import Corpus
-from graphfsdp.training.data import BatchSampler
+from graphfsdp.training.data import BatchSampler, Corpus
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.ranks import Ranks
 
@@ -67,8 +66,7 @@ def generate_sample(
 ) -> tuple[str, str]:
     """Continue the start of the held-out part; ranks with a sharded model must all call this.
 
-    Returns:
-        Prompt and continuation, as text for a corpus of bytes and else as token numbers.
+    Prompt and continuation are text for a corpus of bytes, else token numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     prompt = sampler.prompt(min(_PROMPT_TOKENS, model.config.seq_length))

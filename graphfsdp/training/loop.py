@@ -11,29 +11,21 @@ from rich.console import Console
 from torch import Tensor
 
 import graphfsdp
+from graphfsdp.checkpoint import full_state_dict
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
 from graphfsdp.training.evaluation import generate_sample, validation_loss
-from graphfsdp.training.metrics import Metrics, peak_memory_bytes
-from graphfsdp.training.mllog import UNVERIFIED, is_success, make_run_log, reached
+from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
+from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, make_run_log, reached
 from graphfsdp.training.ranks import find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
-from graphfsdp.training.run_log import RunLog
-from graphfsdp.training.sharding import whole_state
-from graphfsdp.training.utilization import flops_per_token, peak_tflops
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run found.
-
-    Attributes:
-        validation_loss: Nats per token of the held-out part, after the last iteration.
-        unigram_entropy: Nats per token of the corpus without context.
-        metrics: The last logged step.
-    """
+    """What a finished run found, losses in nats per token, and its last logged step."""
 
     validation_loss: float
     unigram_entropy: float
@@ -85,7 +77,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         if checkpoints is not None:
             checkpoints.close()
         if config.out is not None:
-            state = whole_state(run.model, dtype=config.param_dtype, keep=ranks.is_first)
+            state = _whole_weights(run)
             if directory is not None:
                 directory.write_model(state)
         assert metrics.val_loss is not None
@@ -107,6 +99,16 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         if directory is not None:
             out.line(f"kept in {directory.path}")
     return TrainResult(metrics.val_loss, run.corpus.unigram_entropy, metrics)
+
+
+def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
+    """Return what the model holds on rank 0, weights as it computes with them; a collective."""
+    state = full_state_dict(run.model).get("model", {})
+    weights = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
+    dtype = run.config.param_dtype
+    # By identity, so that tied weights stay one tensor.
+    cast = {id(t): t.to(dtype) for name, t in state.items() if name in weights}
+    return {name: cast.get(id(tensor), tensor) for name, tensor in state.items()}
 
 
 def _open_checkpoints(run: TrainingRun, stack: ExitStack) -> RunCheckpoints | None:

@@ -1,11 +1,21 @@
-"""The MLLOG lines of a run: set-up, clock, blocks, validations, end; written by rank 0 alone."""
+"""The MLLOG lines of a run: set-up, clock, blocks, validations, end; written by rank 0 alone.
+
+Source: mlcommons/training_policies, and the rules that mlperf_logging.compliance_checker applies
+to training 6.1.0.
+"""
 
 import importlib.util
 import logging
 import math
+import os
+import platform
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,36 +23,52 @@ from typing import Self
 import torch
 
 import graphfsdp
+from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.mllog_settings import run_settings, submission_settings
 from graphfsdp.training.ranks import Ranks
-from graphfsdp.training.run_log import RunLog
-from graphfsdp.training.termination import LastWords
 
 UNVERIFIED = "result not verified by MLCommons Association"
+RULESET = "6.1.0"
+RULES = Path(__file__).with_name("mllog_rules.yaml")
 _LOGGER_NAME = "graphfsdp.mllog"
+_MAX_CHARACTERS = 400
 
 
-def refuse_unusable_log(config: TrainConfig) -> None:
-    """Check that the package is there and that no file would be overwritten.
+class RunLog:
+    """Hears of the moments of a run and keeps nothing. A context manager.
 
-    Raises:
-        ConfigError: one of them is not so; the message says how to mend it.
+    Samples are sequences trained on since the start, all ranks together.
     """
-    if config.mllog is None:
-        return
-    if importlib.util.find_spec("mlperf_logging") is None:
-        raise ConfigError(
-            "--mllog writes through the package mlperf-logging, which is not installed: "
-            "pip install mlperf-logging, or leave --mllog out"
-        )
-    path = Path(config.mllog)
-    if path.is_dir() or (path.exists() and path.stat().st_size > 0):
-        what = "is a directory" if path.is_dir() else "holds a log already"
-        raise ConfigError(
-            f"--mllog {config.mllog} {what}; nothing is overwritten: give the name of a new file"
-        )
+
+    def run_starts(self, step: graphfsdp.CapturedStep) -> None:
+        """The graph is captured, everything is put back, and no data has been touched."""
+
+    def block_starts(self, num_samples: int) -> None:
+        """Training goes on until the next validation."""
+
+    def trained(self, num_samples: int) -> None:
+        """Another iteration is done, or on its way on the device."""
+
+    def block_stops(self, num_samples: int) -> None:
+        """A validation is about to begin."""
+
+    def validated(self, num_samples: int, loss: float) -> None:
+        """A validation has ended."""
+
+    def run_stops(self, num_samples: int, *, success: bool) -> None:
+        """The target is reached, or the last iteration done."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Note that the run ended on its way, if it did."""
 
 
 class _LogFile(logging.FileHandler):
@@ -62,17 +88,7 @@ class MlperfLog(RunLog):
     def __init__(
         self, config: TrainConfig, ranks: Ranks, device: torch.device, *, began_ms: int
     ) -> None:
-        """Begin the log with the start of the set-up, and with all settings.
-
-        Args:
-            config: The run, with ``mllog``.
-            ranks: All that train together; this is the first.
-            device: What it trains on.
-            began_ms: Milliseconds since 1970 when the set-up began.
-
-        Raises:
-            ConfigError: the file cannot be made.
-        """
+        """Begin the log with the start of the set-up, in ms since 1970, and with all settings."""
         from mlperf_logging.mllog.mllog import MLLogger
 
         assert config.mllog is not None
@@ -92,20 +108,18 @@ class MlperfLog(RunLog):
         self._num_samples = 0
         self._is_running = False
         self._one_end = threading.Lock()
-        self._last_words = LastWords(self._abort)
+        self._on_sigterm = _OnSigterm(self._abort)
         self._block_began = 0.0
         self._block_samples = 0
         self._logger.event("cache_clear", config.mllog_cache_cleared, time_ms=began_ms)
         self._logger.start("init_start", time_ms=began_ms)
         self._logger.event("note", f"MLPerf-style log; {UNVERIFIED}")
-        settings = submission_settings(config, ranks, device) | run_settings(config, ranks, device)
-        for key, value in settings.items():
+        for key, value in _settings(config, ranks, device).items():
             self._logger.event(key, value)
         if config.target_loss is not None:
             self._logger.event("target_accuracy", config.target_loss)
 
     def run_starts(self, step: graphfsdp.CapturedStep) -> None:
-        """End the set-up and start the clock."""
         report = step.report()
         facts = {
             "scope": report.scope,
@@ -118,17 +132,14 @@ class MlperfLog(RunLog):
         self._is_running = True
 
     def block_starts(self, num_samples: int) -> None:
-        """Start a stretch of training."""
         self._num_samples = self._block_samples = num_samples
         self._logger.start("block_start", metadata={"samples_count": num_samples})
         self._block_began = time.perf_counter()
 
     def trained(self, num_samples: int) -> None:
-        """Remember how far the run is, for its end."""
         self._num_samples = num_samples
 
     def block_stops(self, num_samples: int) -> None:
-        """End a stretch of training, with its speed, and start a validation."""
         seconds = time.perf_counter() - self._block_began
         self._num_samples = num_samples
         where = {"samples_count": num_samples}
@@ -138,13 +149,11 @@ class MlperfLog(RunLog):
         self._logger.start("eval_start", metadata=where)
 
     def validated(self, num_samples: int, loss: float) -> None:
-        """End a validation, with its loss."""
         where = {"samples_count": num_samples}
         self._logger.event("eval_accuracy", loss, metadata=where)
         self._logger.end("eval_stop", metadata=where)
 
     def run_stops(self, num_samples: int, *, success: bool) -> None:
-        """Stop the clock, once."""
         with self._one_end:
             if not self._is_running:
                 return
@@ -158,7 +167,7 @@ class MlperfLog(RunLog):
         self.run_stops(self._num_samples, success=False)
 
     def __enter__(self) -> Self:
-        self._last_words.__enter__()
+        self._on_sigterm.__enter__()
         return self
 
     def __exit__(
@@ -168,7 +177,7 @@ class MlperfLog(RunLog):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._last_words.__exit__(kind, error, traceback)
+            self._on_sigterm.__exit__(kind, error, traceback)
             self._abort()
         finally:
             self._file.close()
@@ -177,14 +186,10 @@ class MlperfLog(RunLog):
 def make_run_log(
     config: TrainConfig, ranks: Ranks, device: torch.device, *, began_ms: int
 ) -> RunLog:
-    """Return the log that a run asks for: on rank 0 with ``--mllog`` one that writes.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Return the log that a run asks for: on rank 0 with ``--mllog`` one that writes."""
     if config.mllog is None or not ranks.is_first:
         return RunLog()
-    refuse_unusable_log(config)
+    _refuse_unusable_log(config.mllog)
     return MlperfLog(config, ranks, device, began_ms=began_ms)
 
 
@@ -196,3 +201,179 @@ def is_success(config: TrainConfig, loss: float) -> bool:
 def reached(config: TrainConfig, loss: float | None) -> bool:
     """Return whether a validation loss, if there is one, is at most the target, if there is one."""
     return config.target_loss is not None and loss is not None and loss <= config.target_loss
+
+
+def _refuse_unusable_log(file: str) -> None:
+    if importlib.util.find_spec("mlperf_logging") is None:
+        raise ConfigError(
+            "--mllog writes through the package mlperf-logging, which is not installed: "
+            "pip install mlperf-logging, or leave --mllog out"
+        )
+    path = Path(file)
+    if path.is_dir() or (path.exists() and path.stat().st_size > 0):
+        what = "is a directory" if path.is_dir() else "holds a log already"
+        raise ConfigError(
+            f"--mllog {file} {what}; nothing is overwritten: give the name of a new file"
+        )
+
+
+class _OnSigterm:
+    """Runs a function once when a launcher or batch system sends SIGTERM, then ends the process.
+
+    Python's own handlers run between two lines of Python, so they are late where the main thread
+    waits for other ranks or for the GPU, which is where launchers end it: when another rank has
+    failed. So a thread waits for the signal.
+
+    It does nothing outside the main thread, which alone may handle signals, and where the program
+    has its own handler.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._pipe: tuple[int, int] | None = None
+        self._old_wakeup_fd = -1
+
+    def __enter__(self) -> Self:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            self._old_wakeup_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            # Without a handler in Python the process ends before anything is written to the pipe.
+            signal.signal(signal.SIGTERM, _leave_to_thread)
+            threading.Thread(target=self._wait, name="graphfsdp-sigterm", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._pipe is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(self._old_wakeup_fd)
+            os.close(self._pipe[1])  # which ends the thread
+
+    def _wait(self) -> None:
+        assert self._pipe is not None
+        while signals := os.read(self._pipe[0], 64):
+            if signal.SIGTERM in signals:
+                try:
+                    self._act()
+                finally:
+                    os._exit(128 + signal.SIGTERM)  # as a shell reports it
+        os.close(self._pipe[0])
+
+
+def _leave_to_thread(number: int, frame: object) -> None:
+    """The thread ends the process; until then the main thread goes on."""
+
+
+def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:
+    """Return who has run what, on what, and all that decides speed and numbers of the run."""
+    batch = config.batch(ranks.size)
+    kept = "preset " + config.preset if config.out is None else f"{config.out}/config.json"
+    return {
+        "submission_benchmark": config.mllog_benchmark,
+        "submission_org": config.mllog_org,
+        "submission_platform": config.mllog_platform or _platform(ranks, device),
+        "submission_division": config.mllog_division,
+        "submission_status": config.mllog_status,
+        "seed": config.seed,
+        "config_filename": kept,
+        "global_batch_size": batch.num_sequences,
+        "micro_batch_size": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.num_microbatches,
+        "max_sequence_length": config.seq_length,
+        "max_steps": config.train_iters,
+        "eval_samples": config.eval_iters * config.micro_batch_size,
+        "tensor_parallelism": 1,
+        "pipeline_parallelism": 1,
+        "context_parallelism": 1,
+        "expert_parallelism": 1,
+        **_optimizer_settings(config, batch.num_sequences),
+        **_precision_settings(config, ranks, device),
+    }
+
+
+def _optimizer_settings(config: TrainConfig, num_sequences: int) -> dict[str, object]:
+    warmup_iters = round(config.warmup_iters)
+    decay_iters = (config.lr_decay_iters or config.train_iters) - warmup_iters
+    if config.lr_decay_style == "WSD" and config.lr_wsd_decay_iters is not None:
+        decay_iters = config.lr_wsd_decay_iters
+    return {
+        "opt_name": "adamw",
+        "opt_base_learning_rate": config.lr,
+        "opt_end_learning_rate": config.min_lr,
+        "opt_learning_rate_warmup_steps": warmup_iters,
+        "opt_learning_rate_warmup_samples": warmup_iters * num_sequences,
+        "opt_learning_rate_decay_steps": decay_iters,
+        "opt_learning_rate_decay_schedule": f"{config.lr_decay_style} with linear warmup",
+        "opt_adamw_beta_1": config.adam_beta1,
+        "opt_adamw_beta_2": config.adam_beta2,
+        "opt_adamw_epsilon": config.adam_eps,
+        "opt_adamw_weight_decay": config.weight_decay,
+        "opt_gradient_clip_norm": config.clip_grad,
+    }
+
+
+def _precision_settings(
+    config: TrainConfig, ranks: Ranks, device: torch.device
+) -> dict[str, object]:
+    products = _precision_name(config.param_dtype)
+    if products == "fp32" and device.type == "cuda":
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        products = "tf32" if tf32 else "fp32"
+    # Gradients are reduced as main grads; weights that are not kept by all travel as model weights.
+    sent = {config.main_grads_dtype}
+    if ranks.launched and config.sharding is not ShardingStrategy.NO_SHARD and config.bf16:
+        sent.add("bf16")
+    return {
+        "lowest_numerical_precision_in_linear": products,
+        "lowest_numerical_precision_in_attn": products,
+        "lowest_numerical_precision_in_comm": "bfloat16" if "bf16" in sent else "fp32",
+    }
+
+
+def _precision_name(dtype: torch.dtype) -> str:
+    return "bfloat16" if dtype == torch.bfloat16 else "fp32"
+
+
+def _platform(ranks: Ranks, device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{ranks.size}x {torch.cuda.get_device_name(device)}"
+    return f"{ranks.size}x CPU ({platform.machine()})"
+
+
+def rules_for(benchmark: str) -> Path | None:
+    """Return the rules for a benchmark of ours; None for one that the checker itself knows."""
+    package = importlib.util.find_spec("mlperf_logging")
+    if package is None or package.origin is None:
+        return RULES
+    folder = Path(package.origin).parent / "compliance_checker" / f"training_{RULESET}"
+    return None if (folder / f"closed_{benchmark}.yaml").exists() else RULES
+
+
+def compliance_complaint(log: Path, benchmark: str) -> str:
+    """Return what the official checker says against a log; empty if it accepts it.
+
+    Its whole answer is kept beside the log, with ``.compliance`` added to the name.
+    """
+    rules = rules_for(benchmark)
+    kept = log.with_name(log.name + ".compliance")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mlperf_logging.compliance_checker"),
+            *("--usage", "training", "--ruleset", RULESET, "--log_output", str(kept)),
+            *(() if rules is None else ("--config", str(rules))),
+            str(log),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return ""
+    said = [line for line in done.stderr.splitlines() if not line.startswith("INFO")]
+    return " ".join(" ".join(said).split())[:_MAX_CHARACTERS] or "no answer"

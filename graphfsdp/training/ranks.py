@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.collectives import all_gather_, all_reduce_, broadcast_
+from graphfsdp.checkpoint.members import Members
 from graphfsdp.errors import ConfigError
 
 T = TypeVar("T")
@@ -19,25 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together.
-
-    Attributes:
-        rank: Number of this process.
-        size: How many there are.
-        local_rank: Number of this process on its machine.
-        local_size: How many there are on its machine.
-        launched: They were started together, so there is a process group, also of one rank.
-    """
+    """This process among those that train together, and among those of its machine."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    launched: bool = False
+    launched: bool = False  # together, so there is a process group, also of one rank
 
     @property
     def is_first(self) -> bool:
-        """This process is the one that prints and writes."""
         return self.rank == 0
 
     def mean(self, value: Tensor) -> Tensor:
@@ -71,34 +63,12 @@ class Ranks:
         """Run what may fail on one rank only; if it does, every rank raises the same words.
 
         A rank that went on alone would wait for the others until the time limit.
-
-        Raises:
-            ConfigError: ``make`` raised it on some rank.
         """
-        made: list[T] = []
-        failure = None
-        try:
-            made.append(make())
-        except ConfigError as error:
-            failure = error
-        said = self._exchange(None if failure is None else str(failure))
-        failed = {rank: text for rank, text in enumerate(said) if text is not None}
-        if failure is not None and len(failed) == self.size:
-            raise failure
-        for rank, text in failed.items():
-            raise ConfigError(f"rank {rank}: {text}")
-        return made[0]
+        return self._members.together(make)
 
     def refuse_differences(self, facts: Mapping[str, object]) -> None:
-        """Check that every rank is about to train the same thing.
-
-        Args:
-            facts: What must be equal, by a name for messages.
-
-        Raises:
-            ConfigError: a fact differs between two ranks; on every rank with the same words.
-        """
-        first, *others = self._exchange(dict(facts))
+        """Check that all ranks are about to train the same thing: facts by names for messages."""
+        first, *others = self._members.gather(dict(facts))
         for rank, theirs in enumerate(others, start=1):
             for name, value in first.items():
                 if theirs[name] != value:
@@ -107,25 +77,19 @@ class Ranks:
                         f"train one model on one corpus: start them with the same flags and data"
                     )
 
-    def _exchange(self, mine: Any) -> list[Any]:
-        everyone = [mine] * self.size
-        if self.launched:
-            dist.all_gather_object(everyone, mine)
-        return everyone
+    @property
+    def _members(self) -> Members:
+        return Members.find() if self.launched else Members()
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        group = dist.group.WORLD
+        group = self._members.group
         assert group is not None  # launched, so inside process_group()
         return group
 
 
 def find_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """Return what the launcher has told this process.
-
-    Raises:
-        ConfigError: there are several processes, but no launcher told them who they are.
-    """
+    """Return what the launcher has told this process."""
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environment]
     if not missing:

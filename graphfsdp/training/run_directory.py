@@ -3,31 +3,23 @@
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
+from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.metrics import Metrics
-from graphfsdp.training.plot import plot_loss
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
-    """Check that nothing would be overwritten.
-
-    Args:
-        out: Where a run is to be kept.
-        resumes: It goes on with a run, maybe with the one that is kept there.
-
-    Raises:
-        ConfigError: ``out`` is a file, or a directory that holds something.
-    """
+    """Check that nothing would be overwritten, but the same run that is gone on with."""
     path = Path(out)
     if resumes and (path / "config.json").is_file():
         return
@@ -62,15 +54,8 @@ class RunDirectory:
     ) -> None:
         """Make the directory and write ``config.json``.
 
-        Args:
-            out: A directory that does not exist or is empty.
-            facts: Everything that decides the run, as JSON values.
-            unigram_entropy: Drawn as a line in the picture.
-            resumed_at: Iteration after which the run goes on; what an earlier process has kept
-                of it there stays up to that iteration, and what it kept of later ones goes.
-
-        Raises:
-            ConfigError: the directory holds something, or cannot be made.
+        ``resumed_at`` is the iteration after which a run goes on: what an earlier process has kept
+        of it stays up to there, and what it kept of later ones goes.
         """
         refuse_used_directory(out, resumes=resumed_at is not None)
         self.path = Path(out)
@@ -101,9 +86,6 @@ class RunDirectory:
 
     def write_model(self, state: Mapping[str, Tensor]) -> None:
         """Write whole parameters and persistent buffers as ``model.safetensors``."""
-        # Here, since torch.distributed.checkpoint is much to import before a run can start.
-        from graphfsdp.checkpoint.safetensors_file import write_state
-
         write_state(self.path / "model.safetensors", state)
 
     def close(self) -> None:
@@ -154,3 +136,25 @@ def _open_tensorboard(path: Path) -> "SummaryWriter | None":
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(log_dir=str(path))
+
+
+def plot_loss(path: Path, history: Sequence[Metrics], *, unigram_entropy: float) -> bool:
+    """Draw training and validation loss over the steps, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    # A Figure of its own, not pyplot: no window system and no global list of figures.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([m.step for m in history], [m.loss for m in history], label="training", linewidth=1)
+    validated = [(m.step, m.val_loss) for m in history if m.val_loss is not None]
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", label="validation", markersize=4)
+    axes.axhline(unigram_entropy, color="gray", linestyle="--", label="unigram entropy")
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    return True

@@ -20,7 +20,7 @@ from graphfsdp.bench.mlperf_command import run_mlperf
 from graphfsdp.bench.time_to_target import olympic_mean, read_log, run_record
 from graphfsdp.cli import main
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.mllog_check import RULES, rules_for
+from graphfsdp.training.mllog import RULES, rules_for
 
 TEXT = argparse.__file__
 SMALL = (  # noqa: SIM905

@@ -18,8 +18,8 @@ from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
 from graphfsdp.planning.training_plan import Speeds, estimate_time
 from graphfsdp.sharding.module import unit_of
+from graphfsdp.training.build import shard_model
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.sharding import shard_model
 from ranks import RankPool
 from sharding_helpers import STRATEGIES
 

@@ -76,7 +76,7 @@ SEAMS = frozenset(
 )
 CROWDED = frozenset(
     {
-        *("graphfsdp._capture", "graphfsdp.bench", "graphfsdp.training"),
+        *("graphfsdp._capture", "graphfsdp.bench"),
     }
 )
 

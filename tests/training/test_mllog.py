@@ -19,10 +19,10 @@ import graphfsdp
 from graphfsdp.cli import main
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training import build, loop
+from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.corpus import load_corpus
+from graphfsdp.training.data import load_corpus
 from graphfsdp.training.mllog import MlperfLog, is_success
-from graphfsdp.training.presets import find_preset
 from graphfsdp.training.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,8 @@ import torch
 
 from graphfsdp.config import Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.arguments import make_parser, parse_train_arguments
+from graphfsdp.training.arguments import PRESETS, find_preset, make_parser, parse_train_arguments
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.presets import PRESETS, find_preset
 
 
 def parse(line: str) -> TrainConfig:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.corpus import Corpus, load_corpus
-from graphfsdp.training.data import BatchSampler
+from graphfsdp.training.data import BatchSampler, Corpus, load_corpus
 
 
 def write(path: Path, content: bytes) -> str:

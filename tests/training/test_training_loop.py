@@ -97,8 +97,7 @@ def test_validation_loss_is_that_of_the_kept_parameters(
     device: torch.device, tmp_path: Path
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    from graphfsdp.training.corpus import load_corpus
-    from graphfsdp.training.data import BatchSampler
+    from graphfsdp.training.data import BatchSampler, load_corpus
     from graphfsdp.training.evaluation import validation_loss
     from graphfsdp.training.gpt import GPT, GPTConfig
 

@@ -14,8 +14,7 @@ from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics
-from graphfsdp.training.plot import plot_loss
-from graphfsdp.training.run_directory import RunDirectory
+from graphfsdp.training.run_directory import RunDirectory, plot_loss
 
 METRICS = Metrics(
     step=7,

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.flags import LrDecayStyle, LrWsdDecayStyle
-from graphfsdp.training.schedule import learning_rate, make_scheduler
+from graphfsdp.optim import ParamScheduler
+from graphfsdp.training.config import LrDecayStyle, LrWsdDecayStyle, TrainConfig
 
 CONFIG = TrainConfig(lr=1.0, min_lr=0.2, lr_warmup_iters=10, train_iters=110)
+
+
+def learning_rate(config: TrainConfig, iteration: int) -> float:
+    return config.schedule.learning_rate(iteration, config.lr)
 
 
 def test_warm_up_rises_in_equal_parts_to_the_full_rate() -> None:
@@ -62,7 +65,7 @@ def test_cosine_is_a_half_wave() -> None:
 
 def test_torch_s_scheduler_sets_these_rates() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=CONFIG.lr)
-    scheduler = make_scheduler(CONFIG, optimizer)
+    scheduler = ParamScheduler(optimizer, CONFIG.schedule)
     for iteration in range(CONFIG.train_iters):
         expected = learning_rate(CONFIG, iteration)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-12)

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.utilization import describe_mfu, flops_per_token, peak_tflops
+from graphfsdp.training.metrics import describe_mfu, flops_per_token, peak_tflops
 
 CONFIG = GPTConfig(
     vocab_size=100, seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=4
