@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphfsdp._capture.trace.watch_modes import is_watching_mode
+from graphfsdp._capture.rules.watcher import is_watching_mode
 from graphfsdp._capture.undo.copy_on_write import is_undo_mode
 from graphfsdp.errors import NotCopyableError, PhaseError
 

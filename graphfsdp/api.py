@@ -1,7 +1,11 @@
-"""`graphfsdp.capture`: checks the arguments and joins the legs into a captured step."""
+"""`graphfsdp.capture`: checks the arguments and joins the packages into a captured step."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +16,6 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
-from graphfsdp.capture_hook import answerable
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, UndoReplays
 from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.optim.adapters.joint import JointOptimizer
@@ -25,16 +28,49 @@ from graphfsdp.preconditions import (
     precision_of,
     refuse_beside_iteration,
     refuse_clipping_of_scaled_gradients,
+    refuse_compiled_modules,
     refuse_foreign_optimizer,
     refuse_other_types,
+    refuse_parallel_wrapper,
     refuse_several,
     refuse_unreduced_parameters,
     trainable_of_all,
 )
-from graphfsdp.wrapped import refuse_compiled_modules, refuse_parallel_wrapper
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Belongs to a context, not to the module: other threads and tasks capture as ever.
+_ANSWER: ContextVar[Callable[..., Any] | None] = ContextVar("graphfsdp_capture", default=None)
 
 
-@answerable
+@contextmanager
+def answering(answer: Callable[..., Any]) -> Iterator[None]:
+    """Give every call of ``graphfsdp.capture`` in the body to a function, for a check of scripts.
+
+    Args:
+        answer: Takes ``model``, ``optimizer`` and the keyword arguments that were given.
+    """
+    token = _ANSWER.set(answer)
+    try:
+        yield
+    finally:
+        _ANSWER.reset(token)
+
+
+def _answerable(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        answer = _ANSWER.get()
+        if answer is None:
+            return function(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        answered: R = answer(**bound.arguments)
+        return answered
+
+    return call
+
+
+@_answerable
 def capture(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -7,30 +7,82 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
-from graphfsdp.wrapped import unwrap_optimizer
 
 _MAX_LISTED = 5
+# Packages whose optimizer wrappers only decide when the inner optimizer steps, which a captured
+# step decides by itself. Other wrappers (Lookahead and its like) are optimizers of their own.
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """Return the optimizer without the wrapper that Accelerate or Fabric put around it.
 
     Raises:
-        ConfigError: it is no optimizer.
+        ConfigError: it is no optimizer, or the wrapper scales the loss on the host.
     """
-    inner = unwrap_optimizer(optimizer)
+    inner: Any = optimizer
+    while _is_wrapper(inner):
+        if getattr(inner, "scaler", None) is not None:
+            package = type(inner).__module__.partition(".")[0]
+            raise ConfigError(
+                f"{package}'s {type(inner).__name__} scales the loss with a GradScaler, which "
+                "reads on the host whether a gradient is finite. Remedy: mixed_precision='bf16' "
+                "or 'no', or FusedAdam(grad_scaler=graphfsdp.optim.DeviceGradScaler(...)), which "
+                "scales inside the graph"
+            )
+        inner = inner.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     return inner
+
+
+def _is_wrapper(optimizer: object) -> bool:
+    package = type(optimizer).__module__.partition(".")[0]
+    inner = getattr(optimizer, "optimizer", None)
+    return package in _WRAPPERS and isinstance(inner, torch.optim.Optimizer)
+
+
+def refuse_parallel_wrapper(model: nn.Module) -> None:
+    """Refuse torch's own data parallelism.
+
+    Raises:
+        ConfigError: a module is wrapped in DistributedDataParallel or DataParallel.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            where = f"module {name!r}" if name else "the model"
+            raise ConfigError(
+                f"{where} is wrapped in {type(module).__name__}, whose collectives are issued by "
+                "C++ code that a recording does not see whole. Remedy: leave the wrapper off and "
+                "call graphfsdp.fully_shard(model, strategy='no_shard'), which averages the "
+                "gradients inside the graph, or stay eager with scope='none'"
+            )
+
+
+def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
+    """Refuse modules of torch.compile on a CPU, before minutes are spent on compiling them.
+
+    Raises:
+        ConfigError: there is one, and the graph would be one of a CPU.
+    """
+    for name in compiled_modules(model) if device.type == "cpu" else ():
+        where = f"module {name!r}" if name else "the model"
+        raise ConfigError(
+            f"{where} is compiled by torch.compile; its kernels are invisible to a recording "
+            "on a CPU and would be missing from every replay. Remedy: capture the uncompiled "
+            "model on a CPU (on CUDA compiled kernels are captured)"
+        )
 
 
 def refuse_other_types(model: object, loss_fn: object, mp_policy: object) -> None:

@@ -23,7 +23,7 @@ from fake_cuda_classes import event_base, graph_base, stream_base
 from fake_cuda_state import DEVICE, GRAPH_HANDLE, FakeCuda, PlayedMode, cuda_error
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp.optim import FusedAdam
-from graphfsdp.preflight.cpu_instead import CpuInstead
+from graphfsdp.preflight.script import CpuInstead
 from zoo_models import WIDTH, Squared
 
 

@@ -20,7 +20,7 @@ from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.ranks.collective_order import is_collective
 from graphfsdp._capture.report.description import Description, Region, region
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
-from graphfsdp._capture.trace.sites import Site
+from graphfsdp._capture.trace.source import Site
 from graphfsdp._capture.trace.storages import StorageInfo
 from graphfsdp._capture.trace.values import Node, Value, materialise, values_in
 

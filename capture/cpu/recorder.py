@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.rules.refusals import Refusal, new_generator
+from graphfsdp._capture.rules.refusals import NEW_GENERATOR, Refusal
 from graphfsdp._capture.rules.watcher import Run, Watcher
 from graphfsdp._capture.trace.op_tensors import (
     TRUSTED_NAMESPACES,
@@ -207,7 +207,7 @@ class Recorder(Watcher):
     def _judge_generators(self, op: str, values: Sequence[Any]) -> None:
         for generator in values:
             if isinstance(generator, torch.Generator) and _is_new(generator):
-                self.refuse(op, new_generator(op))
+                self.refuse(op, NEW_GENERATOR.of(op))
 
     def _run_inplace_view(self, op: str, args: Sequence[Any], run: Run) -> Any:
         """Run an operator that changes how its argument looks at its storage, and nothing else.

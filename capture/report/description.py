@@ -21,7 +21,7 @@ from graphfsdp._capture.trace.program_facts import (
     NodeKind,
     ProgramFacts,
 )
-from graphfsdp._capture.trace.sites import Site
+from graphfsdp._capture.trace.source import Site
 from graphfsdp._capture.trace.storages import span
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")

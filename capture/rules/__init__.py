@@ -1,4 +1,4 @@
 """What a capture may not do, and how it is seen.
 
-Imports trace.
+Imports trace and graphfsdp.base.
 """

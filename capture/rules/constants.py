@@ -1,42 +1,227 @@
-"""Compares the Python values of the last warm-up with those that the capture would bake in."""
+"""The Python values that go into an iteration's operators, and where two runs differ.
+
+A number that differs between two iterations (a counter, a clock, an annealed weight) is one that
+a replay would freeze without an error.
+"""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
 from graphfsdp._capture.rules.refusals import Refusal
-from graphfsdp._capture.trace.compiled_code import has_compiled, has_compiled_regions
-from graphfsdp._capture.trace.constant_log import (
-    ConstantEntry,
-    ConstantLog,
-    Steps,
-    baked_value,
-    fewer_steps,
-    other_memory,
-    other_path,
+from graphfsdp._capture.rules.remedies import running_optimizer
+from graphfsdp._capture.trace.op_tensors import LITERAL_OPS, OperatorMode, flat_tensors
+from graphfsdp._capture.trace.source import (
+    ModuleTracker,
+    has_compiled,
+    has_compiled_regions,
+    user_line_in_backward,
+    user_source_line,
 )
-from graphfsdp._capture.trace.op_tensors import LITERAL_OPS
-from graphfsdp._capture.trace.source import ModuleTracker, user_line_in_backward, user_source_line
-from graphfsdp._capture.trace.watch_modes import OperatorMode
-from graphfsdp._capture.undo.host_optimizer import running_optimizer
+from graphfsdp._capture.trace.storages import has_storage, storage_of
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")
+_LITERAL_BYTES = 1 << 20  # contents beyond this are not compared
+_NUMBERS = (bool, int, float, complex, str)
+
+Steps = dict[int, tuple[str, int]]  # by optimizer: what it is, its steps
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantEntry:
+    """One operator call.
+
+    Attributes:
+        op: The operator's name.
+        values: Its arguments that are no tensors, in order.
+        site: Number of the place in the user's program.
+        outside: Where each tensor lies that the run has not made itself; 0 for those that it has.
+    """
+
+    op: str
+    values: tuple[Any, ...] = ()
+    site: int = 0
+    outside: tuple[int, ...] = ()
+
+
+_NOTHING = ConstantEntry("nothing")
+
+
+@dataclass(frozen=True)
+class ConstantDifference:
+    """Two runs of one iteration that were not given the same values.
+
+    Attributes:
+        op: The operator's name.
+        site: Number of its place in the second run; None at the end of that run.
+        refusal: What that means.
+    """
+
+    op: str
+    site: int | None
+    refusal: Refusal
+
+
+class ConstantLog:
+    """The operator calls of one run."""
+
+    def __init__(self) -> None:
+        self.entries: list[ConstantEntry] = []
+        self.num_steps: Steps = {}
+        self._made: set[int] = set()  # storages
+
+    def add(
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        site: int = 0,
+    ) -> None:
+        """Note a call."""
+        given = [*args, *kwargs.values()]
+        values, places = _values(given), _places(given)
+        if op._schema.name in LITERAL_OPS:
+            # A look at the contents is none of the iteration's operators.
+            with _disable_current_modes():
+                values.append(_contents(args[0]))
+            self._made.update(places)  # anew in each run
+        outside = tuple(0 if place in self._made else place for place in places)
+        self.entries.append(ConstantEntry(str(op), tuple(values), site, outside))
+
+    def add_results(self, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
+        """Note what the call that was added last has made."""
+        given = _places([*args, *kwargs.values()])
+        self._made.update(set(_places([results])).difference(given))
+
+    def add_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer steps, whatever its operators are."""
+        name = f"{type(optimizer).__name__}.step"
+        self.entries.append(ConstantEntry(name))
+        self.num_steps[id(optimizer)] = name, self.num_steps.get(id(optimizer), (name, 0))[1] + 1
+
+    def differences(self, other: "ConstantLog") -> Iterator[ConstantDifference]:
+        """Yield where another run from the same state was given other values, each place once."""
+        told: set[tuple[str, int]] = set()
+        for mine, its in zip(self.entries, other.entries, strict=False):
+            refusal = difference(mine, its)
+            if refusal is not None and (its.op, its.site) not in told:
+                told.add((its.op, its.site))
+                yield ConstantDifference(its.op, its.site, refusal)
+            if mine.op != its.op:
+                return
+        count = min(len(self.entries), len(other.entries))
+        for mine in self.entries[count : count + 1]:
+            refusal = difference(mine, _NOTHING)
+            assert refusal is not None
+            yield ConstantDifference(mine.op, None, refusal)
+        for its in other.entries[count : count + 1]:
+            refusal = difference(_NOTHING, its)
+            assert refusal is not None
+            yield ConstantDifference(its.op, its.site, refusal)
+
+
+def _places(items: Sequence[Any]) -> list[int]:
+    """Return the addresses of the storages of tensors."""
+    return [storage_of(each, "")._cdata for each in flat_tensors(items) if has_storage(each)]
+
+
+def _values(items: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, list | tuple):
+            found.append(len(item))
+            found.extend(_values(item))
+        elif isinstance(item, float | complex):
+            found.append(repr(item))  # NaN is equal to itself
+        elif isinstance(item, _NUMBERS) or item is None:
+            found.append(item)
+        elif isinstance(item, torch.dtype | torch.device | torch.layout):
+            found.append(str(item))
+    return found
+
+
+def _contents(tensor: Tensor) -> Any:
+    if tensor.numel() * tensor.element_size() > _LITERAL_BYTES or tensor.device.type != "cpu":
+        return None
+    return str(tensor.tolist()) if tensor.numel() <= 8 else hash(str(tensor.tolist()))
+
+
+def difference(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
+    """Return why two runs differ at one point; None if they do not."""
+    if before.op != now.op:
+        return Refusal(
+            f"the iteration ran {before.op} in one run and {now.op} at the same point of the next "
+            "one: a decision that Python takes anew each time (a counter, a clock, a random "
+            "number); a replay repeats one path for ever",
+            "decide on the device (torch.where), or outside the iteration with one captured step "
+            "for each path",
+            HazardKind.CONTROL_FLOW,
+        )
+    if before.values != now.values:
+        pairs = zip(before.values, now.values, strict=False)
+        was, is_now = next(((a, b) for a, b in pairs if a != b), (len(before.values), 0))
+        return Refusal(
+            f"{now.op} was given {was} in one run of the iteration and {is_now} in the next one, "
+            "with nothing on the device to explain it: a Python value (a counter, a clock, a "
+            "random number) that a replay would go on with unchanged",
+            "keep it in a tensor that is changed in place (fill_, add_), pass it as a tensor of "
+            "the batch, or draw it with torch.rand; one that soon stays as it is needs more "
+            "warmup_steps",
+            HazardKind.BAKED_NUMBER,
+        )
+    places = zip(before.outside, now.outside, strict=False)
+    if any(was and is_now and was != is_now for was, is_now in places):
+        return Refusal(
+            f"{now.op} read a tensor in one run of the iteration and another one in the next, "
+            "which the run has not made itself: one that Python keeps of the iteration before, or "
+            "has replaced between them; every replay would read the same one again",
+            "keep it in one tensor that is updated in place (copy_), a buffer for instance, or "
+            "pass it as a tensor of the batch",
+            HazardKind.STATE,
+        )
+    return None
+
+
+def unseen_read(refusal: Refusal) -> Refusal:
+    """Return the refusal of a value that followed the tensors though no read of them was seen."""
+    was = refusal.what.partition(",")[0]
+    return Refusal(
+        f"{was}, after the state had moved on: the value was read out of a tensor's memory by a "
+        "way that shows no call (a NumPy array that shares it, a C library), and a replay would "
+        "go on with this one",
+        "compute it with tensor operations",
+        HazardKind.HOST_READ,
+    )
+
+
+def _fewer_steps(before: Steps, now: Steps) -> CaptureError | None:
+    """Return why an optimizer steps less often than in an iteration before; None if none does."""
+    for key, (name, most) in before.items():
+        count = now.get(key, (name, 0))[1]
+        if count < most:
+            return CaptureError(
+                f"the iteration called {name} {count} times, and {most} times in a run before: a "
+                "decision that Python takes anew each time; a replay repeats one path for ever. "
+                "Remedy: step in every call: microbatches= of capture accumulates gradients, and "
+                "skip_nonfinite leaves steps out; or one captured step for each path",
+                kind=HazardKind.CONTROL_FLOW,
+            )
+    return None
 
 
 class ConstantWatch:
     """What Python gave to the operators of the iteration before a capture.
-
-    A number that differs between two iterations (a counter, a clock, an annealed weight) is one
-    that a replay would freeze without an error.
 
     Attributes:
         failure: Why the last capture was refused here; None if it was not.
@@ -60,7 +245,6 @@ class ConstantWatch:
         self._model = model
         self._device = device
         self._optimizers = optimizers
-        self._with_optimizer = bool(optimizers)
         self._expected: ConstantLog | None = None
         self._is_settled = False
         self._most_steps: Steps = {}
@@ -80,7 +264,7 @@ class ConstantWatch:
         if self._may_run_compiled_code(is_first=is_first):
             yield
             return
-        mode = _ConstantMode(without_optimizer=self._with_optimizer)
+        mode = _ConstantMode(without_optimizer=bool(self._optimizers))
         with _SameFunctions(), mode:
             yield
         self._expected, self._is_settled = mode.log, not is_first
@@ -102,25 +286,23 @@ class ConstantWatch:
         if expected is None:
             yield
             return
-        tracker = ModuleTracker(self._model)
         mode = _ComparingMode(
-            expected,
-            tracker,
-            follows_path=follows_path,
-            without_optimizer=self._with_optimizer,
+            expected, ModuleTracker(self._model), without_optimizer=bool(self._optimizers)
         )
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
-        with tracker.tracking(), mode:
+        with mode.tracker.tracking(), mode:
             yield
         self._expected, self._is_settled = mode.log, True
-        self.failure = mode.finish()
-        fewer = fewer_steps(self._most_steps, mode.log.num_steps)
-        if self.failure is None and fewer is not None:
-            self.failure = CaptureError(fewer.message, kind=fewer.kind)
+        failure = mode.finish()
+        # Operators that only the first run has called shift all that follow: then a value was
+        # compared with one of another place.
+        if mode.is_aligned or follows_path:
+            self.failure = failure
+        self.failure = self.failure or _fewer_steps(self._most_steps, mode.log.num_steps)
         self._count_steps(mode.log)
         if self.failure is not None:
             raise self.failure
-        self._elsewhere = mode.elsewhere
+        self._elsewhere = mode.elsewhere if mode.is_aligned else None
         self._name_idle(mode.log)
 
     def check_memory(self) -> None:
@@ -196,7 +378,7 @@ class _ConstantMode(OperatorMode):
         if op.namespace != "profiler":
             before, self._stepping = self._stepping, self._optimizer_left_out()
             if self._stepping is None:
-                self._note(op, args, kwargs)
+                self.log.add(op, args, kwargs)
                 self._compare_last()
             elif self._stepping is not before:
                 self.log.add_step(self._stepping)
@@ -214,71 +396,47 @@ class _ConstantMode(OperatorMode):
     def _compare_last(self) -> None:
         """Compare what was noted last, if there is something to compare it with."""
 
-    def _note(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        is_literal = op._schema.name in LITERAL_OPS
-        # A look at the contents is none of the iteration's operators.
-        with _disable_current_modes() if is_literal else nullcontext():
-            self.log.add(op, args, kwargs, 0, is_literal=is_literal)
-
 
 class _ComparingMode(_ConstantMode):
     """Compares each operator with what was noted, while the user's line can still be told."""
 
     def __init__(
-        self,
-        expected: ConstantLog,
-        tracker: ModuleTracker,
-        *,
-        follows_path: bool,
-        without_optimizer: bool,
+        self, expected: ConstantLog, tracker: ModuleTracker, *, without_optimizer: bool
     ) -> None:
         super().__init__(without_optimizer=without_optimizer)
+        self.tracker = tracker
+        self.is_aligned = True  # both went the same way
+        self.elsewhere: CaptureError | None = None  # what read other memory than the run before
         self._expected = iter(expected.entries)
-        self._tracker = tracker
-        self._follows_path = follows_path
-        self._is_aligned = True
         self._failure: CaptureError | None = None
-        self._elsewhere: CaptureError | None = None
 
     def _compare_last(self) -> None:
-        if self._is_aligned:
-            self._compare(next(self._expected, None), self.log.entries[-1])
-
-    def _compare(self, before: ConstantEntry | None, now: ConstantEntry | None) -> None:
-        op, was = (entry.op if entry else "nothing" for entry in (now, before))
-        if before is None or now is None or before.op != now.op:
-            self._is_aligned = False
-            refusal: Refusal | None = other_path(was, op)
-        else:
-            refusal = baked_value(before, now)
-            elsewhere = None if refusal is not None else other_memory(before, now)
-            if elsewhere is not None and self._elsewhere is None:
-                self._elsewhere = self._error(elsewhere, op)
-        if refusal is not None and self._failure is None:
-            self._failure = self._error(refusal, op if now else was)
-
-    def _error(self, refusal: Refusal, op: str) -> CaptureError:
-        in_backward = torch._C._current_autograd_node() is not None
-        return CaptureError(
-            refusal.message,
-            op=op,
-            module_path=self._tracker.path,
-            source=user_line_in_backward() if in_backward else user_source_line(),
-            kind=refusal.kind,
-        )
+        if self.is_aligned:
+            self._compare(next(self._expected, _NOTHING), self.log.entries[-1])
 
     def finish(self) -> CaptureError | None:
         """Return what was found; for the end, so that no collective is left out."""
-        left = next(self._expected, None)
-        if left is not None and self._is_aligned:
-            self._compare(left, None)
-        # Operators that only the first run has called shift all that follow: then a value was
-        # compared with one of another place.
-        return self._failure if self._is_aligned or self._follows_path else None
+        if self.is_aligned:
+            self._compare(next(self._expected, _NOTHING), _NOTHING)
+        return self._failure
 
-    @property
-    def elsewhere(self) -> CaptureError | None:
-        """What read other memory than the run before, if both went the same way."""
-        return self._elsewhere if self._is_aligned else None
+    def _compare(self, before: ConstantEntry, now: ConstantEntry) -> None:
+        self.is_aligned = before.op == now.op
+        refusal = difference(before, now)
+        if refusal is None:
+            return
+        is_memory = refusal.kind is HazardKind.STATE
+        if (self.elsewhere if is_memory else self._failure) is not None:
+            return
+        in_backward = torch._C._current_autograd_node() is not None
+        error = CaptureError(
+            refusal.message,
+            op=(before if now is _NOTHING else now).op,
+            module_path=self.tracker.path,
+            source=user_line_in_backward() if in_backward else user_source_line(),
+            kind=refusal.kind,
+        )
+        if is_memory:
+            self.elsewhere = error
+        else:
+            self._failure = error

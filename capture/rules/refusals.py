@@ -1,41 +1,28 @@
-"""What a capture may not do, in one place for both backends.
+"""What a capture may not do: reasons and remedies, and the judgement of operators.
 
-Each rule answers with a reason and a remedy, or None. The CUDA column of DESIGN's contract is
-enforced by the driver too (errors 900 to 908); these rules speak first, and in names.
+One place for both backends. The CUDA column of the graph contract is enforced by the driver too
+(errors 900 to 908); these rules speak first, and in names.
 """
 
+import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.rules.backward import host_reading_gradient
+from graphfsdp._capture.trace.op_tensors import draws_numbers, flat_tensors
 from graphfsdp.base.hazards import HazardKind
 
 Varies = Callable[[Tensor], bool]
-
-_HOST_READ_REMEDY = (
-    "keep the value on the device (torch.where instead of `if`, a 0-D tensor instead of a "
-    "number), or move the read outside the captured iteration"
-)
-_SHAPE_REMEDY = (
-    "use a fixed-shape form: multiply by the mask or torch.where instead of boolean indexing, "
-    "torch.topk or a padded capacity instead of nonzero, output_size= for repeat_interleave"
-)
-_INDEX_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-_GENERATOR_REMEDY = (
-    "set the state before the loop; in place of torch.utils.checkpoint call graphfsdp.recompute, "
-    "or pass it preserve_rng_state=False and context_fn=graphfsdp.recompute_contexts"
-)
-
 
 # Numbers of the CUDA errors that a capture would end in (cuda_errors.py has their meaning).
 UNSUPPORTED = 900
 UNJOINED = 904
 ISOLATION = 905
-CAPTURED_EVENT = 907
 
 
 @dataclass(frozen=True)
@@ -43,7 +30,7 @@ class Refusal:
     """Why a graph cannot hold an operation, and what to do.
 
     Attributes:
-        what: What the operation does, and why a graph cannot hold it.
+        what: What the operation does, and why a graph cannot hold it; ``{}`` stands for its name.
         remedy: What to do.
         kind: What sort of thing it is.
         cuda_error: Number of the CUDA error that it causes, None if it causes none.
@@ -54,90 +41,202 @@ class Refusal:
     kind: HazardKind
     cuda_error: int | None = None
 
+    def of(self, name: object) -> "Refusal":
+        """Return the refusal of an operation with its name filled in."""
+        return dataclasses.replace(self, what=self.what.format(name))
+
     @property
     def message(self) -> str:
         """Both as one sentence each."""
         return f"{self.what}. Remedy: {self.remedy}"
 
 
-def host_read(how: str) -> Refusal:
-    """Return the refusal of a read of an iteration's value on the host."""
-    return Refusal(
-        f"{how} reads a value of the iteration on the host; a replay runs recorded kernels and "
-        "no Python, so every later iteration would go on with the value of this one",
-        _HOST_READ_REMEDY,
-        HazardKind.HOST_READ,
-        UNSUPPORTED,
+HOST_READ = Refusal(
+    "{} reads a value of the iteration on the host; a replay runs recorded kernels and no Python, "
+    "so every later iteration would go on with the value of this one",
+    "keep the value on the device (torch.where instead of `if`, a 0-D tensor instead of a "
+    "number), or move the read outside the captured iteration",
+    HazardKind.HOST_READ,
+    UNSUPPORTED,
+)
+READ_IN_A_LIST = dataclasses.replace(
+    HOST_READ,
+    remedy="torch.stack or torch.cat for tensors; make an index or a literal from numbers that "
+    "never change, or outside the iteration",
+)
+HOST_WAIT = Refusal(
+    "{} makes the host ask or wait for the device inside the iteration; CUDA does not permit that "
+    "during a capture, and a replay runs no Python",
+    "order streams among themselves (wait_stream, wait_event), and time or wait outside the "
+    "iteration",
+    HazardKind.SYNCHRONIZE,
+    UNSUPPORTED,
+)
+HOST_WRITE = Refusal(
+    "{} runs a Python function on every element, which a replay would leave out",
+    "write it with tensor operations",
+    HazardKind.HIDDEN_WRITE,
+)
+RAW_ADDRESS = Refusal(
+    "{} hands out an address; what is read or written through it (ctypes, NumPy, a C library) is "
+    "in no recording, and in a replay intermediate tensors lie elsewhere",
+    "make the code an operator that declares what it writes (torch.library.custom_op)",
+    HazardKind.HIDDEN_WRITE,
+)
+NO_STORAGE = Refusal(
+    "a tensor of layout {} has no storage that a graph could hold at a fixed address",
+    "use strided (dense) tensors inside the iteration",
+    HazardKind.MEMORY,
+)
+RESIZED_STORAGE = Refusal(
+    "{} gives memory back or takes new memory inside the iteration, below all operators; a "
+    "graph's addresses are fixed, so a replay would use freed memory",
+    "keep the storage at its full size (graphfsdp.fully_shard frees by letting go)",
+    HazardKind.MEMORY,
+)
+GENERATOR_STATE = Refusal(
+    "{} reads or sets the state of a random generator inside the iteration; a replay advances the "
+    "generator by itself and never runs this Python",
+    "set the state before the loop; in place of torch.utils.checkpoint call graphfsdp.recompute, "
+    "or pass it preserve_rng_state=False and context_fn=graphfsdp.recompute_contexts",
+    HazardKind.GENERATOR,
+)
+NEW_GENERATOR = Refusal(
+    "{} draws from a random generator that is as new; if the iteration makes it, eager would "
+    "start it anew each time, and a replay goes on drawing from one",
+    "make the generator before the loop, and seed it",
+    HazardKind.GENERATOR,
+)
+PYTHON_RANDOM = Refusal(
+    "{} draws from a generator of Python inside the iteration; a replay runs no Python, so this "
+    "one number, or the branch that it decides, would stay for ever",
+    "draw on the device (torch.rand), or draw outside and pass the number as a tensor of the batch",
+    HazardKind.BAKED_NUMBER,
+)
+SCHEDULER = Refusal(
+    "{} counts in Python and sets learning rates inside the iteration; a replay runs no Python, "
+    "so the schedule would stand still",
+    "call it after the captured step, outside the iteration: replays see the learning rates that "
+    "it sets",
+    HazardKind.BAKED_NUMBER,
+)
+THREAD = Refusal(
+    "{} hands work to another Python thread inside the iteration; a recording follows one thread, "
+    "so what the other one computes or reads is missing from every replay",
+    "do it on the thread of the iteration, or outside the iteration",
+    HazardKind.THREAD,
+)
+COMPILED = Refusal(
+    "{} is compiled by torch.compile; its kernels are invisible to a recording on a CPU and would "
+    "be missing from every replay",
+    "capture the uncompiled module on a CPU (on CUDA compiled kernels are recorded)",
+    HazardKind.COMPILED,
+)
+HIGHER_ORDER = Refusal(
+    "{} is a higher-order operator; which of its functions runs is decided in Python",
+    "write it with tensor operations, such as torch.where on both results",
+    HazardKind.CONTROL_FLOW,
+    UNSUPPORTED,
+)
+OBJECT_COLLECTIVE = Refusal(
+    "{} sends Python objects between ranks inside the iteration; it reads lengths on the host, and "
+    "a replay runs no Python that could send new ones",
+    "exchange tensors of fixed shape (functional collectives), or do it outside the iteration",
+    HazardKind.COLLECTIVE,
+    UNSUPPORTED,
+)
+SECRET_COLLECTIVE = Refusal(
+    "{} is a collective that writes tensors without saying so in its schema",
+    "use functional collectives (torch.distributed._functional_collectives) or run the collective "
+    "outside the captured iteration",
+    HazardKind.COLLECTIVE,
+)
+PAGEABLE_COPY = Refusal(
+    "{} copies a tensor from pageable host memory to the device inside the iteration; CUDA does "
+    "not permit that during a capture (error 900), and a replay would repeat the old contents",
+    "make the tensor on the device (device=x.device), or before the iteration",
+    HazardKind.HOST_TENSOR,
+    UNSUPPORTED,
+)
+HOST_SCALAR = Refusal(
+    "{} reads a 0-D CPU tensor beside CUDA tensors; its value is baked into the kernel's "
+    "arguments and later changes never reach a replay",
+    "keep the scalar on the device (tensor.to(device) before the loop)",
+    HazardKind.BAKED_NUMBER,
+)
+DYNAMIC_SHAPE = Refusal(
+    "{} returns a tensor whose shape depends on values; a graph's shapes are fixed",
+    "use a fixed-shape form: multiply by the mask or torch.where instead of boolean indexing, "
+    "torch.topk or a padded capacity instead of nonzero, output_size= for repeat_interleave",
+    HazardKind.DYNAMIC_SHAPE,
+    UNSUPPORTED,
+)
+READING_GRADIENT = Refusal(
+    "the gradient of {} is computed by reading values on the host, which a graph cannot hold "
+    "(under a recording torch takes another formula, with other last bits)",
+    "",
+    HazardKind.GRADIENT,
+    UNSUPPORTED,
+)
+RANDOM_RECOMPUTE = Refusal(
+    "{} draws random numbers while activations are recomputed, without the generator being set "
+    "back (which a graph cannot do): the second draw differs from the first, so gradients are "
+    "wrong while the loss looks right",
+    "call graphfsdp.recompute in place of torch.utils.checkpoint; it draws nothing twice",
+    HazardKind.RECOMPUTE,
+)
+
+_WHERE = "torch.where(mask, value, x)"
+# Operators whose gradient torch computes by reading values on the host: name, overload ("" for
+# all), argument whose gradient it is, remedy, first torch version that no longer reads.
+# Under a dispatch mode torch takes another formula for these, which reads nothing but differs in
+# the last bits. So a CUDA capture of the eager formula fails, and a recording would not be what
+# eager computes. Found by running the gradients of torch's whole operator data base with and
+# without a mode and comparing bits (torch 2.11 to 2.13).
+_READING_GRADIENTS = (
+    ("aten::prod", "", 0, "multiply step by step, or x.log().sum().exp()", None),
+    ("aten::masked_fill", "Tensor", 2, _WHERE, None),
+    ("aten::masked_fill_", "Tensor", 2, _WHERE, None),
+    ("aten::linalg_lstsq", "", 0, "torch.linalg.solve on the normal equations", None),
+    ("aten::cumprod", "", 0, "torch 2.12 or newer", (2, 12)),
+)
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+_INDEX_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_RECOMPUTING = frozenset({"recompute_fn", "unpack_hook", "backward"})
+
+
+def refuse_op(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Varies
+) -> Refusal | None:
+    """Judge an operator call.
+
+    Args:
+        op: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        varies: Tells whether a tensor's contents differ from replay to replay.
+
+    Returns:
+        The refusal, or None if a graph can hold the call.
+    """
+    if op.namespace == "c10d":
+        return SECRET_COLLECTIVE.of(op)
+    inputs = flat_tensors(args) + flat_tensors(kwargs.values())
+    found = (
+        _transfer(op, args, kwargs)
+        or _host_scalar(op, inputs, varies)
+        or _reading_gradient(op, args)
     )
-
-
-def host_wait(how: str) -> Refusal:
-    """Return the refusal of a wait of the host for the device."""
-    return Refusal(
-        f"{how} makes the host ask or wait for the device inside the iteration; CUDA does not "
-        "permit that during a capture, and a replay runs no Python",
-        "order streams among themselves (wait_stream, wait_event), and time or wait outside "
-        "the iteration",
-        HazardKind.SYNCHRONIZE,
-        UNSUPPORTED,
-    )
-
-
-def no_storage(layout: object) -> Refusal:
-    """Return the refusal of a tensor that does not lie in one piece of memory."""
-    return Refusal(
-        f"a tensor of layout {layout} has no storage that a graph could hold at a fixed address",
-        "use strided (dense) tensors inside the iteration",
-        HazardKind.MEMORY,
-    )
-
-
-def generator_state(how: str) -> Refusal:
-    """Return the refusal of reading or setting the state of a random generator."""
-    return Refusal(
-        f"{how} reads or sets the state of a random generator inside the iteration; a replay "
-        "advances the generator by itself and never runs this Python",
-        _GENERATOR_REMEDY,
-        HazardKind.GENERATOR,
-    )
-
-
-def new_generator(how: str) -> Refusal:
-    """Return the refusal of a generator that nothing was drawn from before."""
-    return Refusal(
-        f"{how} draws from a random generator that is as new; if the iteration makes it, eager "
-        "would start it anew each time, and a replay goes on drawing from one",
-        "make the generator before the loop, and seed it",
-        HazardKind.GENERATOR,
-    )
-
-
-def compiled_region(name: str) -> Refusal:
-    """Return the refusal of a region made by torch.compile, which a CPU recording cannot see."""
-    return Refusal(
-        f"{name} is compiled by torch.compile; its kernels are invisible to a recording on a CPU "
-        "and would be missing from every replay",
-        "capture the uncompiled module on a CPU (on CUDA compiled kernels are recorded)",
-        HazardKind.COMPILED,
-    )
-
-
-def higher_order(name: str) -> Refusal:
-    """Return the refusal of an operator that takes functions (torch.cond and its like)."""
-    return Refusal(
-        f"{name} is a higher-order operator; which of its functions runs is decided in Python",
-        "write it with tensor operations, such as torch.where on both results",
-        HazardKind.CONTROL_FLOW,
-        UNSUPPORTED,
-    )
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    if found is not None:
+        return found
+    if _recomputes_randomly(op, args, kwargs):
+        return RANDOM_RECOMPUTE.of(op)
+    dynamic = _has_dynamic_shape(op, args, kwargs)
+    if not dynamic and torch.Tag.data_dependent_output not in op.tags:
+        return None
+    if not any(varies(tensor) for tensor in _deciding(op, args, inputs)):
+        return None  # the same in every replay
+    return DYNAMIC_SHAPE.of(op) if dynamic else HOST_READ.of(op)
 
 
 def _transfer(
@@ -145,25 +244,17 @@ def _transfer(
 ) -> Refusal | None:
     """Judge copies between host and device, which a capture permits from pinned memory only."""
     if op._schema.name == "aten::_to_copy":
-        source, target = args[0].device, kwargs.get("device")
-        host_pinned = args[0].device.type == "cpu" and args[0].is_pinned()
+        source, target, on_host = args[0].device, kwargs.get("device"), args[:1]
     elif op._schema.name == "aten::copy_":
-        source, target = args[1].device, args[0].device
-        host_pinned = any(t.device.type == "cpu" and t.is_pinned() for t in args[:2])
+        source, target, on_host = args[1].device, args[0].device, args[:2]
     else:
         return None
-    if target is None or source.type == torch.device(target).type or host_pinned:
+    pinned = any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in on_host)
+    if target is None or source.type == torch.device(target).type or pinned:
         return None
     if torch.device(target).type == "cpu":
-        return host_read(f"{op} to the host")
-    return Refusal(
-        f"{op} copies a tensor from pageable host memory to the device inside the iteration; "
-        "CUDA does not permit that during a capture (error 900), and a replay would repeat the "
-        "old contents",
-        "make the tensor on the device (device=x.device), or before the iteration",
-        HazardKind.HOST_TENSOR,
-        UNSUPPORTED,
-    )
+        return HOST_READ.of(f"{op} to the host")
+    return PAGEABLE_COPY.of(op)
 
 
 def _host_scalar(
@@ -172,19 +263,36 @@ def _host_scalar(
     """Judge CPU scalar tensors among device tensors: their value becomes a kernel argument."""
     if not any(tensor.device.type == "cuda" for tensor in inputs):
         return None
-    for tensor in inputs:
-        if tensor.device.type == "cpu" and tensor.dim() == 0 and varies(tensor):
-            return Refusal(
-                f"{op} reads a 0-D CPU tensor beside CUDA tensors; its value is baked into the "
-                "kernel's arguments and later changes never reach a replay",
-                "keep the scalar on the device (tensor.to(device) before the loop)",
-                HazardKind.BAKED_NUMBER,
-            )
+    scalars = [each for each in inputs if each.device.type == "cpu" and each.dim() == 0]
+    return HOST_SCALAR.of(op) if any(map(varies, scalars)) else None
+
+
+def _reading_gradient(op: torch._ops.OpOverload, args: Sequence[Any]) -> Refusal | None:
+    for name, overload, argument, remedy, mended in _READING_GRADIENTS:
+        if op._schema.name != name or (overload and op._overloadname != overload):
+            continue
+        value = args[argument] if argument < len(args) else None
+        reads = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+        if reads and (mended is None or mended > _TORCH):
+            return dataclasses.replace(READING_GRADIENT.of(op), remedy=remedy)
     return None
 
 
-def _has_bool_mask(indices: object) -> bool:
-    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(indices))
+def _recomputes_randomly(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Tell whether a backward pass draws numbers anew because it needs activations again."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False  # most are none of these
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _RECOMPUTING and code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return draws_numbers(op, args, kwargs)
+        frame = frame.f_back
+    return False
 
 
 def _has_dynamic_shape(
@@ -206,67 +314,21 @@ def _has_dynamic_shape(
     return torch.Tag.dynamic_output_shape in op.tags
 
 
+def _has_bool_mask(indices: object) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in flat_tensors([indices]))
+
+
 def _deciding(
     op: torch._ops.OpOverload, args: Sequence[Any], inputs: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Return the tensors whose values decide a shape, or are read on the host."""
     if op._schema.name in (*_INDEX_PUT, "aten::index", "aten::masked_select"):
-        return _tensors([args[1]])  # the masks
+        return flat_tensors([args[1]])  # the masks
     if op._schema.name == "aten::_pack_padded_sequence":
         return [args[1]]  # the lengths
     if op._schema.name == "aten::_ctc_loss" and args[0].device.type == "cpu":
-        return _tensors(args[2:4])  # the lengths of inputs and targets, unless they are numbers
+        return flat_tensors(args[2:4])  # the lengths of inputs and targets, unless numbers
     return inputs
-
-
-def refuse_op(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Varies
-) -> Refusal | None:
-    """Judge an operator call.
-
-    Args:
-        op: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        varies: Tells whether a tensor's contents differ from replay to replay.
-
-    Returns:
-        The refusal, or None if a graph can hold the call.
-    """
-    namespace = op.namespace
-    if namespace == "c10d":
-        return Refusal(
-            f"{op} is a collective that writes tensors without saying so in its schema",
-            "use functional collectives (torch.distributed._functional_collectives) or run the "
-            "collective outside the captured iteration",
-            HazardKind.COLLECTIVE,
-        )
-    inputs = _tensors(list(args)) + _tensors(list(kwargs.values()))
-    crossing = _transfer(op, args, kwargs) or _host_scalar(op, inputs, varies)
-    if crossing is not None:
-        return crossing
-    gradient = host_reading_gradient(op, args)
-    if gradient is not None:
-        return Refusal(
-            f"the gradient of {op} is computed by reading values on the host, which a graph "
-            "cannot hold (under a recording torch takes another formula, with other last bits)",
-            gradient.remedy,
-            HazardKind.GRADIENT,
-            UNSUPPORTED,
-        )
-    dynamic = _has_dynamic_shape(op, args, kwargs)
-    if not dynamic and torch.Tag.data_dependent_output not in op.tags:
-        return None
-    if not any(varies(tensor) for tensor in _deciding(op, args, inputs)):
-        return None  # the same in every replay
-    if dynamic:
-        return Refusal(
-            f"{op} returns a tensor whose shape depends on values; a graph's shapes are fixed",
-            _SHAPE_REMEDY,
-            HazardKind.DYNAMIC_SHAPE,
-            UNSUPPORTED,
-        )
-    return host_read(str(op))
 
 
 def is_fixed_result(

@@ -8,24 +8,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from graphfsdp._capture.rules.functions import FunctionRules, is_fixed_one_hot, one_hot
-from graphfsdp._capture.rules.host_reads import host_watch
-from graphfsdp._capture.rules.known_layers import of_layer
-from graphfsdp._capture.rules.recompute import random_recompute
+from graphfsdp._capture.rules.host_calls import host_watch
 from graphfsdp._capture.rules.refusals import (
+    HIGHER_ORDER,
+    NO_STORAGE,
     Refusal,
     is_fixed_result,
-    no_storage,
     refuse_op,
 )
+from graphfsdp._capture.rules.remedies import for_this_place
 from graphfsdp._capture.rules.streams import StreamWatch
-from graphfsdp._capture.trace.op_tensors import LITERAL_OPS, flat_tensors, written_tensors
-from graphfsdp._capture.trace.sites import SiteTable
-from graphfsdp._capture.trace.source import ModuleTracker, user_line_in_backward, user_source_line
+from graphfsdp._capture.trace.op_tensors import (
+    LITERAL_OPS,
+    OperatorMode,
+    flat_tensors,
+    written_tensors,
+)
+from graphfsdp._capture.trace.source import (
+    ModuleTracker,
+    SiteTable,
+    user_line_in_backward,
+    user_source_line,
+)
 from graphfsdp._capture.trace.storages import StorageInfo, StorageTable, has_storage
-from graphfsdp._capture.trace.watch_modes import DispatchMode, FunctionMode
-from graphfsdp._capture.undo.host_optimizer import of_optimizer
 from graphfsdp.base.hazards import HazardLog, SourceLine
 from graphfsdp.errors import CaptureError
 
@@ -81,12 +89,8 @@ class Watcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the body runs.
-
-        Raises:
-            CaptureError: a rule was broken, even where the model swallowed the exception.
-        """
-        functions = FunctionMode(self)
+        """Watch while the body runs; raise a refusal even where the model has swallowed it."""
+        functions = _FunctionMode(self)
         self._thread = threading.get_ident()
         try:
             with ExitStack() as stack:
@@ -144,18 +148,14 @@ class Watcher:
         return site.module, site.source
 
     def refuse(self, op: str, refusal: Refusal) -> None:
-        """Raise the refusal with the module path and the user's line, at once or at the end.
-
-        Raises:
-            CaptureError: unless refusals are deferred.
-        """
+        """Raise or note a refusal, at once or at the end, with the module path and user's line."""
         self.refuse_at(op, refusal, *self.place)
 
     def refuse_at(
         self, op: str, refusal: Refusal, module_path: str | None, source: SourceLine | None
     ) -> None:
         """Raise a refusal with the place that it has; see ``refuse``."""
-        refusal = of_layer(of_optimizer(refusal))
+        refusal = for_this_place(refusal)
         error = CaptureError(
             refusal.message,
             op=op,
@@ -230,14 +230,10 @@ class Watcher:
             self._streams = StreamWatch(self._device)
 
     def refuse_loose_streams(self) -> None:
-        """Refuse side streams that the iteration did not fork or join.
-
-        Raises:
-            CaptureError: there is one, and hazards are not only noted.
-        """
+        """Refuse side streams that the iteration did not fork or join."""
         if self._streams is not None:
-            for found in self._streams.book.findings():
-                self.refuse_at(found.op, found.refusal, found.module_path, found.source)
+            for use, refusal in self._streams.book.findings():
+                self.refuse_at(use.op, refusal, use.module_path, use.source)
 
     def dispatch(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -253,7 +249,7 @@ class Watcher:
         inputs = flat_tensors(args) + flat_tensors(kwargs.values())
         for tensor in inputs:
             if not has_storage(tensor):
-                self._judge(name, no_storage(tensor.layout))
+                self._judge(name, NO_STORAGE.of(tensor.layout))
                 with self.quiet():
                     return op(*args, **kwargs)
         external = not self.is_literal(op)
@@ -280,7 +276,7 @@ class Watcher:
         inputs: Sequence[Tensor],
     ) -> Refusal | None:
         """Return why a graph cannot hold an operator call, None if it can."""
-        return refuse_op(op, args, kwargs, self.varies) or random_recompute(op, args, kwargs)
+        return refuse_op(op, args, kwargs, self.varies)
 
     def _judge(self, op: str, refusal: Refusal | None) -> None:
         if refusal is not None and not self._num_quiet:
@@ -298,7 +294,7 @@ class Watcher:
         varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
         for index, tensor in enumerate(results):
             if not has_storage(tensor):
-                self._judge(name, no_storage(tensor.layout))
+                self._judge(name, NO_STORAGE.of(tensor.layout))
                 continue
             known = self.storages.find(tensor, name)
             news = varies and not is_fixed_result(op, args, index, self.varies)
@@ -318,3 +314,46 @@ class Watcher:
     def is_literal(op: torch._ops.OpOverload) -> bool:
         """Tell whether an operator hands over data that Python has filled in (torch.tensor)."""
         return op._schema.name in LITERAL_OPS
+
+
+class DispatchMode(OperatorMode):
+    """Shows every operator to a watcher."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Have it judged and run."""
+        return self._watcher.dispatch(op, args, kwargs)
+
+    def on_higher_order(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Have it refused, and run it where refusals are deferred."""
+        self._watcher.refuse(str(func), HIGHER_ORDER.of(func))
+        return func(*args, **kwargs)
+
+
+class _FunctionMode(TorchFunctionMode):
+    """Shows every torch function that Python calls to a watcher."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._watcher.on_function(func, args, kwargs or {})
+
+
+def is_watching_mode(mode: object) -> bool:
+    """Tell whether a dispatch mode is the one of a recording."""
+    return isinstance(mode, DispatchMode)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from graphfsdp._capture.trace.compiled_code import has_compiled
+from graphfsdp._capture.trace.source import has_compiled
 
 # Frames of these look into modules for reasons of their own.
 _PLUMBING = ("torch.nn.modules.module", "torch._dynamo.", "graphfsdp.")

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.op_tensors import flat_tensors, scratch_places, written_tensors
-from graphfsdp._capture.trace.watch_modes import OperatorMode
+from graphfsdp._capture.trace.op_tensors import (
+    OperatorMode,
+    flat_tensors,
+    scratch_places,
+    written_tensors,
+)
 
 # What they leave has no contents yet.
 _EMPTY = frozenset(

@@ -1,11 +1,12 @@
-"""Which tensors an operator call takes, reads and writes."""
+"""Which tensors an operator call takes, reads and writes, and the mode that sees operator calls."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operators that write arguments without saying so in their schema.
 SILENT_WRITERS = (
@@ -16,7 +17,6 @@ SILENT_WRITERS = (
     "aten::batch_norm_gather_stats_with_counts",
 )
 RUNNING_STATISTICS = slice(3, 5)  # running_mean and running_var of each of them
-
 
 # Operators of others may write what they do not declare.
 TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional", "profiler")
@@ -133,3 +133,41 @@ def read_tensors(
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             read.extend(flat_tensors([value]))
     return read
+
+
+class OperatorMode(TorchDispatchMode):
+    """Shows operators to whoever derives from it, wrapper tensors being taken apart first."""
+
+    # So that torch.cond and its like arrive here, and are refused by name where their turn comes.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if computes_nothing():
+            return func(*args, **kwargs)
+        if any(is_wrapper_subclass(kind) for kind in types):
+            return NotImplemented  # it desugars itself; its inner operators come back here
+        if isinstance(func, torch._ops.OpOverload):
+            return self.on_op(func, args, kwargs)
+        return self.on_higher_order(func, args, kwargs)
+
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an operator, and return its result."""
+        return op(*args, **kwargs)
+
+    def on_higher_order(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run what is made of operators and is none itself."""
+        return func(*args, **kwargs)

@@ -5,7 +5,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from graphfsdp._capture.trace.sites import Site
+from graphfsdp._capture.trace.source import Site
 
 
 class NodeKind(enum.Enum):

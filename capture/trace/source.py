@@ -1,11 +1,16 @@
-"""Where in the user's program an operation comes from: module path and source line."""
+"""Where in the user's program something comes from: phase, module, line, assignment."""
 
+import dis
+import enum
 import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +31,8 @@ _OURS = (
 _SKIPPED = (_TORCH, *_OURS)
 _PYTHON = sysconfig.get_path("stdlib")  # contextlib, copy and the like only pass calls on
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_NO_SEQUENCE = 2**64 - 1  # what AccumulateGrad has instead of a number of its own
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def is_users_file(file: str) -> bool:
@@ -53,12 +60,11 @@ def user_line_in_backward() -> SourceLine | None:
 
 
 def _innermost(end: str | None) -> SourceLine | None:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != end:
         if is_users_file(frame.f_code.co_filename):
-            code = frame.f_code
-            return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
-        frame = frame.f_back  # type: ignore[assignment]
+            return _line_in(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
     return None
 
 
@@ -67,9 +73,8 @@ def user_line_of(error: BaseException) -> SourceLine | None:
     found = None
     trace = error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if is_users_file(code.co_filename):
-            found = SourceLine(code.co_filename, trace.tb_lineno, code.co_qualname)
+        if is_users_file(trace.tb_frame.f_code.co_filename):
+            found = _line_in(trace.tb_frame.f_code, trace.tb_lineno)
         trace = trace.tb_next
     return found
 
@@ -81,15 +86,38 @@ def definition_of(function: object) -> SourceLine | None:
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     if code is None or not is_users_file(code.co_filename):
         return None
-    return SourceLine(code.co_filename, code.co_firstlineno, code.co_qualname)
+    return _line_in(code, code.co_firstlineno)
+
+
+def _line_in(code: CodeType, line: int) -> SourceLine:
+    return SourceLine(code.co_filename, line, code.co_qualname)
 
 
 def called_by_user() -> bool:
-    """Tell whether the innermost frame outside the capture leg is one of the user's program."""
-    frame = sys._getframe(1)
+    """Tell whether the innermost frame outside of capture is one of the user's program."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_CAPTURE):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and is_users_file(frame.f_code.co_filename)
+
+
+def compiled_modules(model: nn.Module) -> Iterator[str]:
+    """Yield the names of modules that torch.compile has made, or compiled in place."""
+    for name, module in model.named_modules():
+        in_place = getattr(module, "_compiled_call_impl", None) is not None
+        if in_place or type(module).__name__ == "OptimizedModule":
+            yield name
+
+
+def has_compiled_regions(model: nn.Module) -> bool:
+    """Tell whether there are such modules."""
+    return next(compiled_modules(model), None) is not None
+
+
+def has_compiled() -> bool:
+    """Tell whether torch.compile has compiled anything in this process."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return bool(counters.get("frames") or counters.get("stats"))
 
 
 class ModuleTracker:
@@ -128,3 +156,163 @@ class ModuleTracker:
             for handle in handles:
                 handle.remove()
             self._stack.clear()
+
+
+class OpPhase(enum.Enum):
+    """The part of an iteration that an operator belongs to."""
+
+    FORWARD = "forward"  # modules, loss function, and whatever runs with gradients enabled
+    BACKWARD = "backward"  # inside a node of autograd, recomputation and gradient hooks included
+    OPTIMIZER = "optimizer"  # after a backward pass, gradients disabled: norm, clip, step, EMA
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place in the user's program.
+
+    Attributes:
+        phase: Part of the iteration.
+        module: Full name of the module, "" for the root, None outside any. In a backward pass
+            that of the forward operator whose gradient is computed, or of a parameter's owner.
+        source: The user's line; in a backward pass that of the forward operator.
+    """
+
+    phase: OpPhase
+    module: str | None
+    source: SourceLine | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A site before it has a number; hashable and cheap to make."""
+
+    phase: OpPhase
+    module: str | None
+    code: CodeType | None
+    line: int
+
+
+class SiteTable:
+    """Numbers the sites of a recording; an operator remembers a number.
+
+    Note [Names in a backward pass]: autograd gives its nodes rising sequence numbers. A forward
+    operator is dispatched right after its node was made, so the first operator seen under a
+    number is the node's, and in the backward pass the running node's number leads back to it.
+    """
+
+    def __init__(self, model: nn.Module, tracker: ModuleTracker) -> None:
+        self._tracker = tracker
+        self._numbers: dict[_Place, int] = {}
+        self._forward_sites: dict[int, _Place] = {}  # by autograd's sequence number
+        self._owners = {
+            id(param): path
+            for path, module in model.named_modules()
+            for param in module.parameters(recurse=False)
+        }
+        self._is_users: dict[str, bool] = {}  # by file name
+        self._ran_backward = False
+
+    def here(self) -> int:
+        """Return the number of the running program's place."""
+        return self._numbers.setdefault(self._place(), len(self._numbers))
+
+    def sites(self) -> tuple[Site, ...]:
+        """Return the sites by number."""
+        return tuple(
+            Site(
+                place.phase,
+                place.module,
+                None if place.code is None else _line_in(place.code, place.line),
+            )
+            for place in self._numbers
+        )
+
+    def _place(self) -> _Place:
+        module = self._tracker.path
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._ran_backward = True
+            return self._backward_place(node, module)
+        if module is not None:
+            self._ran_backward = False
+        after = self._ran_backward and module is None and not torch.is_grad_enabled()
+        place = _Place(OpPhase.OPTIMIZER if after else OpPhase.FORWARD, module, *self._users_line())
+        self._forward_sites.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        return place
+
+    def _backward_place(self, node: torch.autograd.graph.Node, module: str | None) -> _Place:
+        if module is not None:  # recomputation runs modules again
+            return _Place(OpPhase.BACKWARD, module, *self._users_line())
+        number = node._sequence_nr()
+        if number == _NO_SEQUENCE:
+            owner = self._owners.get(id(getattr(node, "variable", None)))
+            return _Place(OpPhase.BACKWARD, owner, None, 0)
+        origin = self._forward_sites.get(number)
+        if origin is None:
+            return _Place(OpPhase.BACKWARD, None, None, 0)
+        return _Place(OpPhase.BACKWARD, origin.module, origin.code, origin.line)
+
+    def _users_line(self) -> tuple[CodeType | None, int]:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            known = self._is_users.get(code.co_filename)
+            if known is None:
+                known = self._is_users[code.co_filename] = is_users_file(code.co_filename)
+            if known:
+                return code, frame.f_lineno
+            frame = frame.f_back
+        return None, 0
+
+
+def assignment_of(owner: object, name: str, model: nn.Module | None = None) -> SourceLine | None:
+    """Return where an object's attribute is given another value, or its tensor other memory.
+
+    The methods of its class are searched, ``forward`` and ``step`` first, constructors not; then
+    those of the model's modules, since parents assign to children.
+    """
+    classes = [type(owner), *(map(type, model.modules()) if model is not None else ())]
+    for kind in dict.fromkeys(classes):
+        for code in _codes(kind):
+            line = _assigning_line(code, name)
+            if line is not None:
+                return _line_in(code, line)
+    return None
+
+
+def _codes(kind: type) -> Iterator[CodeType]:
+    """Yield the code of all methods of a class that the user has written."""
+    for base in kind.__mro__:
+        methods = {k: v for k, v in vars(base).items() if k not in ("__init__", "__new__")}
+        for name in sorted(methods, key=lambda name: name not in ("forward", "step")):
+            value = methods[name]
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if callable(function):
+                function = inspect.unwrap(function)  # torch wraps the step of optimizers
+            code = getattr(function, "__code__", None)
+            if isinstance(code, CodeType) and is_users_file(code.co_filename):
+                yield from _with_inner(code)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def _assigning_line(code: CodeType, name: str) -> int | None:
+    """Return the first line of ``x.name = ...``, ``x.name.data = ...`` or ``x.name.set_(...)``."""
+    previous = None
+    for instruction in dis.get_instructions(code):
+        line = None if instruction.positions is None else instruction.positions.lineno
+        assigns = instruction.opname == "STORE_ATTR"
+        if assigns and instruction.argval == name:
+            return line
+        moves = (assigns and instruction.argval == "data") or (
+            instruction.opname in _READS and instruction.argval == "set_"
+        )
+        if moves and previous is not None and previous.argval == name:
+            return line
+        previous = instruction
+    return None

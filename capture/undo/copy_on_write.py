@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.trace.op_tensors import TRUSTED_NAMESPACES, flat_tensors, may_write
+from graphfsdp._capture.trace.op_tensors import (
+    TRUSTED_NAMESPACES,
+    OperatorMode,
+    flat_tensors,
+    may_write,
+)
 from graphfsdp._capture.trace.storages import identity_of, span, storage_of
-from graphfsdp._capture.trace.watch_modes import OperatorMode
 from graphfsdp._capture.undo.held_back import HeldBack
 from graphfsdp._capture.undo.undo_arena import (
     UndoArena,

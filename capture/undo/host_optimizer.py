@@ -1,16 +1,11 @@
-"""The host side of an optimizer: which tensors, groups and numbers it held, its refusals."""
+"""The host side of an optimizer: which tensors, groups and numbers it held."""
 
-import dataclasses
-import sys
 from collections.abc import Iterator, Mapping
-from types import FrameType
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.rules.refusals import Refusal
-from graphfsdp._capture.trace.assignments import assignment_of
-from graphfsdp._capture.trace.source import definition_of
+from graphfsdp._capture.trace.source import assignment_of, definition_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
 
@@ -90,31 +85,6 @@ class HostOptimizer:
                     source=assignment_of(self._optimizer, key)
                     or definition_of(type(self._optimizer).step),
                 )
-
-
-def running_optimizer() -> torch.optim.Optimizer | None:
-    """Return the optimizer whose step is on this thread's stack; for what runs rarely."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(owner, torch.optim.Optimizer):
-            return owner
-        frame = frame.f_back
-    return None
-
-
-def of_optimizer(refusal: Refusal) -> Refusal:
-    """Return a refusal with the remedies for optimizers, if one is in its step just now."""
-    optimizer = running_optimizer()
-    if optimizer is None:
-        return refusal
-    return dataclasses.replace(
-        refusal,
-        what=f"{type(optimizer).__name__}.step: {refusal.what}",
-        remedy="an optimizer that can be captured, such as those of graphfsdp.optim; "
-        "scope='forward_backward', which leaves any optimizer outside the graph; in one "
-        f"of your own: {refusal.remedy}",
-    )
 
 
 def _numbers(values: Mapping[str, object]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from graphfsdp._capture.rules.host_counters import (
     plain_values,
     refuse_deciding_counters,
 )
-from graphfsdp._capture.trace.assignments import assignment_of
+from graphfsdp._capture.trace.source import assignment_of
 from graphfsdp._capture.undo.host_optimizer import HostOptimizer
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.errors import CaptureError

@@ -1,4 +1,4 @@
-"""graphfsdp.check: the pre-flight of a model or a script, and its report.
+"""graphfsdp.check: the pre-flight of a model or a script, its rehearsal and its report.
 
 A program on top: it may import every package.
 """

@@ -2,31 +2,46 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
+from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.custom_iteration import CustomIteration
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
-from graphfsdp._capture.rules.untouched import untouched
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
+from graphfsdp.base.sharded import main_grads_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import ConfigError, PrecisionError, split_remedy
+from graphfsdp.optim.adapters.backends import BakedAdapter, adapt
+from graphfsdp.optim.adapters.joint import JointOptimizer
 from graphfsdp.preconditions import (
+    adopt_sharded_parameters,
     as_list,
     inner_optimizer,
     one_module,
+    only_device,
+    precision_of,
     refuse_beside_iteration,
+    refuse_clipping_of_scaled_gradients,
     refuse_other_types,
+    refuse_parallel_wrapper,
     refuse_several,
+    refuse_unreduced_parameters,
+    trainable_of_all,
 )
+from graphfsdp.preflight.rehearsal import Rehearsal
 from graphfsdp.preflight.report import CheckReport
-from graphfsdp.preflight.run import Preflight
+from graphfsdp.preflight.untouched import untouched
 
 _TARGETS = ("cuda", "cpu")
+_MakeIteration = Callable[[CapturableOptimizer, PersistentGradients], AnyIteration]
 
 
 def check(
@@ -104,28 +119,7 @@ def check_call(
     target: str = "cuda",
     ignore: Iterable[HazardKind | str] = (),
 ) -> CheckReport:
-    """Do what ``check`` does, for a batch whose keywords may be any.
-
-    Args:
-        model: As for ``check``.
-        optimizer: As for ``check``.
-        args: Positional arguments of one call of the captured step.
-        kwargs: Its keyword arguments.
-        loss_fn: As for ``check``, like the rest.
-        iteration: Likewise.
-        scope: Likewise.
-        microbatches: Likewise.
-        max_grad_norm: Likewise.
-        mp_policy: Likewise.
-        target: Likewise.
-        ignore: Likewise.
-
-    Returns:
-        The hazards.
-
-    Raises:
-        ConfigError: as for ``check``.
-    """
+    """Do what ``check`` does, for a batch whose keyword arguments may have any names."""
     options = CaptureOptions(
         scope=Scope.parse(scope), microbatches=microbatches, max_grad_norm=max_grad_norm
     )
@@ -151,7 +145,7 @@ def check_call(
             together, adapted, gradients, loss_fn=loss, max_grad_norm=options.max_grad_norm
         )
 
-    flight = Preflight(together, inner, make_iteration, options, mp_policy, target)
+    flight = _Preflight(together, inner, make_iteration, options, mp_policy, target)
     for _, wrapper_error in unwrapped:
         if wrapper_error is not None:
             flight.note(wrapper_error, HazardKind.OPTIMIZER)
@@ -180,3 +174,180 @@ def _kind(name: HazardKind | str) -> HazardKind:
     except ValueError:
         known = ", ".join(kind.value for kind in HazardKind)
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
+
+
+@dataclass
+class _Setup:
+    """What an iteration needs, and whether the optimizer can take part."""
+
+    device: torch.device
+    named_params: dict[str, nn.Parameter]
+    adapted: CapturableOptimizer
+    policy: MixedPrecisionPolicy
+    steps: bool
+
+
+class _Preflight:
+    """One check.
+
+    Attributes:
+        hazards: What was found.
+        device: Where the model lies, "?" if on several devices.
+        num_ops: Operators of the judged run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        make_iteration: _MakeIteration,
+        options: CaptureOptions,
+        mp_policy: MixedPrecisionPolicy | None,
+        target: str,
+    ) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._make_iteration = make_iteration
+        self._options = options
+        self._mp_policy = mp_policy
+        self._target = target
+        self.hazards = HazardLog()
+        self.device = "?"
+        self.num_ops = 0
+
+    def run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note everything that a graph could not hold of an iteration with this batch."""
+        setup = self._settle()
+        if setup is None:
+            return
+        self.device = str(setup.device)
+        try:
+            gradients = PersistentGradients(
+                setup.named_params,
+                dtype_of=lambda param: setup.adapted.main_grad_dtype(param, setup.policy),
+                use_decoupled_grad=setup.adapted.use_decoupled_grad,
+                sharded=main_grads_of(self._model),
+            )
+        except ConfigError as error:
+            self.note(error, HazardKind.PRECISION)
+            return
+        try:
+            inputs = StaticInputs(
+                batch, kwargs, device=setup.device, num_microbatches=self._options.microbatches
+            )
+            self._rehearse(setup, gradients, inputs)
+        except ConfigError as error:  # a batch that cannot be an input
+            self.note(error, HazardKind.CONFIG)
+        finally:
+            gradients.close()
+
+    def _rehearse(
+        self, setup: _Setup, gradients: PersistentGradients, inputs: StaticInputs
+    ) -> None:
+        iteration = self._make_iteration(setup.adapted, gradients)
+
+        def iterate() -> None:
+            iteration.forward_backward(inputs, self._options.microbatches)
+            if setup.steps:
+                iteration.optimizer_step()
+
+        rehearsal = Rehearsal(
+            self._model,
+            self._optimizers,
+            gradients,
+            self.hazards,
+            functions=iteration.functions,
+            device=setup.device,
+            for_cuda=self._target == "cuda",
+        )
+        with make_backend("auto", setup.device).on_capture_stream():
+            self.num_ops = rehearsal.run(iterate)
+
+    def _settle(self) -> _Setup | None:
+        """Check all settings; return None if the iteration cannot even be set up."""
+        lazy = [
+            n for n, p in self._model.named_parameters() if isinstance(p, UninitializedParameter)
+        ]
+        if lazy:
+            message = f"parameter {lazy[0]!r} has no shape before the model has run once"
+            self.note(ConfigError(f"{message}. Remedy: run it once"), HazardKind.CONFIG)
+            return None
+        try:
+            refuse_parallel_wrapper(self._model)
+            for optimizer in self._optimizers:
+                adopt_sharded_parameters(self._model, optimizer)
+            named_params = trainable_of_all(self._model, self._optimizers)
+            device = only_device(self._model, named_params)
+            make_backend("auto", device)
+        except ConfigError as error:
+            self.note(error, HazardKind.CONFIG)
+            return None
+        try:
+            refuse_unreduced_parameters(self._model, named_params)
+        except ConfigError as error:
+            self.note(error, HazardKind.CONFIG)
+        try:
+            adapted, steps = self._adapt()
+        except ConfigError as error:  # optimizers that cannot be together
+            self.note(error, HazardKind.CONFIG)
+            return None
+        policy = self._policy(adapted)
+        scope = Scope.FULL_ITERATION if self._options.scope is Scope.NONE else self._options.scope
+        try:
+            adapted.check(named_params, policy, scope)
+        except PrecisionError as error:
+            self.note(error, HazardKind.PRECISION)
+        except ConfigError as error:
+            self.note(error, HazardKind.OPTIMIZER)
+            steps = False  # what it does wrong has been said
+        try:
+            for optimizer in self._optimizers:
+                refuse_clipping_of_scaled_gradients(optimizer, self._options)
+        except ConfigError as error:
+            self.note(error, HazardKind.CONFIG)
+        steps = steps and scope is Scope.FULL_ITERATION
+        if steps:
+            for optimizer in self._optimizers:
+                if isinstance(adapt(optimizer), BakedAdapter):
+                    self._note_baked_lr(optimizer)
+        return _Setup(device, named_params, adapted, policy, steps)
+
+    def _adapt(self) -> tuple[CapturableOptimizer, bool]:
+        members: list[CapturableOptimizer] = []
+        steps = True
+        for optimizer in self._optimizers:
+            try:
+                members.append(adapt(optimizer))
+            except ConfigError as error:
+                self.note(error, HazardKind.OPTIMIZER)
+                members.append(BakedAdapter(optimizer))
+                steps = False
+        return members[0] if len(members) == 1 else JointOptimizer(members), steps
+
+    def _policy(self, adapted: CapturableOptimizer) -> MixedPrecisionPolicy:
+        try:
+            return precision_of(self._model, adapted, self._mp_policy)
+        except PrecisionError as error:
+            self.note(error, HazardKind.PRECISION)
+            return MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
+
+    def _note_baked_lr(self, optimizer: torch.optim.Optimizer) -> None:
+        name = type(optimizer).__name__
+        for index, group in enumerate(optimizer.param_groups):
+            if isinstance(group.get("lr"), float | int):
+                self.hazards.add(
+                    Hazard(
+                        HazardKind.BAKED_NUMBER,
+                        f"lr={group['lr']} of group {index} of {name} is a Python number, which "
+                        "the graph bakes in: a scheduler's first change of it would end in an "
+                        "error before the replay",
+                        "graphfsdp.optim.FusedAdam, all of whose numbers stay live, or an lr that "
+                        "is a tensor on the parameters' device; if it never changes, ignore this",
+                        op=f"{name}.param_groups[{index}]['lr']",
+                    )
+                )
+
+    def note(self, error: ConfigError, kind: HazardKind) -> None:
+        """Note what is wrong with a setting."""
+        why, fix = split_remedy(str(error))
+        self.hazards.add(Hazard(kind, why, fix))

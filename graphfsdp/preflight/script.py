@@ -4,18 +4,20 @@ import contextlib
 import importlib
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
 from graphfsdp._capture.phase import Phase
+from graphfsdp.api import answering
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.capture_hook import CapturedCall, answering
-from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.preflight.check import check_call
-from graphfsdp.preflight.cpu_instead import CpuInstead
 from graphfsdp.preflight.report import CheckReport
 
 _OPTIONS = ("loss_fn", "iteration", "scope", "microbatches", "max_grad_norm", "mp_policy")
@@ -129,36 +131,43 @@ class _Flight:
     num_steps: int = 0
     reports: list[CheckReport] = field(default_factory=list)
 
-    def answer(self, call: CapturedCall) -> "_StandIn":
+    def answer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> "_CheckedStep":
         """Answer a call of ``graphfsdp.capture``."""
         self.num_steps += 1
-        return _StandIn(self, call)
+        return _CheckedStep(self, model, optimizer, options)
 
 
-class _StandIn:
+class _CheckedStep:
     """What a script gets in place of a captured step; its first call ends the script."""
 
     phase = Phase.WARMUP
     grad_norm = None
 
-    def __init__(self, flight: _Flight, call: CapturedCall) -> None:
+    def __init__(
+        self,
+        flight: _Flight,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: Mapping[str, Any],
+    ) -> None:
         self._flight = flight
-        self._call = call
+        self._model = model
+        self._optimizer = optimizer
+        self._options = {key: options[key] for key in _OPTIONS if key in options}
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        options = {key: self._call.options[key] for key in _OPTIONS if key in self._call.options}
-        if Scope.parse(options.get("scope", Scope.FULL_ITERATION)) is Scope.NONE:
-            options["scope"] = Scope.FULL_ITERATION
+        how = self._flight.how
         if not self._flight.reports:
-            how = self._flight.how
             report = check_call(
-                self._call.model,
-                self._call.optimizer,
+                self._model,
+                self._optimizer,
                 args,
                 kwargs,
                 target=how.target,
                 ignore=how.ignore,
-                **options,
+                **self._options,
             )
             self._flight.reports.append(report)
         raise _CheckedExit(0)
@@ -247,3 +256,38 @@ def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
             "'cuda'; or choose the device by torch.cuda.is_available()"
         )
     raise ScriptError(message, error) from error
+
+
+class CpuInstead(TorchFunctionMode):
+    """Rewrites ``device="cuda"``, ``.to("cuda")``, ``.cuda()`` and ``.pin_memory()``.
+
+    Calls of torch.cuda itself (streams, events, ``set_device``) go where they always went.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (Tensor.cuda, Tensor.pin_memory):
+            return args[0]
+        given = {name: _replaced(value, name) for name, value in (kwargs or {}).items()}
+        if func is Tensor.to:
+            args = [_replaced(value, "device") for value in args]
+        return func(*args, **given)
+
+
+def _replaced(value: Any, name: str) -> Any:
+    if name == "pin_memory":
+        return False
+    if name != "device":
+        return value
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return torch.device("cpu")  # the number of a GPU
+    return value

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp._capture.cuda.recorder import UnwatchedRecorder
-from graphfsdp._capture.trace.compiled_code import has_compiled_regions
+from graphfsdp._capture.trace.source import has_compiled_regions
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, assert_same_run, check_against_eager, run
 

@@ -204,7 +204,7 @@ def test_what_cannot_be_checked_is_exit_code_2(
     assert main(["check", *line.split()]) == 2
     shown = capsys.readouterr()
     assert said in shown.err
-    assert "preflight_script.py" not in shown.err
+    assert "preflight/script.py" not in shown.err
     if line == "broken.py":
         assert "in f\n    raise ValueError('broken here')" in shown.err
 

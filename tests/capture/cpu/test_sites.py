@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphfsdp._capture.cpu.recorder import Recorder
-from graphfsdp._capture.trace.sites import OpPhase, Site
+from graphfsdp._capture.trace.source import OpPhase, Site
 from graphfsdp._capture.trace.values import Node
 from helpers import line_of
 from recording import CPU

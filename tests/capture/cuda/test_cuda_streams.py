@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fake_cuda import DEVICE, FakeCuda, batch, make_step
 from graphfsdp import CaptureError, Phase
-from graphfsdp._capture.rules.watcher import Watcher
-from graphfsdp._capture.trace.watch_modes import DispatchMode
+from graphfsdp._capture.rules.watcher import DispatchMode, Watcher
 from graphfsdp.bench.clock import time_window
 from graphfsdp.optim.offload.parts import SideCopies
 

@@ -15,7 +15,7 @@ from graphfsdp._capture.trace.program_facts import (
     NodeKind,
     ProgramFacts,
 )
-from graphfsdp._capture.trace.sites import OpPhase
+from graphfsdp._capture.trace.source import OpPhase
 from recording import record
 
 KIB = 1024

@@ -1,9 +1,11 @@
-"""Layers and helpers that read on the host in one of their settings: what to do about it."""
+"""Remedies for known places: optimizers, and layers and helpers that read on the host."""
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from graphfsdp._capture.rules.refusals import Refusal
@@ -13,12 +15,36 @@ from graphfsdp.base.hazards import HazardKind
 _MASKS_OF_TRANSFORMERS = "transformers.masking_utils"
 
 
-def of_layer(refusal: Refusal) -> Refusal:
-    """Return a refusal with the remedy for a known place, if it comes from such a one."""
-    if refusal.kind is not HazardKind.HOST_READ:
+def for_this_place(refusal: Refusal) -> Refusal:
+    """Return a refusal with the remedy for the running code, if that is a known place."""
+    refusal = _for_optimizers(refusal)
+    return _for_layers(refusal) if refusal.kind is HazardKind.HOST_READ else refusal
+
+
+def running_optimizer() -> torch.optim.Optimizer | None:
+    """Return the optimizer whose step is on this thread's stack; for what runs rarely."""
+    for frame in _frames():
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, torch.optim.Optimizer):
+            return owner
+    return None
+
+
+def _for_optimizers(refusal: Refusal) -> Refusal:
+    optimizer = running_optimizer()
+    if optimizer is None:
         return refusal
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    return dataclasses.replace(
+        refusal,
+        what=f"{type(optimizer).__name__}.step: {refusal.what}",
+        remedy="an optimizer that can be captured, such as those of graphfsdp.optim; "
+        "scope='forward_backward', which leaves any optimizer outside the graph; in one "
+        f"of your own: {refusal.remedy}",
+    )
+
+
+def _for_layers(refusal: Refusal) -> Refusal:
+    for frame in _frames():
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(owner, _BatchNorm) and owner.momentum is None:
             name = f"{type(owner).__name__}(momentum=None)"
@@ -39,5 +65,11 @@ def of_layer(refusal: Refusal) -> Refusal:
                 "[batch, 1, queries, keys] of bool, True where a query sees a key (for a causal "
                 "model its causal part included), which is taken as it is",
             )
-        frame = frame.f_back
     return refusal
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -3,7 +3,7 @@
 import pytest
 
 from graphfsdp import HazardKind
-from graphfsdp._capture.trace.stream_book import StreamBook
+from graphfsdp._capture.rules.streams import StreamBook
 from graphfsdp.base.hazards import SourceLine
 
 LINE = SourceLine("train.py", 7, "forward")
@@ -20,7 +20,7 @@ def use(book: StreamBook, stream: str, op: str = "aten.mm") -> None:
 
 
 def findings(book: StreamBook) -> list[tuple[str, HazardKind, int | None]]:
-    return [(f.op, f.refusal.kind, f.refusal.cuda_error) for f in book.findings()]
+    return [(use.op, refusal.kind, refusal.cuda_error) for use, refusal in book.findings()]
 
 
 def test_one_stream_is_fine() -> None:
@@ -45,9 +45,9 @@ def test_work_after_the_join_is_named_with_its_place() -> None:
     wait_stream(book, "main", "side")
     use(book, "side", "aten.copy_")
     assert findings(book) == [("aten.copy_", HazardKind.STREAM, 904)]
-    (found,) = book.findings()
-    assert (found.module_path, found.source) == ("body", LINE)
-    assert "wait_stream(side_stream)" in found.refusal.message
+    ((use_after, refusal),) = book.findings()
+    assert (use_after.module_path, use_after.source) == ("body", LINE)
+    assert "wait_stream(side_stream)" in refusal.message
 
 
 def test_a_stream_that_never_forked_is_named_by_its_first_use() -> None:

@@ -1,25 +1,129 @@
-"""Sees the calls that bypass the dispatcher: generator state, threads, compiled regions."""
+"""Sees and judges calls on the host that neither a dispatch mode nor a function mode sees."""
 
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.rules.refusals import Refusal
-from graphfsdp._capture.trace.host_calls import (
-    JUDGED_C_NAMES,
-    JUDGED_FILES,
-    STREAMS_FILE,
-    is_object_collective,
-    judge_c_call,
-    judge_call,
+from graphfsdp._capture.rules.refusals import (
+    COMPILED,
+    GENERATOR_STATE,
+    HOST_WAIT,
+    OBJECT_COLLECTIVE,
+    PYTHON_RANDOM,
+    RAW_ADDRESS,
+    RESIZED_STORAGE,
+    SCHEDULER,
+    THREAD,
+    Refusal,
+)
+from graphfsdp._capture.trace.source import is_users_file
+
+_ENGINE_FILE = "autograd/graph.py"
+_STREAMS_FILE = "torch/cuda/streams.py"
+_WAITS = ("query", "synchronize", "elapsed_time")
+_OBJECT_COLLECTIVES = (
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list", "monitored_barrier"),
 )
 
-ENGINE_FILE = "autograd/graph.py"
+
+class _CRule(NamedTuple):
+    """Methods written in C: of which class, their names, what the class is called, why not."""
+
+    kind: type
+    names: tuple[str, ...]
+    called: str
+    refusal: Refusal
+
+
+class _PythonRule(NamedTuple):
+    """Python functions: end of their file, their names, what they are called, why not."""
+
+    file: str
+    names: tuple[str, ...]
+    called: str  # {name}: the function; {owner}: the class of self; {compiled}: what was compiled
+    refusal: Refusal
+
+
+_C_RULES = (
+    _CRule(
+        torch.Generator,
+        ("get_state", "set_state", "manual_seed", "seed", "clone_state"),
+        "torch.Generator",
+        GENERATOR_STATE,
+    ),
+    # All others of random.Random are made of these.
+    _CRule(random.Random, ("random", "getrandbits"), "random.Random", PYTHON_RANDOM),
+    _CRule(torch.UntypedStorage, ("resize_",), "torch.UntypedStorage", RESIZED_STORAGE),
+    _CRule(torch.UntypedStorage, ("data_ptr",), "torch.UntypedStorage", RAW_ADDRESS),
+    _CRule(torch.Event, _WAITS, "torch.Event", HOST_WAIT),
+    _CRule(torch.Stream, _WAITS, "torch.Stream", HOST_WAIT),
+)
+_PYTHON_RULES = (
+    _PythonRule("_dynamo/eval_frame.py", ("compile_wrapper",), "torch.compile", COMPILED),
+    # LRScheduler itself and its like, and the one of averaged weights.
+    _PythonRule("torch/optim/lr_scheduler.py", ("step",), "{owner}.step", SCHEDULER),
+    _PythonRule("torch/optim/swa_utils.py", ("step",), "{owner}.step", SCHEDULER),
+    _PythonRule("threading.py", ("start",), "threading.Thread.start", THREAD),
+    _PythonRule("concurrent/futures/thread.py", ("submit",), "ThreadPoolExecutor.submit", THREAD),
+    _PythonRule(_STREAMS_FILE, _WAITS, "torch.cuda.{owner}.{name}", HOST_WAIT),
+    _PythonRule("torch/cuda/__init__.py", _WAITS, "torch.cuda.synchronize", HOST_WAIT),
+    _PythonRule(
+        "distributed_c10d.py", _OBJECT_COLLECTIVES, "torch.distributed.{name}", OBJECT_COLLECTIVE
+    ),
+)
+# For all other files and names nothing has to be looked at.
+_FILES = (_ENGINE_FILE, _STREAMS_FILE, *(rule.file for rule in _PYTHON_RULES))
+_C_NAMES = frozenset(name for rule in _C_RULES for name in rule.names)
+_Judged = tuple[str, Refusal] | None
+
+
+def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
+    """Judge a call of a method written in C, bound to its object."""
+    owner = getattr(function, "__self__", None)
+    for rule in _C_RULES:
+        if function.__name__ not in rule.names or not isinstance(owner, rule.kind):
+            continue
+        file = caller.f_code.co_filename
+        if rule.refusal is HOST_WAIT and file.endswith(_STREAMS_FILE):
+            return None  # judged as the Python call that it is a part of
+        if rule.refusal is RAW_ADDRESS and not is_users_file(file):
+            return None
+        called = f"{rule.called}.{function.__name__}"
+        return called, rule.refusal.of(called)
+    return None
+
+
+def _judge_call(frame: FrameType) -> _Judged:
+    """Judge a call of a Python function by the frame that it has just got."""
+    name, file = frame.f_code.co_name, frame.f_code.co_filename
+    for rule in _PYTHON_RULES:
+        if name not in rule.names or not file.endswith(rule.file):
+            continue
+        if rule.refusal is THREAD and "self" not in frame.f_locals:
+            return None
+        if rule.called == "torch.cuda.synchronize" and _begins_capture(frame):
+            return None
+        owner = type(frame.f_locals.get("self")).__name__
+        called = rule.called.format(name=name, owner=owner)
+        if rule.refusal is COMPILED:
+            function = frame.f_locals.get("fn")
+            compiled = getattr(function, "__qualname__", type(function).__name__)
+            return called, COMPILED.of(f"{compiled}()")
+        return called, rule.refusal.of(called)
+    return None
+
+
+def _begins_capture(frame: FrameType) -> bool:
+    caller = frame.f_back  # torch.cuda.graph synchronizes before it begins
+    return caller is not None and caller.f_code.co_filename.endswith("torch/cuda/graphs.py")
 
 
 class HostListener(Protocol):
@@ -27,22 +131,19 @@ class HostListener(Protocol):
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
         """Take note of a call that a graph cannot hold; may raise."""
-        ...
 
     def on_opaque_call(self, begins: bool) -> None:
         """Take note that a call begins or ends whose inside is the same finding."""
-        ...
 
     def on_stream_call(self, frame: FrameType) -> None:
         """Take note of a Python call of torch.cuda's streams and events."""
-        ...
 
 
 @contextmanager
 def host_watch(
     listener: HostListener, function_mode: TorchFunctionMode
 ) -> Iterator[Callable[[], None]]:
-    """Report calls that no dispatch mode and no function mode can see, while the body runs.
+    """Report calls that no mode can see, while the body runs.
 
     ``torch.Generator``, threads and the entry of a compiled region are reached through Python's
     profile hook: it sees calls of C methods too, and nothing of torch needs to be patched. An
@@ -114,18 +215,19 @@ class _Hook:
         if self._previous is not None and threading.get_ident() == self._thread:
             self._previous(frame, event, arg)
         if event == "c_call":
-            if arg.__name__ in JUDGED_C_NAMES:
-                self._report(judge_c_call(arg, frame))
+            if arg.__name__ in _C_NAMES:
+                self._report(_judge_c_call(arg, frame))
         elif event in ("call", "return"):
             file = frame.f_code.co_filename
             is_judged = self._is_judged.get(file)
             if is_judged is None:
-                is_judged = self._is_judged[file] = file.endswith((ENGINE_FILE, *JUDGED_FILES))
+                is_judged = self._is_judged[file] = file.endswith(_FILES)
             if is_judged:
                 self._on_python(frame, begins=event == "call")
 
     def _on_python(self, frame: FrameType, *, begins: bool) -> None:
-        if _runs_engine(frame):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "_engine_run_backward" and file.endswith(_ENGINE_FILE):
             thread = threading.get_ident()
             if begins:
                 self._num_engines[thread] = self._num_engines.get(thread, 0) + 1
@@ -135,10 +237,10 @@ class _Hook:
                 self._function_mode.__exit__(None, None, None)
             return
         if begins:
-            if frame.f_code.co_filename.endswith(STREAMS_FILE):
+            if file.endswith(_STREAMS_FILE):
                 self._listener.on_stream_call(frame)
-            self._report(judge_call(frame))
-        if is_object_collective(frame):
+            self._report(_judge_call(frame))
+        if name in _OBJECT_COLLECTIVES and file.endswith("distributed_c10d.py"):
             self._listener.on_opaque_call(begins)
 
     def end(self) -> None:
@@ -148,7 +250,7 @@ class _Hook:
         for _ in range(self._num_engines.get(self._thread, 0)):
             self._function_mode.__exit__(None, None, None)
 
-    def _report(self, judged: tuple[str, Refusal] | None) -> None:
+    def _report(self, judged: _Judged) -> None:
         if judged is not None and not _imports_a_module():
             self._listener.on_host_call(*judged)
 
@@ -161,8 +263,3 @@ def _imports_a_module() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _runs_engine(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == "_engine_run_backward" and code.co_filename.endswith(ENGINE_FILE)

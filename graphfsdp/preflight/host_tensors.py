@@ -13,13 +13,25 @@ from graphfsdp._capture.trace.op_tensors import flat_tensors
 from graphfsdp._capture.trace.storages import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardKind
 
-_ON_DEVICE = "make it on the device without host data (torch.full, torch.arange, ... with "
-_REMEDY = f"{_ON_DEVICE}device=x.device), or make it once before the loop (a buffer)"
+_PAGEABLE = Refusal(
+    "{}; on a GPU that is a copy from pageable host memory inside the iteration, which a capture "
+    "does not permit, and a replay would repeat the old contents",
+    "make it on the device without host data (torch.full, torch.arange, ... with "
+    "device=x.device), or make it once before the loop (a buffer)",
+    HazardKind.HOST_TENSOR,
+    UNSUPPORTED,
+)
+_DRAWN_ON_HOST = Refusal(
+    "{} takes a number that was drawn in host memory (a 0-D tensor made without device=); on a GPU "
+    "it is baked into the kernel's arguments",
+    "draw on the device: pass device=x.device",
+    HazardKind.BAKED_NUMBER,
+)
 _LITERALS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
 
 
-class HostBorn:
+class HostTensors:
     """The tensors that would lie in host memory if the model lay on a GPU.
 
     On a CPU all memory is the host's. But a tensor that is made without ``device=`` would be made
@@ -47,12 +59,14 @@ class HostBorn:
             name = f"torch.{function.__name__}"
             if isinstance(data, Tensor) or not _names_device(function, kwargs):
                 return None
-            return name, _refusal(f"{name} builds a tensor from Python data")
+            return name, _PAGEABLE.of(f"{name} builds a tensor from Python data")
         if function in _MOVES and args and isinstance(args[0], Tensor) and self.holds(args[0]):
             if function is Tensor.to and not _moves(args[1:], kwargs):
                 return None
             name = f"Tensor.{function.__name__}"
-            return name, _refusal(f"{name} moves a tensor that the iteration made in host memory")
+            return name, _PAGEABLE.of(
+                f"{name} moves a tensor that the iteration made in host memory"
+            )
         return None
 
     def note_function(
@@ -81,15 +95,10 @@ class HostBorn:
         odd = next((tensor for tensor in on_host if tensor.dim() > 0), None)
         if odd is not None or op._schema.name == "aten::copy_":
             self.forget(on_host)  # told once
-            return _refusal(f"{op} takes a tensor that the iteration made in host memory")
+            return _PAGEABLE.of(f"{op} takes a tensor that the iteration made in host memory")
         if any(varies(tensor) for tensor in on_host):
             self.forget(on_host)
-            return Refusal(
-                f"{op} takes a number that was drawn in host memory (a 0-D tensor made without "
-                "device=); on a GPU it is baked into the kernel's arguments",
-                "draw on the device: pass device=x.device",
-                HazardKind.BAKED_NUMBER,
-            )
+            return _DRAWN_ON_HOST.of(op)
         return None
 
     def note_op(self, inputs: Sequence[Tensor], result: Any, *, is_literal: bool) -> None:
@@ -112,16 +121,6 @@ class HostBorn:
 
     def _info(self, tensor: Tensor) -> StorageInfo | None:
         return self._storages.find(tensor, "") if has_storage(tensor) else None
-
-
-def _refusal(what: str) -> Refusal:
-    return Refusal(
-        f"{what}; on a GPU that is a copy from pageable host memory inside the iteration, which "
-        "a capture does not permit, and a replay would repeat the old contents",
-        _REMEDY,
-        HazardKind.HOST_TENSOR,
-        UNSUPPORTED,
-    )
 
 
 def _names_device(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

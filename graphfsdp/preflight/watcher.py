@@ -1,22 +1,19 @@
 """A watcher that notes every hazard, goes on, and can undo what the iteration did."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.rules.host_tensors import HostBorn
-from graphfsdp._capture.rules.memory_sums import MemorySums
+from graphfsdp._capture.rules.constants import ConstantLog
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.rules.watcher import Run, Watcher
-from graphfsdp._capture.trace.constant_log import ConstantLog
-from graphfsdp._capture.trace.op_tensors import flat_tensors
+from graphfsdp._capture.trace.op_tensors import TRUSTED_NAMESPACES, flat_tensors, may_write
 from graphfsdp._capture.trace.storages import StorageInfo, has_storage
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.hazards import HazardKind, HazardLog
-
-_TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional")
+from graphfsdp.preflight.host_tensors import HostTensors
 
 
 class PreflightWatcher(Watcher):
@@ -34,7 +31,7 @@ class PreflightWatcher(Watcher):
         hazards: HazardLog,
         *,
         for_cuda: bool,
-        sums: MemorySums | None = None,
+        sums: "MemorySums | None" = None,
     ) -> None:
         """Prepare.
 
@@ -50,13 +47,13 @@ class PreflightWatcher(Watcher):
         self.undo = CopyOnWrite()
         self._for_cuda = for_cuda
         self._sums = sums
-        self._host_born: HostBorn | None = None
+        self._on_host: HostTensors | None = None
         if for_cuda and device.type == "cpu":
-            self._host_born = HostBorn(self.storages)
+            self._on_host = HostTensors(self.storages)
 
     def varies(self, tensor: Tensor) -> bool:
         """Tell whether a read of a tensor on the host is one that a capture does not permit."""
-        if self._host_born is not None and not self._host_born.holds(tensor):
+        if self._on_host is not None and not self._on_host.holds(tensor):
             return True
         return super().varies(tensor)
 
@@ -70,13 +67,13 @@ class PreflightWatcher(Watcher):
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Judge a torch function called from Python, and run it."""
-        if self._host_born is None or self.is_quiet:
+        if self._on_host is None or self.is_quiet:
             return super().on_function(function, args, kwargs)
-        judged = self._host_born.judge_function(function, args, kwargs)
+        judged = self._on_host.judge_function(function, args, kwargs)
         if judged is not None:
             self.refuse(*judged)
         result = super().on_function(function, args, kwargs)
-        self._host_born.note_function(function, args, kwargs, result)
+        self._on_host.note_function(function, args, kwargs, result)
         return result
 
     def judge_op(
@@ -88,8 +85,8 @@ class PreflightWatcher(Watcher):
     ) -> Refusal | None:
         """Return why a graph cannot hold an operator call, None if it can."""
         found = super().judge_op(op, args, kwargs, inputs)
-        if found is None and self._host_born is not None:
-            found = self._host_born.judge_op(op, inputs, super().varies)
+        if found is None and self._on_host is not None:
+            found = self._on_host.judge_op(op, inputs, super().varies)
         return found
 
     def on_op(
@@ -101,17 +98,16 @@ class PreflightWatcher(Watcher):
         run: Run,
     ) -> Any:
         """Keep what the operator is about to overwrite, and run it."""
-        literal = self.is_literal(op)
-        self.constants.add(op, args, kwargs, self.site, is_literal=literal)
-        inputs = flat_tensors(args) + flat_tensors(kwargs.values())
-        for tensor in inputs:
+        self.constants.add(op, args, kwargs, self.site)
+        for tensor in flat_tensors(args) + flat_tensors(kwargs.values()):
             if self._sums is not None and self._sums.has_changed(tensor):
-                super().refuse(str(op), _hidden_write(tuple(tensor.shape)))
-        trusted = op.namespace in _TRUSTED_NAMESPACES
-        for tensor in written if trusted else inputs:
+                whose = f"the memory of a tensor of shape {tuple(tensor.shape)}"
+                super().refuse(str(op), _HIDDEN_WRITE.of(whose))
+        for tensor in may_write(op, args, kwargs):
             info = self.storages.find(tensor, str(op)) if has_storage(tensor) else None
             if info is not None and info.external:
                 self.undo.save(tensor)
+        trusted = op.namespace in TRUSTED_NAMESPACES
         if torch.Tag.nondeterministic_seeded in op.tags or not trusted:
             self.undo.save_generators(args, kwargs)
         return run()
@@ -119,7 +115,7 @@ class PreflightWatcher(Watcher):
     def note_hidden_writes(self) -> None:
         """Note memory that was changed without an operator, after the last one that used it."""
         if self._sums is not None and self._sums.num_changed():
-            super().refuse_at("(none)", _hidden_write(None), None, None)
+            super().refuse_at("(none)", _HIDDEN_WRITE.of("memory that it uses"), None, None)
 
     def note_results(
         self,
@@ -131,16 +127,45 @@ class PreflightWatcher(Watcher):
         """Keep the book of storages, and of those in host memory."""
         super().note_results(op, args, infos, results)
         self.constants.add_results(args, {}, results)
-        if self._host_born is not None:
-            inputs = flat_tensors(args)
-            self._host_born.note_op(inputs, results, is_literal=self.is_literal(op))
+        if self._on_host is not None:
+            self._on_host.note_op(flat_tensors(args), results, is_literal=self.is_literal(op))
 
 
-def _hidden_write(shape: tuple[int, ...] | None) -> Refusal:
-    whose = "memory that it uses" if shape is None else f"the memory of a tensor of shape {shape}"
-    return Refusal(
-        f"the iteration changed {whose} without an operator (through a NumPy array or a C library "
-        "that shares it); a replay runs operators only",
-        "write with tensor operations (copy_, fill_), or pass the values as a tensor of the batch",
-        HazardKind.HIDDEN_WRITE,
-    )
+class MemorySums:
+    """What the memory of tensors from outside an iteration held when the iteration began.
+
+    An array of NumPy, or a C library, may share it and write to it.
+    """
+
+    def __init__(self, storages: Iterable[StorageInfo]) -> None:
+        """Add up every storage from outside that is alive, of those that an earlier run has met."""
+        self._infos = {info.ref.cdata: info for info in storages if info.external and info.alive}
+        self._sums = {key: _sum(info.get()) for key, info in self._infos.items()}
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor's memory has changed; later calls for the same memory say no."""
+        if not has_storage(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        before = self._sums.pop(storage._cdata, None)
+        return before is not None and before != _sum(storage)
+
+    def num_changed(self) -> int:
+        """Return how many storages that nobody has asked for have changed."""
+        left = [(self._infos[key], before) for key, before in self._sums.items()]
+        return sum(info.alive and _sum(info.get()) != before for info, before in left)
+
+
+def _sum(storage: torch.UntypedStorage) -> tuple[int, int]:
+    whole = storage.nbytes() // 4 * 4
+    contents = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    numbers = contents[:whole].view(torch.int32)
+    return int(numbers.sum(dtype=torch.int64)), int(contents[whole:].sum(dtype=torch.int64))
+
+
+_HIDDEN_WRITE = Refusal(
+    "the iteration changed {} without an operator (through a NumPy array or a C library that "
+    "shares it); a replay runs operators only",
+    "write with tensor operations (copy_, fill_), or pass the values as a tensor of the batch",
+    HazardKind.HIDDEN_WRITE,
+)

@@ -20,10 +20,6 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
     That is: which tensors, numbers and containers modules, parameters and the optimizer hold,
     what tensors look at, gradients, ``param_groups``, and the generators of torch, Python and
     NumPy. What is written in memory is somebody else's part (``CopyOnWrite``).
-
-    Args:
-        model: Its modules, parameters and buffers.
-        optimizer: Its attributes, state and groups.
     """
     undo = [
         save_random_states(model, _device_of(model)),
@@ -55,10 +51,6 @@ def _attributes(owner: Any, depth: int = 0) -> Iterator[_Undo]:
             depth and type(value).__module__.startswith("graphfsdp.") and hasattr(value, "__dict__")
         ):
             yield from _attributes(value, depth - 1)
-
-
-def _is_ours(value: object) -> bool:
-    return type(value).__module__.startswith("graphfsdp.") and hasattr(value, "__dict__")
 
 
 def _container(value: Any) -> _Undo:
@@ -131,13 +123,3 @@ def _looks_alike(left: Tensor, right: Tensor) -> bool:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
-
-
-def torch_generators(model: nn.Module) -> list[torch.Generator]:
-    """Return torch's default generators, and those that modules hold."""
-    found = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found += torch.cuda.default_generators
-    for module in model.modules():
-        found += [value for value in vars(module).values() if isinstance(value, torch.Generator)]
-    return found

@@ -10,16 +10,15 @@ from torch import nn
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.functions import Surroundings
-from graphfsdp._capture.rules.memory_sums import MemorySums
-from graphfsdp._capture.rules.preflight_watcher import PreflightWatcher
+from graphfsdp._capture.rules.constants import unseen_read
 from graphfsdp._capture.rules.refusals import Refusal
-from graphfsdp._capture.rules.untouched import torch_generators
-from graphfsdp._capture.trace.constant_log import unseen_read
 from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.storages import dropped_tensors
 from graphfsdp._capture.undo.host_state import HostState
+from graphfsdp._capture.undo.random_state import generators_of
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.errors import CaptureError, GraphFSDPError, InvalidLossError, split_remedy
+from graphfsdp.preflight.watcher import MemorySums, PreflightWatcher
 
 # A number that was read from a tensor differs from run to run by itself.
 _READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
@@ -77,7 +76,7 @@ class Rehearsal:
             How many operators it runs.
         """
         runs: list[PreflightWatcher] = []
-        generators = [(each, each.get_state()) for each in torch_generators(self._model)]
+        generators = [(each, each.get_state()) for each in generators_of(self._model, self._device)]
 
         def rewind() -> None:
             runs[-1].undo.roll_back()
