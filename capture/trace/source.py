@@ -21,11 +21,14 @@ from graphfsdp.base.hazards import SourceLine
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = Path(inspect.getfile(errors)).parent
-_CAPTURE = (str(Path(__file__).parents[1]), str(_PACKAGE / "_capture"))
+_CAPTURE = (
+    str(Path(__file__).parents[1]),
+    *(str(_PACKAGE / folder) for folder in ("_capture", "preflight")),
+)
 # The trainer's models and scripts are a user's code as far as an error message goes.
 _OURS = (
     *_CAPTURE,
-    *(str(_PACKAGE / folder) for folder in ("base", "optim", "preflight", "sharding")),
+    *(str(_PACKAGE / folder) for folder in ("base", "optim", "sharding")),
     *(str(_PACKAGE.parent / folder) for folder in ("capture", "optim")),
 )
 _SKIPPED = (_TORCH, *_OURS)
@@ -94,7 +97,7 @@ def _line_in(code: CodeType, line: int) -> SourceLine:
 
 
 def called_by_user() -> bool:
-    """Tell whether the innermost frame outside of capture is one of the user's program."""
+    """Tell whether the innermost frame outside of capture and check is one of the user's program."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_CAPTURE):
         frame = frame.f_back
