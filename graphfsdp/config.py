@@ -1,44 +1,20 @@
-"""Frozen, self-validating options that the legs share."""
+"""Frozen, self-validating options that the packages share."""
 
 import enum
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from graphfsdp.errors import ConfigError
 
 
-class Scope(enum.Enum):
-    """How much of an iteration is in the graph."""
-
-    NONE = "none"
-    FORWARD_BACKWARD = "forward_backward"
-    FULL_ITERATION = "full_iteration"
+class _Choice(enum.Enum):
+    """An argument that has a few values by name."""
 
     @classmethod
-    def parse(cls, value: "str | Scope") -> "Scope":
-        """Return the scope of that name.
-
-        Raises:
-            ConfigError: there is no such scope.
-        """
-        try:
-            return cls(value)
-        except ValueError:
-            known = ", ".join(repr(scope.value) for scope in cls)
-            raise ConfigError(f"unknown scope {value!r}; expected one of {known}") from None
-
-
-class OnChange(enum.Enum):
-    """What a captured step does with what its graph was not made for."""
-
-    RAISE = "raise"
-    RECAPTURE = "recapture"  # another graph, in the same memory pool
-    EAGER = "eager"  # run this call without a graph, and keep the graph
-
-    @classmethod
-    def parse(cls, value: "str | OnChange") -> "OnChange":
-        """Return the policy of that name.
+    def parse(cls, value: object) -> Self:
+        """Return the member of that value.
 
         Raises:
             ConfigError: there is none.
@@ -46,8 +22,25 @@ class OnChange(enum.Enum):
         try:
             return cls(value)
         except ValueError:
-            known = ", ".join(repr(policy.value) for policy in cls)
-            raise ConfigError(f"unknown on_change {value!r}; expected one of {known}") from None
+            known = ", ".join(repr(member.value) for member in cls)
+            name = "".join(f"_{c.lower()}" if c.isupper() else c for c in cls.__name__).strip("_")
+            raise ConfigError(f"unknown {name} {value!r}; expected one of {known}") from None
+
+
+class Scope(_Choice):
+    """How much of an iteration is in the graph."""
+
+    NONE = "none"
+    FORWARD_BACKWARD = "forward_backward"
+    FULL_ITERATION = "full_iteration"
+
+
+class OnChange(_Choice):
+    """What a captured step does with what its graph was not made for."""
+
+    RAISE = "raise"
+    RECAPTURE = "recapture"  # another graph, in the same memory pool
+    EAGER = "eager"  # run this call without a graph, and keep the graph
 
 
 class UndoReplays(enum.Enum):

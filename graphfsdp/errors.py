@@ -175,24 +175,3 @@ def split_remedy(message: str) -> tuple[str, str]:
         if found:
             return why.rstrip(" ."), fix
     return message.rstrip("."), ""
-
-
-__all__ = [
-    "BatchMismatchError",
-    "CaptureError",
-    "CheckpointDamagedError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "ConfigError",
-    "GraphFSDPError",
-    "GuardError",
-    "InvalidLossError",
-    "NotCopyableError",
-    "PhaseError",
-    "PrecisionError",
-    "RankFailedError",
-    "SourceLine",
-    "VerificationError",
-    "broken",
-    "split_remedy",
-]

@@ -24,11 +24,7 @@ _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
-    """Return the optimizer without the wrapper that Accelerate or Fabric put around it.
-
-    Raises:
-        ConfigError: it is no optimizer, or the wrapper scales the loss on the host.
-    """
+    """Return the optimizer without the wrapper that Accelerate or Fabric put around it."""
     inner: Any = optimizer
     while _is_wrapper(inner):
         if getattr(inner, "scaler", None) is not None:
@@ -54,11 +50,7 @@ def _is_wrapper(optimizer: object) -> bool:
 
 
 def refuse_parallel_wrapper(model: nn.Module) -> None:
-    """Refuse torch's own data parallelism.
-
-    Raises:
-        ConfigError: a module is wrapped in DistributedDataParallel or DataParallel.
-    """
+    """Refuse torch's own data parallelism."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | DataParallel):
             where = f"module {name!r}" if name else "the model"
@@ -71,11 +63,7 @@ def refuse_parallel_wrapper(model: nn.Module) -> None:
 
 
 def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
-    """Refuse modules of torch.compile on a CPU, before minutes are spent on compiling them.
-
-    Raises:
-        ConfigError: there is one, and the graph would be one of a CPU.
-    """
+    """Refuse modules of torch.compile on a CPU, before minutes are spent on compiling them."""
     for name in compiled_modules(model) if device.type == "cpu" else ():
         where = f"module {name!r}" if name else "the model"
         raise ConfigError(
@@ -86,11 +74,7 @@ def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_other_types(model: object, loss_fn: object, mp_policy: object) -> None:
-    """Check what a caller without a type checker may get wrong.
-
-    Raises:
-        ConfigError: an argument is of another type.
-    """
+    """Check what a caller without a type checker may get wrong."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if loss_fn is not None and not callable(loss_fn):
@@ -104,11 +88,7 @@ def refuse_other_types(model: object, loss_fn: object, mp_policy: object) -> Non
 def refuse_clipping_of_scaled_gradients(
     optimizer: torch.optim.Optimizer, options: CaptureOptions
 ) -> None:
-    """Refuse a clipping of ``capture`` beside a loss scale.
-
-    Raises:
-        ConfigError: the norm would be measured before the gradients are unscaled.
-    """
+    """Refuse a clipping of ``capture`` beside a loss scale."""
     scaled = isinstance(optimizer, DeviceOptimizer) and optimizer.control.grad_scaler is not None
     if scaled and options.max_grad_norm is not None:
         raise ConfigError(
@@ -121,12 +101,7 @@ def refuse_clipping_of_scaled_gradients(
 def precision_of(
     model: nn.Module, optimizer: CapturableOptimizer, given: MixedPrecisionPolicy | None
 ) -> MixedPrecisionPolicy:
-    """Return the given policy, or the one that optimizer and sharding come to.
-
-    Raises:
-        PrecisionError: ``fully_shard`` puts gradients where nobody reads them, or has them in
-            another dtype than the policy says.
-    """
+    """Return the given policy, or the one that optimizer and sharding come to."""
     policy = given or MixedPrecisionPolicy(use_decoupled_grad=optimizer.use_decoupled_grad)
     grads = [grad for root in sharded_roots(model) for grad in root.main_grads().values()]
     for grad in grads:
@@ -152,11 +127,7 @@ def precision_of(
 
 
 def adopt_sharded_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that was made before ``fully_shard`` the parameters that it made.
-
-    Raises:
-        ConfigError: the optimizer has stepped already, so its state is that of whole parameters.
-    """
+    """Give an optimizer that was made before ``fully_shard`` the parameters that it made."""
     replaced: dict[int, nn.Parameter] = {}
     for root in sharded_roots(model):
         replaced.update(root.replaced_parameters())
@@ -171,15 +142,7 @@ def adopt_sharded_parameters(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def refuse_unreduced_parameters(model: nn.Module, named_params: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that each rank would train for itself beside those that are sharded.
-
-    Args:
-        model: Maybe sharded, in part.
-        named_params: What is trained, by full name.
-
-    Raises:
-        ConfigError: nobody reduces the gradients of some of them; they are named.
-    """
+    """Refuse parameters that each rank would train for itself beside those that are sharded."""
     roots = sharded_roots(model)
     groups = {group for root in roots for group in root.process_groups() if group.size() > 1}
     if not groups:
@@ -213,11 +176,7 @@ def _ranks_of(param: Tensor) -> set[int]:
 def trainable_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of the model, and the optimizer's own, each once.
-
-    Raises:
-        ConfigError: there is none, or a lazy module has not made its own yet.
-    """
+    """Return the trainable parameters of the model, and the optimizer's own, each once."""
     found = {name: param for name, param in model.named_parameters() if param.requires_grad}
     for name, param in found.items():
         if is_lazy(param):
@@ -239,11 +198,7 @@ def trainable_parameters(
 
 
 def refuse_foreign_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has nothing to do with the model.
-
-    Raises:
-        ConfigError: the model has something to train, and the optimizer holds none of it.
-    """
+    """Refuse an optimizer that has nothing to do with the model."""
     trainable = {id(param) for param in model.parameters() if param.requires_grad}
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if trainable and not trainable & held:
@@ -256,11 +211,7 @@ def refuse_foreign_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def only_device(model: nn.Module, named_params: dict[str, nn.Parameter]) -> torch.device:
-    """Return the device on which all of a model lies.
-
-    Raises:
-        ConfigError: it lies on several.
-    """
+    """Return the device on which all of a model lies."""
     named = {**named_params, **dict(model.named_parameters()), **dict(model.named_buffers())}
     first: dict[torch.device, str] = {}
     for name, tensor in named.items():
@@ -274,11 +225,7 @@ def only_device(model: nn.Module, named_params: dict[str, nn.Parameter]) -> torc
 
 
 def as_list(value: object, name: str) -> list[Any]:
-    """Return the items of a sequence, or the value alone.
-
-    Raises:
-        ConfigError: the sequence is empty.
-    """
+    """Return the items of a sequence, or the value alone."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     if not items:
         raise ConfigError(f"{name} is an empty sequence; expected at least one")
@@ -286,11 +233,7 @@ def as_list(value: object, name: str) -> list[Any]:
 
 
 def one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return the model, or one that holds several; these do not notice.
-
-    Raises:
-        ConfigError: something among them is no module.
-    """
+    """Return the model, or one that holds several; these do not notice."""
     if isinstance(model, nn.Module):
         return model
     models = as_list(model, "model")
@@ -301,11 +244,7 @@ def one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 def refuse_several(model: object, optimizer: object) -> None:
-    """Refuse sequences, which only a user's own iteration can train.
-
-    Raises:
-        ConfigError: one of them is a sequence.
-    """
+    """Refuse sequences, which only a user's own iteration can train."""
     for name, value in (("model", model), ("optimizer", optimizer)):
         if isinstance(value, list | tuple):
             raise ConfigError(
@@ -316,11 +255,7 @@ def refuse_several(model: object, optimizer: object) -> None:
 
 
 def refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None:
-    """Refuse what a user's own iteration has to do itself.
-
-    Raises:
-        ConfigError: it is no function, or another argument is for the default iteration alone.
-    """
+    """Refuse what a user's own iteration has to do itself."""
     if not callable(iteration):
         raise ConfigError(f"iteration must be a function, got {type(iteration).__name__}")
     remedies = {

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable
 
 import torch
-from test_allowed_programs import ALLOWED
 from torch import Tensor
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from probe import Inner, Probe, Program
-from refused_programs import RULES
+from programs import ALLOWED
+from programs import REFUSED as PROGRAMS
 
 
 def read_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ UNSEEN: dict[str, Program] = {
 }
 CODES = {"synchronize": 900, "loose_stream": 904, "event_from_before": 905, "literal": 900}
 REFUSED: dict[str, Program] = {
-    **{name: rule.program for name, rule in RULES.items() if rule.driver},
+    **{name: case.program for name, case in PROGRAMS.items() if case.driver and not case.cpu_only},
     "read_generator": read_generator,
     "set_generator": set_generator,
     **UNSEEN,

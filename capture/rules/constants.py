@@ -4,6 +4,7 @@ A number that differs between two iterations (a counter, a clock, an annealed we
 a replay would freeze without an error.
 """
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +23,9 @@ from graphfsdp._capture.rules.remedies import running_optimizer
 from graphfsdp._capture.trace.op_tensors import LITERAL_OPS, OperatorMode, flat_tensors
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
+    SiteTable,
     has_compiled,
     has_compiled_regions,
-    user_line_in_backward,
-    user_source_line,
 )
 from graphfsdp._capture.trace.storages import has_storage, storage_of
 from graphfsdp.base.hazards import HazardKind
@@ -104,31 +104,26 @@ class ConstantLog:
         given = _places([*args, *kwargs.values()])
         self._made.update(set(_places([results])).difference(given))
 
-    def add_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_step(self, optimizer: torch.optim.Optimizer, site: int = 0) -> None:
         """Note that an optimizer steps, whatever its operators are."""
         name = f"{type(optimizer).__name__}.step"
-        self.entries.append(ConstantEntry(name))
+        self.entries.append(ConstantEntry(name, (), site))
         self.num_steps[id(optimizer)] = name, self.num_steps.get(id(optimizer), (name, 0))[1] + 1
 
     def differences(self, other: "ConstantLog") -> Iterator[ConstantDifference]:
         """Yield where another run from the same state was given other values, each place once."""
         told: set[tuple[str, int]] = set()
-        for mine, its in zip(self.entries, other.entries, strict=False):
-            refusal = difference(mine, its)
+        pairs = itertools.zip_longest(self.entries, other.entries, fillvalue=_NOTHING)
+        for mine, its in pairs:
+            refusal = _difference(mine, its)
             if refusal is not None and (its.op, its.site) not in told:
                 told.add((its.op, its.site))
-                yield ConstantDifference(its.op, its.site, refusal)
+                if its is _NOTHING:
+                    yield ConstantDifference(mine.op, None, refusal)
+                else:
+                    yield ConstantDifference(its.op, its.site, refusal)
             if mine.op != its.op:
                 return
-        count = min(len(self.entries), len(other.entries))
-        for mine in self.entries[count : count + 1]:
-            refusal = difference(mine, _NOTHING)
-            assert refusal is not None
-            yield ConstantDifference(mine.op, None, refusal)
-        for its in other.entries[count : count + 1]:
-            refusal = difference(_NOTHING, its)
-            assert refusal is not None
-            yield ConstantDifference(its.op, its.site, refusal)
 
 
 def _places(items: Sequence[Any]) -> list[int]:
@@ -157,7 +152,7 @@ def _contents(tensor: Tensor) -> Any:
     return str(tensor.tolist()) if tensor.numel() <= 8 else hash(str(tensor.tolist()))
 
 
-def difference(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
+def _difference(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
     """Return why two runs differ at one point; None if they do not."""
     if before.op != now.op:
         return Refusal(
@@ -286,23 +281,26 @@ class ConstantWatch:
         if expected is None:
             yield
             return
-        mode = _ComparingMode(
-            expected, ModuleTracker(self._model), without_optimizer=bool(self._optimizers)
-        )
+        tracker = ModuleTracker(self._model)
+        sites = SiteTable(self._model, tracker)
+        mode = _ConstantMode(without_optimizer=bool(self._optimizers), sites=sites)
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
-        with mode.tracker.tracking(), mode:
+        with tracker.tracking(), mode:
             yield
         self._expected, self._is_settled = mode.log, True
-        failure = mode.finish()
+        found = {each.refusal.kind: each for each in reversed([*expected.differences(mode.log)])}
+        memory = found.pop(HazardKind.STATE, None)
         # Operators that only the first run has called shift all that follow: then a value was
         # compared with one of another place.
-        if mode.is_aligned or follows_path:
-            self.failure = failure
+        is_aligned = HazardKind.CONTROL_FLOW not in found
+        first = found.get(HazardKind.BAKED_NUMBER, found.get(HazardKind.CONTROL_FLOW))
+        if first is not None and (is_aligned or follows_path):
+            self.failure = _error(first, sites)
         self.failure = self.failure or _fewer_steps(self._most_steps, mode.log.num_steps)
         self._count_steps(mode.log)
         if self.failure is not None:
             raise self.failure
-        self._elsewhere = mode.elsewhere if mode.is_aligned else None
+        self._elsewhere = _error(memory, sites) if memory is not None and is_aligned else None
         self._name_idle(mode.log)
 
     def check_memory(self) -> None:
@@ -341,6 +339,17 @@ class ConstantWatch:
         )
 
 
+def _error(found: ConstantDifference, sites: SiteTable) -> CaptureError:
+    site = None if found.site is None else sites.sites()[found.site]
+    return CaptureError(
+        found.refusal.message,
+        op=found.op,
+        module_path=None if site is None else site.module,
+        source=None if site is None else site.source,
+        kind=found.refusal.kind,
+    )
+
+
 class _SameFunctions(TorchFunctionMode):
     """Calls what a recording calls instead of a function that looks at values."""
 
@@ -365,9 +374,10 @@ class _ConstantMode(OperatorMode):
         """Let compiled regions run compiled: torch would otherwise give up on them for good."""
         return True
 
-    def __init__(self, *, without_optimizer: bool) -> None:
+    def __init__(self, *, without_optimizer: bool, sites: SiteTable | None = None) -> None:
         super().__init__()
         self.log = ConstantLog()
+        self._sites = sites
         self._without_optimizer = without_optimizer
         self._stepping: torch.optim.Optimizer | None = None
 
@@ -377,12 +387,11 @@ class _ConstantMode(OperatorMode):
         """Note an operator, and run it."""
         if op.namespace != "profiler":
             before, self._stepping = self._stepping, self._optimizer_left_out()
+            site = 0 if self._sites is None else self._sites.here()
             if self._stepping is None:
-                self.log.add(op, args, kwargs)
-                self._compare_last()
+                self.log.add(op, args, kwargs, site)
             elif self._stepping is not before:
-                self.log.add_step(self._stepping)
-                self._compare_last()
+                self.log.add_step(self._stepping, site)
         results = op(*args, **kwargs)
         self.log.add_results(args, kwargs, results)
         return results
@@ -392,51 +401,3 @@ class _ConstantMode(OperatorMode):
             return None
         in_backward = torch._C._current_autograd_node() is not None
         return None if in_backward else running_optimizer()
-
-    def _compare_last(self) -> None:
-        """Compare what was noted last, if there is something to compare it with."""
-
-
-class _ComparingMode(_ConstantMode):
-    """Compares each operator with what was noted, while the user's line can still be told."""
-
-    def __init__(
-        self, expected: ConstantLog, tracker: ModuleTracker, *, without_optimizer: bool
-    ) -> None:
-        super().__init__(without_optimizer=without_optimizer)
-        self.tracker = tracker
-        self.is_aligned = True  # both went the same way
-        self.elsewhere: CaptureError | None = None  # what read other memory than the run before
-        self._expected = iter(expected.entries)
-        self._failure: CaptureError | None = None
-
-    def _compare_last(self) -> None:
-        if self.is_aligned:
-            self._compare(next(self._expected, _NOTHING), self.log.entries[-1])
-
-    def finish(self) -> CaptureError | None:
-        """Return what was found; for the end, so that no collective is left out."""
-        if self.is_aligned:
-            self._compare(next(self._expected, _NOTHING), _NOTHING)
-        return self._failure
-
-    def _compare(self, before: ConstantEntry, now: ConstantEntry) -> None:
-        self.is_aligned = before.op == now.op
-        refusal = difference(before, now)
-        if refusal is None:
-            return
-        is_memory = refusal.kind is HazardKind.STATE
-        if (self.elsewhere if is_memory else self._failure) is not None:
-            return
-        in_backward = torch._C._current_autograd_node() is not None
-        error = CaptureError(
-            refusal.message,
-            op=(before if now is _NOTHING else now).op,
-            module_path=self.tracker.path,
-            source=user_line_in_backward() if in_backward else user_source_line(),
-            kind=refusal.kind,
-        )
-        if is_memory:
-            self.elsewhere = error
-        else:
-            self._failure = error

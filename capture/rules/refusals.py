@@ -17,7 +17,7 @@ from torch import Tensor
 from graphfsdp._capture.trace.op_tensors import draws_numbers, flat_tensors
 from graphfsdp.base.hazards import HazardKind
 
-Varies = Callable[[Tensor], bool]
+Varies = Callable[[Tensor], bool]  # whether its contents differ from replay to replay
 
 # Numbers of the CUDA errors that a capture would end in (cuda_errors.py has their meaning).
 UNSUPPORTED = 900
@@ -208,17 +208,7 @@ _RECOMPUTING = frozenset({"recompute_fn", "unpack_hook", "backward"})
 def refuse_op(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Varies
 ) -> Refusal | None:
-    """Judge an operator call.
-
-    Args:
-        op: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        varies: Tells whether a tensor's contents differ from replay to replay.
-
-    Returns:
-        The refusal, or None if a graph can hold the call.
-    """
+    """Judge an operator call; None if a graph can hold it."""
     if op.namespace == "c10d":
         return SECRET_COLLECTIVE.of(op)
     inputs = flat_tensors(args) + flat_tensors(kwargs.values())

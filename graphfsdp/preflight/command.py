@@ -49,17 +49,7 @@ exit code: 0 no hazard, 1 hazards, 2 the check could not run.
 
 
 def run_check(arguments: Sequence[str]) -> int:
-    """Check what the words after ``graphfsdp check`` name, and print the report.
-
-    Args:
-        arguments: Those words.
-
-    Returns:
-        0 if there is no hazard, else 1.
-
-    Raises:
-        ConfigError: the check could not run.
-    """
+    """Check what the words after ``graphfsdp check`` name, and print the report."""
     if "--precision-table" in arguments[:1]:
         Console().print(rich_table())
         return 0

@@ -47,17 +47,6 @@ class Rehearsal:
         device: torch.device,
         for_cuda: bool,
     ) -> None:
-        """Prepare.
-
-        Args:
-            model: Names the modules.
-            optimizers: The user's.
-            gradients: Those of the iteration.
-            hazards: Where everything is noted.
-            functions: The loss function, or the user's iteration.
-            device: Where the model lies.
-            for_cuda: Judge a run on a CPU by what a GPU would refuse.
-        """
         self._model = model
         self._optimizers = list(optimizers)
         self._gradients = gradients
@@ -67,16 +56,10 @@ class Rehearsal:
         self._for_cuda = for_cuda
 
     def run(self, iterate: Callable[[], object]) -> int:
-        """Run the iteration and note what a graph cannot hold.
-
-        Args:
-            iterate: Forward, backward and, where it is to be in the graph, the optimizer's step.
-
-        Returns:
-            How many operators it runs.
-        """
+        """Run the iteration and note what a graph cannot hold; return the number of operators."""
         runs: list[PreflightWatcher] = []
-        generators = [(each, each.get_state()) for each in generators_of(self._model, self._device)]
+        found = generators_of(self._model, self._device)
+        generators = [(each, each.get_state()) for each in found]
 
         def rewind() -> None:
             runs[-1].undo.roll_back()

@@ -55,16 +55,7 @@ class ScriptCheck:
     on_cpu: bool = False
 
     def run_script(self, name: str, arguments: Sequence[str], *, is_module: bool) -> CheckReport:
-        """Run a script up to the first call of its captured step, and check that iteration.
-
-        Args:
-            name: Path of a Python file, or dotted name of a module.
-            arguments: What the program finds in ``sys.argv`` after its name.
-            is_module: ``name`` is a module, run as ``python -m`` does.
-
-        Raises:
-            ScriptError: the script ended or failed before that call.
-        """
+        """Run a script up to the first call of its captured step, and check that iteration."""
         flight = _Flight(self)
         folder = "" if is_module else str(Path(name).resolve().parent)
         try:
@@ -88,14 +79,8 @@ class ScriptCheck:
     def run_function(self, name: str) -> CheckReport:
         """Call a function that returns what ``graphfsdp.check`` takes, and check that.
 
-        Args:
-            name: ``module:function`` or ``file.py:function``. It returns (model, optimizer,
-                batch), (model, optimizer, batch, loss_fn), or a mapping with these and any other
-                arguments of ``graphfsdp.check``. A batch that is a tuple is the positional
-                arguments, a mapping the keyword arguments, anything else the one argument.
-
-        Raises:
-            ScriptError: there is no such function, it fails, or it returns something else.
+        A batch that is a tuple is the positional arguments, a mapping the keyword arguments,
+        anything else the one argument.
         """
         try:
             with _as_program([name], str(Path.cwd())), self._device():

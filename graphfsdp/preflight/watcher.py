@@ -31,17 +31,8 @@ class PreflightWatcher(Watcher):
         hazards: HazardLog,
         *,
         for_cuda: bool,
-        sums: "MemorySums | None" = None,
+        sums: "MemorySums | None" = None,  # of what must not change without an operator
     ) -> None:
-        """Prepare.
-
-        Args:
-            model: Names the modules.
-            device: Where it lies.
-            hazards: Where every refusal is noted.
-            for_cuda: Judge a run on a CPU by what a GPU would refuse.
-            sums: Of the memory that must not change without an operator.
-        """
         super().__init__(model, device, hazards=hazards)
         self.constants = ConstantLog()
         self.undo = CopyOnWrite()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphfsdp
-import refused_programs
+import programs
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, snapshot
 from probe import Inner, Program, batches, check_captured, check_refused, make_probe
@@ -82,7 +82,7 @@ def test_a_refusal_that_the_model_turns_into_another_error_is_still_the_refusal(
         return h * factor
 
     error = check_refused(program, CPU)
-    assert error.op == refused_programs.SCALAR
+    assert error.op == programs.SCALAR
     assert error.source is not None
     assert error.source.line == line_of(program, "# refused")
 

@@ -1,8 +1,8 @@
 """Every known way in which a captured training step goes wrong, and its exact diagnosis.
 
-Programs come from refused_programs.py (operators) and misbehaving.py (everything else); below
-are the ones that are wrong in their settings. Each is judged twice: by ``capture``, which raises,
-and by ``graphfsdp.check``, which lists.
+Programs come from the table in programs.py; below are the ones that are wrong in their settings.
+Each is judged twice: by ``capture``, which raises and leaves nothing behind, and by
+``graphfsdp.check``, which lists.
 """
 
 import re
@@ -14,26 +14,72 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-import misbehaving
+import programs
 from graphfsdp import HazardKind
 from graphfsdp.optim import DeviceGradScaler, FusedAdam
 from helpers import assert_same_state, line_of, quick_garbage_collection, snapshot
-from misbehaving import MISBEHAVIOURS
-from probe import Probe, Program, batches, make_probe
-from refused_programs import GENERATOR, HOST, RULES, SHAPE
+from probe import Probe, Program, batches, check_refused, make_probe
+from programs import REFUSED, Refused
 
 CPU = torch.device("cpu")
-KINDS = {
-    HOST: HazardKind.HOST_READ,
-    SHAPE: HazardKind.DYNAMIC_SHAPE,
-    GENERATOR: HazardKind.GENERATOR,
-    "runs a Python function on every element": HazardKind.HIDDEN_WRITE,
-    "draws from a random generator that is as new": HazardKind.GENERATOR,
-    "grows a storage inside the iteration": HazardKind.MEMORY,
-    "layout torch.sparse_coo has no storage": HazardKind.MEMORY,
-}
-# What only a recording on a CPU minds; a check judges by the operators that it sees.
-ONLY_RECORDED = ("new_generator", "grown_storage")
+CAPTURED = [name for name, case in REFUSED.items() if case.by != "check"]
+CHECKED = [name for name, case in REFUSED.items() if case.by != "capture"]
+sparse_warns = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+
+def test_no_program_is_lost() -> None:
+    assert len(REFUSED) >= 77
+    assert len(SETTINGS) >= 14
+    kinds = {case.kind for case in REFUSED.values()} | {kind for _, kind, *_ in SETTINGS.values()}
+    assert len(kinds) >= 14
+
+
+@sparse_warns
+@pytest.mark.parametrize("name", CAPTURED)
+def test_capture_refuses_by_name_and_rolls_back(name: str, device: torch.device) -> None:
+    case = REFUSED[name]
+    if case.cpu_only and device.type != "cpu":
+        pytest.skip("this program is legal on CUDA, or fails before it reaches a capture")
+    refuse = caught_by_capture if case.keeps_state else check_refused
+    error = refuse(case.program, device)
+    assert_diagnosed(case, error.hazard)
+    assert "Remedy: " in str(error)
+    if case.op is not None and case.target == "cpu":
+        assert error.module_path == "body.inner"
+        assert error.source is not None
+        assert error.source.function == case.program.__name__
+        assert f"{error.source.file}:{error.source.line} in {error.source.function}" in str(error)
+        assert "body.inner" in str(error)
+
+
+@sparse_warns
+@pytest.mark.parametrize("name", CHECKED)
+def test_check_lists_what_is_refused_and_changes_nothing(name: str) -> None:
+    case = REFUSED[name]
+    report = checked(case.program, case.target)
+    hazards = [
+        hazard
+        for hazard in report.hazards
+        if hazard.kind is case.kind and re.fullmatch(case.op or ".*", hazard.op or "")
+    ]
+    assert hazards, str(report)
+    assert_diagnosed(case, hazards[0])
+    if case.target == "cpu":
+        assert hazards[0].module_path == "body.inner"
+        if case.kind in (HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE):
+            assert hazards[0].cuda_error == 900
+
+
+def assert_diagnosed(case: Refused, hazard: graphfsdp.Hazard) -> None:
+    assert hazard.kind is case.kind
+    assert case.op is None or re.fullmatch(case.op, hazard.op or ""), hazard.op
+    assert case.why in hazard.why
+    assert hazard.fix
+    assert case.fix in hazard.fix
+    if case.has_line:
+        assert hazard.source is not None
+        assert hazard.source.file == programs.__file__
+        assert hazard.source.line == line_of(case.program, "# refused")
 
 
 def checked(program: Program, target: str) -> graphfsdp.CheckReport:
@@ -49,71 +95,14 @@ def checked(program: Program, target: str) -> graphfsdp.CheckReport:
     return report
 
 
-def test_the_catalogue_has_at_least_forty_programs_of_many_kinds() -> None:
-    assert len(RULES) + len(MISBEHAVIOURS) + len(SETTINGS) >= 85
-    kinds = {case.kind for case in MISBEHAVIOURS.values()} | set(KINDS.values())
-    assert len(kinds | {kind for _, kind, *_ in SETTINGS.values()}) >= 14
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-@pytest.mark.parametrize("name", [name for name in RULES if name not in ONLY_RECORDED])
-def test_check_lists_what_the_rules_refuse(name: str) -> None:
-    rule = RULES[name]
-    report = checked(rule.program, "cpu")
-    line = line_of(rule.program, "# refused")
-    found = [
-        hazard
-        for hazard in report.hazards
-        if hazard.source is not None
-        and hazard.source.line == line
-        and re.fullmatch(rule.op, hazard.op or "")
-    ]
-    assert found, str(report)
-    assert found[0].kind is KINDS[rule.message]
-    assert rule.message in found[0].why
-    assert found[0].fix
-    assert found[0].module_path == "body.inner"
-    if found[0].kind in (HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE):
-        assert found[0].cuda_error == 900
-
-
-@pytest.mark.parametrize("name", MISBEHAVIOURS)
-def test_check_names_every_misbehaviour(name: str) -> None:
-    case = MISBEHAVIOURS[name]
-    report = checked(case.program, "cuda")
-    hazards = [hazard for hazard in report.hazards if hazard.kind is case.kind]
-    assert hazards, str(report)
-    hazard = hazards[0]
-    assert case.op is None or re.fullmatch(case.op, hazard.op or ""), hazard.op
-    assert case.why in hazard.why
-    assert case.fix in hazard.fix
-    if case.has_line:
-        assert hazard.source is not None
-        assert hazard.source.file == misbehaving.__file__
-        assert hazard.source.line == line_of(case.program, "# refused")
-
-
-@pytest.mark.parametrize("name", [n for n, case in MISBEHAVIOURS.items() if not case.captured])
-def test_capture_refuses_every_misbehaviour_that_it_can_see(name: str) -> None:
-    case = MISBEHAVIOURS[name]
-    error = caught_by_capture(case.program)
-    assert error.kind is case.kind
-    assert case.op is None or re.fullmatch(case.op, error.op or ""), error.op
-    assert case.why in str(error)
-    assert case.fix in str(error).partition("Remedy: ")[2]
-    if case.has_line:
-        assert error.source is not None
-        assert error.source.line == line_of(case.program, "# refused")
-
-
-def caught_by_capture(program: Program) -> graphfsdp.CaptureError:
+def caught_by_capture(program: Program, device: torch.device) -> graphfsdp.CaptureError:
     """Train a probe until it is refused; everything is then as it was."""
-    step, model, optim = make_probe(program, CPU)
-    for x in batches(CPU, 3):
+    step, model, optim = make_probe(program, device)
+    for x in batches(device, 3):
         step(x)
     before = snapshot(model, optim)
     with pytest.raises(graphfsdp.CaptureError) as caught:
-        step(batches(CPU, 1)[0])
+        step(batches(device, 1)[0])
     assert_same_state(before, snapshot(model, optim), "after the roll-back")
     return caught.value
 
