@@ -16,10 +16,15 @@ Exit code: 0 all is well, 1 something failed, 2 there is no CUDA device.
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,9 +34,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import environment
-from benchmarks.gpu_bench import bench_part
-from benchmarks.suite import run_suite
+from graphfsdp.bench.machine import find_environment
 
 # Those of benchmarks.gpu_parts, which is not imported here: a package that cannot be imported
 # is something to report.
@@ -51,7 +54,53 @@ TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 SUITE_LIMIT_S = 240  # beside all other parts
 PART_LIMIT_S = 90
 NUM_PROCESSES = 6  # that run tests on the GPU at the same time
+GRACE_S = 20  # to report so far
+OURS = ("forward_backward", "full_iteration", "compile_full_iteration")
+BENCH_START_S = 20.0  # Python starts, plots are drawn
 MAX_CHARACTERS = 6000
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTree.Element], str]:
+    """Run pytest; return its cases, and why they are not to be trusted, empty if they are.
+
+    Past the limit it is asked to stop and to report so far.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        process = subprocess.Popen(
+            [*command, f"--junitxml={report}", *arguments],
+            cwd=ROOT,
+            # A plugin that happens to be installed may warn, and here a warning is an error.
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # Shells start background jobs with SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        late = False
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
+            process.send_signal(signal.SIGINT)
+            try:
+                output, _ = process.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+        error = ""
+        if not report.exists() or (not late and process.returncode not in (0, 1)):
+            error = f"pytest ended with {process.returncode}:\n{output[-MAX_CHARACTERS:]}"
+        elif late:
+            places = [line for line in output.splitlines() if line.endswith("KeyboardInterrupt")]
+            where = "; ".join(["the counts are of what ran", *places])
+            error = f"stopped after {limit_s:.0f} s; {where}"
+        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+        # A test that was interrupted has an entry without a name.
+        return [case for case in cases if case.get("name")], error
 
 
 def suite_part(
@@ -64,15 +113,83 @@ def suite_part(
         if importlib.util.find_spec("xdist") is not None:
             # By file, since many tests of a file share what is slow to make.
             options += ["-p", "xdist", "-n", str(NUM_PROCESSES), "--dist", "loadfile"]
-    result = run_suite(paths, limit_s, options)
-    good = not result.num_failed and result.num_passed > 0 and result.error is None
-    text = f"{result.num_passed} passed, {result.num_failed} failed, {result.num_skipped} skipped"
+    cases, error = run_pytest([*options, *paths], limit_s)
+    failures: dict[str, str] = {}
+    skips: dict[str, str] = {}
+    for case in cases:
+        name = f"{case.get('classname', '')}.{case.get('name', '')}"
+        outcomes = {element.tag: element for element in case}
+        bad = outcomes.get("failure", outcomes.get("error"))
+        if bad is not None:
+            failures[name] = (bad.text or bad.get("message") or "")[-MAX_CHARACTERS:]
+        elif "skipped" in outcomes:
+            skips[name] = outcomes["skipped"].get("message") or ""
+    num_passed = len(cases) - len(failures) - len(skips)
+    text = f"{num_passed} passed, {len(failures)} failed, {len(skips)} skipped"
+    good = not failures and num_passed > 0 and not error
     rows = [{"what": "pytest " + " ".join(paths), "result": text, "ok": good}]
     rows += [
-        {"what": name, "result": last_line(text), "ok": False}
-        for name, text in result.failures.items()
+        {"what": name, "result": last_line(text), "ok": False} for name, text in failures.items()
     ]
-    return {"rows": rows, "error": result.error, "data": asdict(result)}
+    data = {"num_passed": num_passed, "failures": failures, "skips": skips}
+    return {"rows": rows, "error": error or None, "data": data}
+
+
+def bench_part(device: torch.device, limit_s: float, results: pathlib.Path) -> dict[str, Any]:
+    """Run ``graphfsdp bench`` within a time; a CPU rehearses it on one small case.
+
+    Cases that do not fit are named in the rows; result and plot are kept in ``results``.
+    """
+    suite = ["--suite", "gpu"]
+    if device.type == "cpu":
+        suite = ["--suite", "quick", "--seconds", "0.5", "--no-memory"]
+    budget = max(limit_s - BENCH_START_S, 1.0) / 60
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "graphfsdp", "bench", "--device", device.type, *suite]
+        command += ["--budget", f"{budget:.3f}", "--out", folder]
+        try:
+            done = _run(command, limit_s)
+        except subprocess.TimeoutExpired:
+            return {"rows": [], "error": f"stopped after {limit_s:.0f} s"}
+        if done.returncode:
+            tail = (done.stdout + done.stderr)[-MAX_CHARACTERS:]
+            return {"rows": [], "error": f"the process ended with {done.returncode}\n{tail}"}
+        return {"rows": bench_rows(pathlib.Path(folder), results), "error": None}
+
+
+def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, Any]]:
+    """Keep the result and return a row for each contender of each case.
+
+    A row is good if the contender ran, or if it is not ours; and if ours trained eager's losses.
+    """
+    # Here, since a package that cannot be imported is something to report.
+    from benchmarks.readme_table import keep
+    from graphfsdp.bench.records import NOT_ASKED, REFERENCE, read_result
+    from graphfsdp.bench.tables import memory_text, parity_text, ratio_text, workload_text
+
+    keep(folder, results)
+    result = read_result(folder)
+    rows: list[dict[str, Any]] = []
+    for case in result.cases:
+        name = workload_text(case.workload)
+        for own in case.contenders:
+            text = f"{own.timing.steps.median:.3f} ms/step, {case.items_per_s(own.name):,.0f} "
+            text += f"{case.workload.unit}/s, peak memory {memory_text(own)}"
+            if own.name != REFERENCE:
+                text += f"; {ratio_text(case.speedup(own.name))} times as fast as eager; losses "
+                text += parity_text(own.parity)
+            good = own.parity.max_difference is not None
+            rows.append({"what": f"{name}: {own.name}", "result": text, "ok": good})
+        rows += [
+            {"what": f"{name}: {item.name}", "result": item.reason, "ok": item.name not in OURS}
+            for item in case.not_run
+            if item.reason != NOT_ASKED
+        ]
+    rows += [
+        {"what": key, "result": f"left out: {why}", "ok": True}
+        for key, why in result.left_out.items()
+    ]
+    return rows
 
 
 def last_line(text: str) -> str:
@@ -86,14 +203,7 @@ def child_part(name: str, device: torch.device, limit_s: float) -> dict[str, Any
     """Run a part in a process of its own; whatever becomes of it, return a part."""
     command = [sys.executable, "-m", "benchmarks.gpu_parts", name, str(device)]
     try:
-        result = subprocess.run(
-            command,
-            cwd=environment.ROOT,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
+        result = _run(command, limit_s)
     except subprocess.TimeoutExpired as late:
         why = f"stopped after {limit_s:.0f} s\n{_text(late.stderr)[-MAX_CHARACTERS:]}"
         return {**(_last_document(_text(late.stdout)) or {"rows": []}), "error": why}
@@ -103,6 +213,12 @@ def child_part(name: str, device: torch.device, limit_s: float) -> dict[str, Any
         why = f"the process ended with {result.returncode}\n{tail}"
         return {**(document or {"rows": []}), "error": why}
     return document
+
+
+def _run(command: Sequence[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
+    )
 
 
 def _text(said: str | bytes | None) -> str:
@@ -121,13 +237,18 @@ def _last_document(output: str) -> dict[str, Any] | None:
     return None
 
 
+def described(facts: dict[str, Any]) -> str:
+    where = f"{facts['gpu']}, driver {facts['driver']}" if facts["gpu"] else facts["cpu"]
+    triton = facts["versions"].get("triton")
+    return (
+        f"measured {facts['date'][:10]} on {where}, torch {facts['torch']}, Triton {triton}, "
+        f"Python {facts['python']}"
+    )
+
+
 def table_of(document: dict[str, Any]) -> Table:
     """Return everything for a terminal."""
-    facts = document["environment"]
-    versions = f"torch {facts['torch']}, Triton {facts['triton']}, Python {facts['python']}"
-    driver = f", driver {facts['driver']}" if facts["gpu"] else ""
-    title = f"graphfsdp on {facts['gpu'] or facts['cpu']}{driver}, {versions}, {facts['date']}"
-    table = Table(title=title)
+    table = Table(title=f"graphfsdp, {described(document['environment'])}")
     table.add_column("part", no_wrap=True)
     table.add_column("what")
     table.add_column("result")
@@ -161,7 +282,7 @@ def check(
     deadline = time.monotonic() + TOTAL_LIMIT_S
     document: dict[str, Any] = {
         "kind": "gpu_check",
-        "environment": environment.describe(device),
+        "environment": asdict(find_environment(device, num_threads=torch.get_num_threads())),
         "ok": False,
         "parts": [],
     }
@@ -213,10 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     device = torch.device(options.device)
-    facts = environment.describe(device)
+    facts = find_environment(device, num_threads=torch.get_num_threads())
     group = f"_{options.group}" if options.group else ""
-    name = f"gpu_check{group}_{environment.slug(str(facts['gpu'] or 'cpu'))}_{facts['date']}.json"
-    path = environment.output_directory() / name
+    gpu = re.sub(r"[^a-z0-9]+", "-", (facts.gpu or "cpu").lower()).strip("-")
+    folder = pathlib.Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"gpu_check{group}_{gpu}_{facts.date[:10]}.json"
     chosen = options.part or groups.get(options.group, names)
 
     def tell(line: str) -> None:

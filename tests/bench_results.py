@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from graphfsdp.bench import facts, records
+from graphfsdp.bench import records
 
 
 def contender(name: str, *windows: tuple[float, ...]) -> records.ContenderResult:
@@ -19,7 +19,7 @@ def contender(name: str, *windows: tuple[float, ...]) -> records.ContenderResult
 
 def case(stated_tflops: float | None = None) -> records.CaseResult:
     return records.CaseResult(
-        workload=facts.WorkloadFacts(
+        workload=records.WorkloadFacts(
             name="gpt-tiny",
             family="gpt",
             dtype="fp32",
@@ -31,7 +31,7 @@ def case(stated_tflops: float | None = None) -> records.CaseResult:
             flops_per_step=6e9,
             flops_formula="6 N + 12 L C T",
         ),
-        peak=facts.PeakFacts(stated_tflops, 0.05, "the best of 5 products"),
+        peak=records.PeakFacts(stated_tflops, 0.05, "the best of 5 products"),
         contenders=(
             contender("eager", (2.0, 4.0), (6.0, 6.0)),
             contender("full_iteration", (1.0, 1.0), (2.0, 4.0)),
@@ -41,7 +41,7 @@ def case(stated_tflops: float | None = None) -> records.CaseResult:
 
 
 def result(**changes: object) -> records.BenchResult:
-    environment = facts.Environment(
+    environment = records.Environment(
         date="2026-01-02T03:04:05",
         commit=None,
         python="3.11",

@@ -1,1 +1,5 @@
-"""The benchmark behind ``graphfsdp bench``: workloads, contenders, measurements, reports."""
+"""The benchmark behind ``graphfsdp bench``: workloads, contenders, measurements, reports.
+
+A program on top of the public API, which may import everything; nothing but the command line
+imports it.
+"""

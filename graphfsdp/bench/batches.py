@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from graphfsdp.bench.bert import NUM_SPECIAL, BertConfig
-from graphfsdp.bench.convnet import NUM_COLOURS, ConvConfig
-from graphfsdp.bench.workloads import Case, language_shape
+from graphfsdp.bench.models import NUM_COLOURS, NUM_SPECIAL, BertConfig, ConvConfig
+from graphfsdp.bench.workloads import Case, ZooConfig, language_shape
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.data import Corpus, load_corpus
 
@@ -52,13 +51,7 @@ def batch_source(
 ) -> tuple[Case, BatchSource]:
     """Return the batches of a case, and the case with a vocabulary that holds their tokens.
 
-    Args:
-        case: What is trained.
-        data: As ``graphfsdp train --data`` takes it; None is Python's standard library.
-        random_tokens: Uniform tokens instead of text.
-        seed: Another seed gives other batches.
-        device: Where batches go.
-        rank: Other ranks get other batches.
+    ``data`` is what ``graphfsdp train --data`` takes; None is Python's standard library.
 
     Raises:
         ConfigError: the text cannot be read, or is shorter than a sequence.
@@ -72,6 +65,14 @@ def batch_source(
         images = _images(model, case.batch_size, seed)
         description = "made-up images: a pattern for each class, and noise"
         return case, BatchSource(description, lambda step: images(generator(step)), device)
+    if isinstance(model, ZooConfig):
+        make, rows = model.architecture.batch, case.batch_size
+
+        def random(step: int) -> Batch:
+            number = int(generator(step).integers(2**62))
+            return make(torch.Generator().manual_seed(number), rows)
+
+        return case, BatchSource("random numbers", random, device)
     shape = language_shape(model)
     if random_tokens:
         num_text_tokens = shape.vocab_size - (NUM_SPECIAL if isinstance(model, BertConfig) else 0)

@@ -2,10 +2,12 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from graphfsdp.base.collector import without_collector
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,6 @@ class Window:
 
     @property
     def mean_ms(self) -> float:
-        """Milliseconds per step."""
         return sum(self.step_ms) / len(self.step_ms)
 
 
@@ -93,3 +94,23 @@ def make_schedule(step_ms: Sequence[float], seconds: float) -> Schedule:
     num_steps = max(num_steps, _MIN_STEPS)
     num_rounds = int(seconds * 1e3 / (num_steps * all_ms))
     return Schedule(min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps)
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    num_rounds: int,
+    num_steps: int,
+    device: torch.device,
+) -> dict[str, list[Window]]:
+    """Return the window of each contender in each round.
+
+    The order turns round after each round, so that nobody always follows the same neighbour.
+    """
+    windows: dict[str, list[Window]] = {name: [] for name in contenders}
+    order = list(contenders)
+    for _ in range(num_rounds):
+        with without_collector():
+            for name in order:
+                windows[name].append(time_window([contenders[name]] * num_steps, device))
+        order.reverse()
+    return windows

@@ -1,50 +1,54 @@
-"""``graphfsdp bench``: measure, show, keep."""
+"""``graphfsdp bench``: measure the cases one after the other, show them, keep them."""
 
+import dataclasses
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from graphfsdp.bench.case_process import CaseFailedError
-from graphfsdp.bench.compare_command import run_compare
-from graphfsdp.bench.environment import describe, find_environment
-from graphfsdp.bench.facts import Environment
-from graphfsdp.bench.measure import Say
-from graphfsdp.bench.mlperf_command import run_mlperf
+from graphfsdp.bench.agreement import first_says
+from graphfsdp.bench.compare import run_compare
+from graphfsdp.bench.contenders import CONTENDERS, Setting, find_contenders
+from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.measure import MeasureOptions, Say, measure_case
+from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
-from graphfsdp.bench.profiling import NSYS_NOTE
-from graphfsdp.bench.records import BenchResult, CaseResult
-from graphfsdp.bench.result_directory import PROFILES, make_directory, write_directory
-from graphfsdp.bench.suites import PlannedCase
-from graphfsdp.bench.sweep import Sweep
+from graphfsdp.bench.process import CaseFailedError, Job, can_forget_peak, run_case, run_memory
+from graphfsdp.bench.records import NOT_ASKED, BenchResult, CaseResult, NotRun
+from graphfsdp.bench.report import PROFILES, make_directory, write_directory
 from graphfsdp.bench.tables import (
     NOT_MLPERF,
     cpu_overview,
+    environment_text,
     memory_overview,
     not_run_table,
     overview,
+    print_line,
     short_table,
+    wide_console,
 )
+from graphfsdp.bench.workloads import PlannedCase
+from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 
 _TIMEOUT_MINUTES = 30
 _BUSY = 0.5
-_WIDTH = 160  # of a file or a pipe
+# No case ends in less: Python and torch have to start.
+_SHORTEST_CASE_S = 20.0
+_NO_LIMIT_S = 24 * 3600.0
 
 
 def run_bench(arguments: Sequence[str], console: Console) -> int:
     """Carry out ``graphfsdp bench``, ``graphfsdp bench compare`` or ``graphfsdp bench --mlperf``.
 
-    Returns:
-        0, or 1 where no case could be measured, two results differ for the worse, or the runs to
-        a target have no score.
+    Returns 0, or 1 where no case could be measured, two results differ for the worse, or the runs
+    to a target have no score.
 
     Raises:
         ConfigError: a flag, or a combination of flags, that cannot work.
@@ -69,6 +73,8 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
 
 
 class _Bench:
+    """Measures cases; where a launcher has started several ranks, all of them take part."""
+
     def __init__(
         self,
         options: BenchOptions,
@@ -79,37 +85,41 @@ class _Bench:
         command: str,
     ) -> None:
         self._options, self._ranks, self._device = options, ranks, device
-        width = None if console.is_terminal else _WIDTH
-        self._console = Console(file=console.file, width=width, quiet=not ranks.is_first)
+        self._console = wide_console(console, quiet=not ranks.is_first)
         self._command = command
-        self._environment: Environment = find_environment(
+        self._environment = find_environment(
             device, num_threads=options.threads, num_ranks=ranks.size, backend=backend
         )
+        self._started = time.monotonic()
+        self._folder: Path | None = None  # on rank 0
 
     def run(self) -> int:
         planned = self._options.cases(self._device.type)
-        folder = self._ranks.decide(
+        self._folder = self._ranks.decide(
             lambda: make_directory(self._options.out) if self._ranks.is_first else None
         )
         self._greet()
-        cases, left_out = self._measure(planned, folder)
+        cases, left_out = self._measure_all(planned)
         if not cases:
             return 1
-        self._finish(self._result(cases, left_out))
-        if folder is not None:
-            result = self._result(cases, left_out)
-            write_directory(result, folder, pictures=self._options.pictures)
-            names = ", ".join(sorted(path.name for path in folder.iterdir()))
-            self._line(f"wrote {folder}: {names}")
+        result = self._result(cases, left_out)
+        for table in (overview(result), cpu_overview(result), memory_overview(result)):
+            if table.rows:
+                self._console.print(table.rich())
+        self._line(NOT_MLPERF)
+        if self._folder is not None:
+            write_directory(result, self._folder, plots=self._options.pictures)
+            names = ", ".join(sorted(path.name for path in self._folder.iterdir()))
+            self._line(f"wrote {self._folder}: {names}")
             if self._options.profile:
                 self._line(
-                    f"profiles in {folder / PROFILES}: a timeline, a summary and its numbers for "
-                    "each contender"
+                    f"profiles in {self._folder / PROFILES}: a timeline, a summary and its numbers "
+                    "for each contender"
                 )
         return 0
 
-    def _measure(
-        self, planned: Sequence[PlannedCase], folder: Path | None
+    def _measure_all(
+        self, planned: Sequence[PlannedCase]
     ) -> tuple[list[CaseResult], dict[str, str]]:
         """Measure the speed of all cases, then the memory of those that want it.
 
@@ -119,36 +129,85 @@ class _Bench:
         left_out: dict[str, str] = {}
         with _progress(self._console) as progress:
             task = progress.add_task("", total=len(planned))
-            sweep = Sweep(self._options, self._device, self._ranks, time.monotonic(), folder)
             for number, each in enumerate(planned):
                 key = each.case.key
                 progress.update(task, completed=number)
                 try:
                     say = _talk(progress, task, key)
-                    found[key] = sweep.measure(each, len(planned) - number, say)
+                    case = self._measure(each, len(planned) - number, say)
+                    found[key] = with_unasked(case)
                     self._show(found[key])
                 except CaseFailedError as error:
                     left_out[key] = str(error)
                     self._line(f"{key}: left out: {error}", "yellow")
-                self._keep(found.values(), left_out, folder)
+                if self._folder is not None and found:
+                    result = self._result(found.values(), left_out)
+                    write_directory(result, self._folder, plots=False)
             for each in planned:
                 key = each.case.key
                 if key in found:
                     say = _talk(progress, task, key)
-                    found[key] = sweep.with_memory(each, found[key], say)
+                    found[key] = self._with_memory(each, found[key], say)
         return list(found.values()), left_out
 
-    def _keep(
-        self, cases: Iterable[CaseResult], left_out: Mapping[str, str], folder: Path | None
-    ) -> None:
-        result = self._result(tuple(cases), left_out)
-        if folder is not None and result.cases:
-            write_directory(result, folder, pictures=False)
+    def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
+        """Measure the speed of one case, which may take three times its share of the time left.
 
-    def _result(self, cases: Sequence[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
+        Raises:
+            CaseFailedError: it cannot be measured; the message says why.
+        """
+        left_s = first_says(self._left_s(), self._ranks)
+        if left_s < _SHORTEST_CASE_S:
+            raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
+        limit_s = min(left_s, max(3 * left_s / num_left, _SHORTEST_CASE_S))
+        job = self._job(planned)
+        if not self._ranks.launched:
+            return run_case(job, say, limit_s)
+        options = dataclasses.replace(job.options, limit_s=limit_s)
+        try:
+            return measure_case(job.setting, find_contenders(job.contenders), options, say)
+        except ConfigError as error:
+            raise CaseFailedError(str(error)) from error
+
+    def _with_memory(self, planned: PlannedCase, found: CaseResult, say: Say) -> CaseResult:
+        """Return the case with the memory of each contender that time is left for, on a CPU."""
+        wanted = planned.memory and self._device.type == "cpu" and not self._ranks.launched
+        if not wanted or not can_forget_peak():
+            return found
+        measured = []
+        for own in found.contenders:
+            say("memory", own.name)
+            record = None
+            if self._left_s() > _SHORTEST_CASE_S:
+                job = dataclasses.replace(self._job(planned), contenders=(own.name,))
+                record = run_memory(job, self._left_s())
+            measured.append(dataclasses.replace(own, memory=record))
+        return dataclasses.replace(found, contenders=tuple(measured))
+
+    def _left_s(self) -> float:
+        if self._options.budget is None:
+            return _NO_LIMIT_S
+        return self._options.budget * 60 - (time.monotonic() - self._started)
+
+    def _job(self, planned: PlannedCase) -> Job:
+        options = self._options
+        strategy = ShardingStrategy.parse(options.strategy or ShardingStrategy.OPTIM_GRADS_PARAMS)
+        profile = None
+        if options.profile:
+            profile = str((self._folder or Path()).resolve() / PROFILES)
+        return Job(
+            Setting(planned.case, self._device, options.seed, self._ranks, strategy),
+            tuple(spec.name for spec in find_contenders(planned.contenders)),
+            MeasureOptions(
+                options.seconds, options.data, options.random_tokens, options.roofline, profile
+            ),
+            options.threads,
+        )
+
+    def _result(self, cases: Iterable[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
         return BenchResult(
             environment=self._environment,
-            options=asdict(self._options),
+            options=dataclasses.asdict(self._options),
             command=self._command,
             seed=self._options.seed,
             cases=tuple(cases),
@@ -157,9 +216,7 @@ class _Bench:
 
     def _greet(self) -> None:
         load = self._environment.load_average
-        if self._options.nsys and self._device.type == "cpu":
-            self._line(NSYS_NOTE, "yellow")
-        self._line(describe(self._environment))
+        self._line(environment_text(self._environment))
         if load is not None and load > _BUSY and self._device.type == "cpu":
             self._line(
                 f"something else runs on this machine (load average {load:.1f}); the pairs will "
@@ -171,19 +228,24 @@ class _Bench:
         for name, reason in not_run_table(case).rows:
             self._line(f"did not run: {name}: {reason}", "yellow")
 
-    def _finish(self, result: BenchResult) -> None:
-        for table in (overview(result), cpu_overview(result), memory_overview(result)):
-            if table.rows:
-                self._console.print(table.rich())
-        self._line(NOT_MLPERF)
-
     def _line(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text, style)
+
+
+def with_unasked(found: CaseResult) -> CaseResult:
+    """Return the case with every contender in it that nobody asked for, so that none is missing."""
+    known = {item.name for item in found.contenders} | {item.name for item in found.not_run}
+    others = tuple(
+        NotRun(spec.name, spec.description, NOT_ASKED)
+        for spec in CONTENDERS
+        if spec.name not in known
+    )
+    return dataclasses.replace(found, not_run=(*found.not_run, *others))
 
 
 def _talk(progress: Progress, task: TaskID, key: str) -> Say:
     """Return what puts the doings of a case into the progress bar."""
-    return lambda phase, name, share: progress.update(task, description=f"{key}: {phase} {name}")
+    return lambda phase, name: progress.update(task, description=f"{key}: {phase} {name}")
 
 
 def _progress(console: Console) -> Progress:

@@ -1,27 +1,38 @@
-"""Two results of ``graphfsdp bench`` beside each other: ratios that a machine's mood leaves alone.
+"""``graphfsdp bench compare A B``: two results as a table, as JSON, and as a gate for CI.
 
 Times of two runs do not tell a slower program from a slower hour. What does is how many times as
 fast as eager each contender was, since the two took turns: that ratio is formed round by round
 inside each file, and the files' ratios are compared.
 """
 
+import argparse
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
 
-from graphfsdp.bench.comparison import Change, Comparison, Side, Verdict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from graphfsdp.bench.records import (
     NOT_ASKED,
     REFERENCE,
     BenchResult,
     CaseResult,
     ContenderResult,
+    Spread,
+    read_result,
+    to_json,
 )
-from graphfsdp.bench.spread import Spread, quantile
+from graphfsdp.bench.tables import Parser, print_line, wide_console
 from graphfsdp.errors import ConfigError
 
+KIND = "graphfsdp_bench_comparison"
 DEFAULT_TOLERANCE = 0.05
+EXIT_REGRESSION = 1
 # What makes two machines two machines. Versions and commits are what one wants to compare.
 MACHINE_FIELDS = (
     *("device", "gpu", "gpu_memory_bytes", "compute_capability", "system", "cpu", "num_cpus"),
@@ -29,7 +40,89 @@ MACHINE_FIELDS = (
 )
 CHANGED_FIELDS = ("commit", "python", "torch", "driver", "cuda", "clock_mhz", "power_limit_w")
 _NUM_RESAMPLES = 2000
-_INTERVAL = (0.025, 0.975)
+
+
+class Verdict(StrEnum):
+    """What has become of a contender."""
+
+    SAME = "same"
+    FASTER = "faster"
+    SLOWER = "slower"
+    UNCLEAR = "unclear"
+    LOST = "no longer runs"
+    ABSENT = "not measured"
+    NEW = "new"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A contender in one file.
+
+    Attributes:
+        speedup: How many times as fast as the base, over the rounds.
+        step_ms: Median of all steps.
+        memory_ratio: Peak memory over the base's; None where one of them is unknown.
+        bit_exact: Its losses are the reference's, bit for bit.
+    """
+
+    speedup: Spread
+    step_ms: float
+    memory_ratio: float | None
+    bit_exact: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """What has become of a contender in a case.
+
+    Attributes:
+        old: Of the first file; None if it did not run there.
+        ratio: New speed-up over old one, of the medians; None if one of them is missing.
+        low: Lower end of the ratio's 95 % interval (bootstrap over rounds).
+        lost_bits: Losses were bit-exact in the first file and are not in the second.
+        reason: Why it no longer runs; empty otherwise.
+    """
+
+    case: str
+    contender: str
+    verdict: Verdict
+    old: Side | None = None
+    new: Side | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    lost_bits: bool = False
+    reason: str = ""
+
+    @property
+    def is_regression(self) -> bool:
+        return self.verdict in (Verdict.SLOWER, Verdict.LOST) or self.lost_bits
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two results beside each other.
+
+    Attributes:
+        base: Contender that speed-ups are of.
+        tolerance: Part of a speed-up that may be lost before it counts.
+        changes: Every contender of every case that both files have.
+        environment: What differs between the two runs, "old -> new" by name.
+        same_machine: Whether times may be compared, too.
+    """
+
+    base: str
+    tolerance: float
+    changes: tuple[Change, ...]
+    only_old: tuple[str, ...]
+    only_new: tuple[str, ...]
+    environment: Mapping[str, str]
+    same_machine: bool
+    kind: str = KIND
+
+    @property
+    def regressions(self) -> tuple[Change, ...]:
+        return tuple(change for change in self.changes if change.is_regression)
 
 
 def compare(
@@ -40,14 +133,7 @@ def compare(
     base: str = REFERENCE,
     other_machine: bool = False,
 ) -> Comparison:
-    """Compare two results.
-
-    Args:
-        old: What was.
-        new: What is.
-        tolerance: Part of a speed-up that may be lost, such as 0.05.
-        base: Contender that speed-ups are of.
-        other_machine: Compare runs of different machines, too.
+    """Compare two results; ``tolerance`` is the part of a speed-up that may be lost.
 
     Raises:
         ConfigError: they did not measure the same thing, or not on the same machine; the message
@@ -55,7 +141,7 @@ def compare(
     """
     if not 0 <= tolerance < 1:
         raise ConfigError(f"--tolerance must be in [0, 1), got {tolerance:g}")
-    machines = _differences(old, new, MACHINE_FIELDS)
+    machines = _differences(_facts(old, MACHINE_FIELDS), _facts(new, MACHINE_FIELDS))
     if machines and not other_machine:
         told = "; ".join(f"{name} {change}" for name, change in machines.items())
         raise ConfigError(
@@ -85,7 +171,9 @@ def compare(
         changes=tuple(changes),
         only_old=_others(old.cases, known),
         only_new=_others(new.cases, known),
-        environment=machines | _differences(old, new, CHANGED_FIELDS) | _versions(old, new),
+        environment=machines
+        | _differences(_facts(old, CHANGED_FIELDS), _facts(new, CHANGED_FIELDS))
+        | _differences(old.environment.versions, new.environment.versions),
         same_machine=not machines,
     )
 
@@ -98,29 +186,23 @@ def _keys(cases: Sequence[CaseResult]) -> str:
     return ", ".join(case.workload.key for case in cases) or "none"
 
 
-def _differences(old: BenchResult, new: BenchResult, names: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        before, after = getattr(old.environment, name), getattr(new.environment, name)
-        if before != after:
-            found[name] = f"{before} -> {after}"
-    return found
-
-
-def _versions(old: BenchResult, new: BenchResult) -> dict[str, str]:
-    before, after = old.environment.versions, new.environment.versions
+def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, str]:
+    names = dict.fromkeys((*old, *new))
     return {
-        name: f"{before.get(name)} -> {after.get(name)}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name)
+        name: f"{old.get(name)} -> {new.get(name)}"
+        for name in names
+        if old.get(name) != new.get(name)
     }
+
+
+def _facts(result: BenchResult, names: Sequence[str]) -> dict[str, object]:
+    return {name: getattr(result.environment, name) for name in names}
 
 
 def _refuse_other_work(old: CaseResult, new: CaseResult) -> None:
     different = [
-        f"{item.name} {getattr(old.workload, item.name)} -> {getattr(new.workload, item.name)}"
-        for item in fields(old.workload)
-        if getattr(old.workload, item.name) != getattr(new.workload, item.name)
+        f"{name} {change}"
+        for name, change in _differences(asdict(old.workload), asdict(new.workload)).items()
     ]
     if different:
         raise ConfigError(
@@ -213,7 +295,8 @@ def ratio_interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, f
         / statistics.median(generator.choices(old, k=len(old)))
         for _ in range(_NUM_RESAMPLES)
     ]
-    return quantile(found, _INTERVAL[0]), quantile(found, _INTERVAL[1])
+    ends = statistics.quantiles(found, n=40, method="inclusive")
+    return ends[0], ends[-1]
 
 
 def _side(case: CaseResult, contender: ContenderResult, base: str) -> Side:
@@ -233,3 +316,125 @@ def _peak_bytes(contender: ContenderResult) -> int | None:
     if memory is None:
         return None
     return memory.allocated_bytes if memory.allocated_bytes is not None else memory.process_bytes
+
+
+def run_compare(arguments: Sequence[str], console: Console) -> int:
+    """Compare two results and print what has changed.
+
+    Returns 1 if something has become slower, no longer runs or is no longer bit-exact, else 0.
+
+    Raises:
+        ConfigError: a file is no result, or the two cannot be compared.
+    """
+    options = _make_parser().parse_args(arguments)
+    found = compare(
+        read_result(options.old),
+        read_result(options.new),
+        tolerance=options.tolerance,
+        base=options.base,
+        other_machine=options.other_machine,
+    )
+    if options.json is not None:
+        try:
+            Path(options.json).write_text(to_json(found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json} cannot be written: {error}") from None
+    _print(found, wide_console(console))
+    return EXIT_REGRESSION if found.regressions else 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="graphfsdp bench compare",
+        description="Compare two results of graphfsdp bench by how many times as fast as eager "
+        "each contender was: a ratio inside each result, which the hour of the day and the clock "
+        "of the machine leave alone. Ends with 1 if something has become slower by more than the "
+        "tolerance and the ratio's 95 % interval leaves 1 out, if a contender no longer runs, or "
+        "if its losses are no longer bit-exact.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("old", metavar="A", help="result.json or result directory: what was")
+    parser.add_argument("new", metavar="B", help="the same: what is")
+    parser.add_argument(
+        "--tolerance", type=float, default=DEFAULT_TOLERANCE, metavar="X",
+        help="part of a speed-up that may be lost (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--base", default=REFERENCE, metavar="NAME",
+        help="contender that speed-ups are of (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--other-machine", action="store_true",
+        help="compare ratios of different machines, too",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write everything there as JSON")
+    return parser
+
+
+def _print(found: Comparison, console: Console) -> None:
+    table = Table(title=f"times as fast as {found.base}, median (smallest to largest) of rounds")
+    table.add_column("case")
+    table.add_column("contender")
+    for name in ("A", "B", "B over A", "95 % interval", "memory A, B"):
+        table.add_column(name, justify="right")
+    if found.same_machine:
+        table.add_column("ms A, B", justify="right")
+    table.add_column("verdict")
+    for change in found.changes:
+        table.add_row(*_row(change, times=found.same_machine))
+    console.print(table)
+    for name, what in found.environment.items():
+        print_line(console, f"{name}: {what}")
+    for keys, which in ((found.only_old, "A"), (found.only_new, "B")):
+        if keys:
+            print_line(console, f"only in {which}: {', '.join(keys)}")
+    for change in found.changes:
+        if change.reason:
+            print_line(console, f"{change.contender} no longer runs: {change.reason}")
+    num_unclear = sum(change.verdict is Verdict.UNCLEAR for change in found.changes)
+    if num_unclear:
+        print_line(
+            console,
+            f"{num_unclear} unclear: the rounds scatter more than what has changed; measure "
+            "longer, or on a quiet machine",
+        )
+    num_regressions = len(found.regressions)
+    if num_regressions:
+        print_line(console, f"{num_regressions} of {len(found.changes)} contenders are worse")
+    else:
+        clearly = "clearly " if num_unclear else ""
+        print_line(console, f"nothing is {clearly}worse (tolerance {found.tolerance:.0%})")
+
+
+def _row(change: Change, *, times: bool) -> list[str | Text]:
+    old, new = change.old, change.new
+    interval = "" if change.low is None else f"{change.low:.3f} to {change.high:.3f}"
+    verdict: str = change.verdict.value
+    if change.lost_bits:
+        verdict += ", no longer bit-exact"
+    style = {Verdict.FASTER: "green", Verdict.UNCLEAR: "yellow"}.get(change.verdict, "")
+    if change.is_regression:
+        style = "bold red"
+    return [
+        change.case,
+        change.contender,
+        _speedup(old),
+        _speedup(new),
+        "" if change.ratio is None else f"{change.ratio:.3f}",
+        interval,
+        f"{_memory(old)}, {_memory(new)}",
+        *([f"{_ms(old)}, {_ms(new)}"] if times else []),
+        Text(verdict, style=style),
+    ]
+
+
+def _speedup(side: Side | None) -> str:
+    return "-" if side is None else f"{side.speedup}"
+
+
+def _memory(side: Side | None) -> str:
+    return "-" if side is None or side.memory_ratio is None else f"{side.memory_ratio:.2f}"
+
+
+def _ms(side: Side | None) -> str:
+    return "-" if side is None else f"{side.step_ms:.4g}"

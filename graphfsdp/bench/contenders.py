@@ -1,14 +1,327 @@
-"""The list of contenders."""
+"""Who trains: graphfsdp in each scope, PyTorch's loops, FSDP2, Megatron-FSDP.
 
+A contender is a model and an optimizer that train one step per call without a host sync.
+"""
+
+import abc
+import contextlib
+import functools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from graphfsdp.bench import torch_contenders
-from graphfsdp.bench.contender import Contender, ContenderSpec, Setting
-from graphfsdp.bench.megatron_contender import megatron_fsdp
-from graphfsdp.bench.own_contenders import OwnContender
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+import graphfsdp
+from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.records import REFERENCE
-from graphfsdp.config import Scope
+from graphfsdp.bench.timeline import GraphNode, replay_nodes
+from graphfsdp.bench.workloads import Case, make_model
+from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim import FusedAdam
+from graphfsdp.training.ranks import Ranks
+
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+MAX_GRAD_NORM = 1.0
+PEAK_LR = 1e-3
+WARMUP_STEPS = 3  # of graphfsdp.capture
+_LR_WARMUP_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a contender is to train, and where.
+
+    Attributes:
+        seed: Decides the initial weights, which are the same for every contender and rank.
+        strategy: What graphfsdp cuts where there are several ranks.
+    """
+
+    case: Case
+    device: torch.device
+    seed: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
+    strategy: ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
+
+    @property
+    def bf16(self) -> bool:
+        """Forward and backward compute in bfloat16."""
+        return self.case.torch_dtype == torch.bfloat16
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What a contender tells of its graph after warm-up; None where it has none."""
+
+    capture_ms: float | None = None
+    num_nodes: int | None = None
+    pool_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Contender(abc.ABC):
+    """A model and an optimizer that train one step per call."""
+
+    optimizer: torch.optim.Optimizer
+
+    @abc.abstractmethod
+    def train(self, batch: Batch) -> Tensor:  # [] float32 loss, the caller's to keep
+        """Train one step without a host sync."""
+
+    def __call__(self, batch: Batch, step: int) -> Tensor:  # [] float32 loss
+        """Train one step at the learning rate of that step, without a host sync."""
+        rate = learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return self.train(batch)
+
+    def graph_facts(self) -> GraphFacts:
+        return GraphFacts()
+
+    def operator_us(self) -> tuple[float, ...]:
+        """Return how long each recorded operator of an iteration takes; empty if none is.
+
+        Weights and state are afterwards as they were.
+        """
+        return ()
+
+    def replay_nodes(self) -> tuple[GraphNode, ...]:
+        """Return what a replay of its graph runs; empty without a graph of ours."""
+        return ()
+
+    def close(self) -> None:
+        """Free what outlives the object; the default has nothing."""
+        return
+
+
+@dataclass(frozen=True)
+class ContenderSpec:
+    """A contender that can be asked for by name.
+
+    Attributes:
+        description: What it is, for the reader of a result.
+        make: Returns it, ready for its first step; may raise anything.
+        needs_group: It needs a process group, also of one rank.
+        compiles: Its first steps run torch.compile.
+    """
+
+    name: str
+    description: str
+    make: Callable[[Setting], Contender]
+    needs_group: bool = False
+    compiles: bool = False
+
+
+def learning_rate(step: int) -> float:
+    """Return the rate of a step, another one each time: linear warm-up, then 1 / sqrt(step)."""
+    steps = step + 1
+    scale = min(steps / _LR_WARMUP_STEPS, math.sqrt(_LR_WARMUP_STEPS / steps))
+    return PEAK_LR * scale
+
+
+def initial_model(setting: Setting) -> nn.Module:
+    """Return the model on its device with float32 weights, the same ones for every contender.
+
+    In a bf16 case they are rounded to values that bfloat16 has, so that contenders that keep
+    float32 weights and contenders that keep bfloat16 ones begin with the same numbers.
+    """
+    torch.manual_seed(setting.seed)
+    model = make_model(setting.case.workload.model)
+    if setting.bf16:
+        for param in model.parameters():
+            param.data = param.data.bfloat16().float()
+    return model.to(setting.device)
+
+
+def to_bf16(model: nn.Module) -> None:
+    """Make weights bfloat16, but for batch norms, whose statistics need float32."""
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm):
+            for param in module.parameters(recurse=False):
+                param.data = param.data.bfloat16()
+
+
+class OwnContender(Contender):
+    """``graphfsdp.capture`` with FusedAdam; on several ranks the model is sharded."""
+
+    def __init__(self, setting: Setting, scope: Scope, *, compiled: bool = False) -> None:
+        model = initial_model(setting)
+        policy: MixedPrecisionPolicy | None = None
+        if setting.ranks.launched:
+            if setting.bf16:
+                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            _shard(model, setting, policy or MixedPrecisionPolicy())
+        elif setting.bf16:
+            to_bf16(model)
+        self.optimizer = FusedAdam(
+            model.parameters(),
+            lr=PEAK_LR,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            master_weights=setting.bf16 and not setting.ranks.launched,
+        )
+        trained: Any = torch.compile(model) if compiled else model
+        self._scope = scope
+        self.step = graphfsdp.capture(
+            trained,
+            self.optimizer,
+            scope=scope,
+            warmup_steps=WARMUP_STEPS,
+            max_grad_norm=MAX_GRAD_NORM,
+            mp_policy=policy,
+        )
+
+    def train(self, batch: Batch) -> Tensor:  # [] float32 loss
+        loss: Tensor = self.step(*batch)
+        return loss
+
+    def graph_facts(self) -> GraphFacts:
+        report = self.step.report()
+        if not report.num_captures:
+            return GraphFacts()
+        return GraphFacts(report.capture_ms, report.num_nodes, report.pool_bytes)
+
+    def operator_us(self) -> tuple[float, ...]:
+        if self._scope is not Scope.FULL_ITERATION:
+            return ()
+        return tuple(self.step.report(measure=True).node_us)
+
+    def replay_nodes(self) -> tuple[GraphNode, ...]:
+        report = self.step.report()
+        return replay_nodes(report) if report.num_captures else ()
+
+    def close(self) -> None:
+        self.step.close()
+
+
+def _shard(model: nn.Module, setting: Setting, policy: MixedPrecisionPolicy) -> None:
+    blocks = model.get_submodule("blocks")
+    for block in blocks.children():
+        graphfsdp.fully_shard(block, strategy=setting.strategy, mp_policy=policy)
+    graphfsdp.fully_shard(model, strategy=setting.strategy, mp_policy=policy)
+
+
+class TorchLoop(Contender):
+    """The loop that PyTorch's tutorials teach: backward, clip, AdamW(fused=True), zero_grad."""
+
+    def __init__(
+        self, forward: Callable[..., Any], model: nn.Module, *, autocast: torch.device | None
+    ) -> None:
+        self._forward = forward
+        self._params = list(model.parameters())
+        self._autocast = autocast
+        self.optimizer = torch.optim.AdamW(
+            self._params, lr=PEAK_LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def train(self, batch: Batch) -> Tensor:  # [] float32 loss
+        with self._precision():
+            loss: Tensor = self._forward(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._params, MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._autocast.type, dtype=torch.bfloat16)
+
+
+class ReduceOverheadLoop(TorchLoop):
+    """The loop around ``torch.compile(mode="reduce-overhead")``, with CUDA graphs of its own."""
+
+    def train(self, batch: Batch) -> Tensor:  # [] float32 loss
+        """Train one step; the loss is copied, since the next step overwrites it."""
+        torch.compiler.cudagraph_mark_step_begin()
+        return super().train(batch).clone()
+
+    def graph_facts(self) -> GraphFacts:
+        """Tell where torch left its graphs out."""
+        from torch._dynamo.utils import counters
+
+        skips = counters["inductor"]["cudagraph_skips"]
+        if not skips:
+            return GraphFacts()
+        return GraphFacts(
+            notes=(f"torch reports {skips} place(s) where it used no CUDA graph, so these ran as "
+                   "under plain torch.compile",)
+        )  # fmt: skip
+
+
+def plain(setting: Setting) -> Contender:
+    model = _replicated(setting)
+    return TorchLoop(model, model, autocast=_autocast(setting))
+
+
+def compiled(setting: Setting) -> Contender:
+    model = _replicated(setting)
+    return TorchLoop(torch.compile(model), model, autocast=_autocast(setting))
+
+
+def reduce_overhead(setting: Setting) -> Contender:
+    model = _replicated(setting)
+    forward = torch.compile(model, mode="reduce-overhead")
+    return ReduceOverheadLoop(forward, model, autocast=_autocast(setting))
+
+
+def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
+    """Return PyTorch's ``fully_shard`` on each block, compiled before, and on the root."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = initial_model(setting)
+    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if setting.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    blocks: Any = model.get_submodule("blocks")
+    for index, block in enumerate(blocks):
+        if compile_blocks:
+            blocks[index] = torch.compile(block)
+        fully_shard(blocks[index], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return TorchLoop(model, model, autocast=None)
+
+
+def megatron_fsdp(setting: Setting) -> Contender:
+    """Return Megatron-FSDP's ZeRO-3 (PyPI: megatron-fsdp); has not run on a GPU yet."""
+    from megatron_fsdp import fully_shard_model, fully_shard_optimizer
+
+    model = initial_model(setting)
+    if setting.bf16:
+        to_bf16(model)  # main weights are float32 by its default policy
+    blocks = model.get_submodule("blocks")
+    kinds = list({type(block): None for block in blocks.children()})
+    device = None if setting.device.type == "cuda" else setting.device
+    sharded: nn.Module = fully_shard_model(
+        module=model, fsdp_unit_modules=kinds, zero_dp_strategy=3, device=device
+    )
+    loop = TorchLoop(sharded, sharded, autocast=None)
+    loop.optimizer = fully_shard_optimizer(loop.optimizer)
+    return loop
+
+
+def _autocast(setting: Setting) -> torch.device | None:
+    return setting.device if setting.bf16 else None
+
+
+def _replicated(setting: Setting) -> nn.Module:
+    model = initial_model(setting)
+    if not setting.ranks.launched:
+        return model
+    devices = [setting.device] if setting.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices)
 
 
 def _own(scope: Scope, *, compiled: bool = False) -> Callable[[Setting], Contender]:
@@ -25,30 +338,25 @@ CONTENDERS = (
         "pytorch",
         "a plain PyTorch loop: AdamW(fused=True), clip_grad_norm_; bf16 by autocast; "
         "DistributedDataParallel on several ranks",
-        torch_contenders.plain,
+        plain,
     ),
-    ContenderSpec(
-        "compile",
-        "the plain loop around torch.compile(model)",
-        torch_contenders.compiled,
-        compiles=True,
-    ),
+    ContenderSpec("compile", "the plain loop around torch.compile(model)", compiled, compiles=True),
     ContenderSpec(
         "reduce_overhead",
         'the plain loop around torch.compile(model, mode="reduce-overhead")',
-        torch_contenders.reduce_overhead,
+        reduce_overhead,
         compiles=True,
     ),
     ContenderSpec(
         "fsdp2",
         "PyTorch's FSDP2 (fully_shard on each block and the root), AdamW(fused=True)",
-        torch_contenders.fsdp2,
+        fsdp2,
         needs_group=True,
     ),
     ContenderSpec(
         "fsdp2_compile",
         "the same with each block compiled by torch.compile",
-        torch_contenders.fsdp2_compiled,
+        functools.partial(fsdp2, compile_blocks=True),
         needs_group=True,
         compiles=True,
     ),

@@ -1,42 +1,61 @@
-"""Measures one case: all contenders in this process, in turns, on the same batches."""
+"""Measures one case: all contenders in this process, in turns, on the same batches.
 
+Shapes: K = steps.
+"""
+
+import contextlib
 import dataclasses
 import functools
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from graphfsdp.base.collector import without_collector
+from graphfsdp.bench.agreement import Failure, attempt, first_says, group_for, line_up
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
-from graphfsdp.bench.clock import Schedule, make_schedule
-from graphfsdp.bench.contender import ContenderSpec, Setting
-from graphfsdp.bench.facts import WorkloadFacts
-from graphfsdp.bench.flops import find_peak, model_flops, num_parameters
-from graphfsdp.bench.own_group import group_for
-from graphfsdp.bench.parity import compare_losses
-from graphfsdp.bench.profile_case import NUM_PROFILE_STEPS, profile_case
+from graphfsdp.bench.clock import Schedule, Window, make_schedule, time_window
+from graphfsdp.bench.contenders import Contender, ContenderSpec, GraphFacts, Setting
+from graphfsdp.bench.machine import (
+    find_peak,
+    kernel_roofline,
+    model_flops,
+    num_parameters,
+    operator_roofline,
+)
+from graphfsdp.bench.profile import profile_contender
 from graphfsdp.bench.records import (
     REFERENCE,
     CaseResult,
     ContenderResult,
+    InitRecord,
+    MemoryRecord,
     NotRun,
+    ParityRecord,
     RooflineRecord,
+    TimingRecord,
+    WorkloadFacts,
 )
-from graphfsdp.bench.roofline import kernel_roofline, operator_roofline
-from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS, RunningContender, build_contender
-from graphfsdp.bench.together import Failure, attempt, first_says, line_up
 from graphfsdp.errors import ConfigError
 
+# Three eager iterations, the capture, and two replays; torch.compile compiles in the first.
+NUM_WARMUP_STEPS = 6
+# Of a profile; the first one gets the profiler itself started.
+NUM_PROFILE_STEPS = 4
+CUDA_ALLOCATOR = "torch's CUDA allocator, less what other contenders held"
 _NUM_PROBES = 2
+_NUM_EARLY_STEPS = 10
 _NUM_PROFILED = 3
 # Of a case's time: when no further contender starts, and no further round.
 _START_SHARE, _TIMING_SHARE = 0.5, 0.8
 
-# Told what goes on: a phase, a contender's name or "", and what share of the phase is done.
-Say = Callable[[str, str, float], None]
+# Told what goes on: a phase, and a contender's name or "".
+Say = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
@@ -46,11 +65,9 @@ class MeasureOptions:
     Attributes:
         seconds: Of the timed region, all contenders together.
         data: Text, as ``graphfsdp train --data`` takes it.
-        random_tokens: Uniform tokens instead of text.
         roofline: Also time kernels (GPU) or operators (CPU).
         profile: Folder for profiles of all contenders; None for none.
-        nsys: Mark some steps for Nsight Systems.
-        excluded: Contenders that ended a process before, and how.
+        excluded: Contenders that ended a process before, each with how.
         limit_s: Seconds of the whole case; when half of them are over, no contender starts, and
             when most are, no round.
     """
@@ -60,9 +77,123 @@ class MeasureOptions:
     random_tokens: bool = False
     roofline: bool = True
     profile: str | None = None
-    nsys: bool = False
     excluded: tuple[tuple[str, str], ...] = ()
     limit_s: float = math.inf
+
+
+@dataclass
+class RunningContender:
+    """A contender and what has been seen of it so far.
+
+    Attributes:
+        before: What a GPU's allocator held before the contender was built.
+        random: States of the generators that it draws from: of its own, so that dropout drops the
+            same for every contender.
+        losses: Of its steps, in pieces of [K] float32 each, on the device.
+        windows: Of the timed region.
+    """
+
+    spec: ContenderSpec
+    contender: Contender
+    build_ms: float
+    before: MemoryRecord
+    random: tuple[Tensor, ...]
+    warmup_ms: tuple[float, ...] = ()
+    memory: MemoryRecord | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+
+    def warm_up(self, batches: Sequence[Batch], device: torch.device) -> None:
+        """Run the first steps, each timed with a sync after it.
+
+        On a GPU the peak memory until here is measured, capture and compilation included.
+        """
+        times = []
+        for index, batch in enumerate(batches):
+            start = time.perf_counter()
+            with self._own_randomness(device):
+                self.losses.append(self.contender(batch, index)[None])
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append((time.perf_counter() - start) * 1e3)
+        self.warmup_ms = tuple(times)
+        allocated, reserved = self.before.allocated_bytes, self.before.reserved_bytes
+        if allocated is not None and reserved is not None:
+            self.memory = MemoryRecord(
+                CUDA_ALLOCATOR,
+                allocated_bytes=torch.cuda.max_memory_allocated(device) - allocated,
+                reserved_bytes=torch.cuda.max_memory_reserved(device) - reserved,
+            )
+
+    def time(self, batches: Sequence[Batch], first_step: int, device: torch.device) -> Window:
+        losses: list[Tensor] = []
+
+        def make(batch: Batch, index: int) -> Callable[[], None]:
+            return lambda: losses.append(self.contender(batch, first_step + index))
+
+        steps = [make(batch, index) for index, batch in enumerate(batches)]
+        with self._own_randomness(device):
+            window = time_window(steps, device)
+        self.losses.append(torch.stack(losses))
+        return window
+
+    @contextlib.contextmanager
+    def _own_randomness(self, device: torch.device) -> Iterator[None]:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            _set_random(self.random, device)
+            yield
+            self.random = _random_states(device)
+
+    def timing(self) -> TimingRecord:
+        return TimingRecord(
+            step_ms=tuple(window.step_ms for window in self.windows),
+            host_ms=tuple(round(window.host_ms, 6) for window in self.windows),
+            cpu_ms=tuple(round(window.cpu_ms, 6) for window in self.windows),
+        )
+
+    def init(self, facts: GraphFacts) -> InitRecord:
+        compile_ms = None
+        if self.spec.compiles:
+            usual = statistics.median(self.timing().window_ms)
+            compile_ms = max(0.0, sum(self.warmup_ms[:2]) - 2 * usual)
+        return InitRecord(
+            build_ms=self.build_ms,
+            warmup_ms=sum(self.warmup_ms),
+            num_warmup_steps=len(self.warmup_ms),
+            capture_ms=facts.capture_ms,
+            compile_ms=compile_ms,
+            num_nodes=facts.num_nodes,
+            pool_bytes=facts.pool_bytes,
+        )
+
+
+def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
+    device = setting.device
+    before = MemoryRecord(CUDA_ALLOCATOR)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = MemoryRecord(
+            CUDA_ALLOCATOR,
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+        )
+    start = time.perf_counter()
+    contender = spec.make(setting)
+    build_ms = (time.perf_counter() - start) * 1e3
+    return RunningContender(spec, contender, build_ms, before, _random_states(device))
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, ...]:
+    of_gpu = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return (torch.get_rng_state(), *of_gpu)
+
+
+def _set_random(states: tuple[Tensor, ...], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def measure_case(
@@ -89,7 +220,7 @@ def measure_case(
         if spec.name in excluded
     ]
     specs = [spec for spec in specs if spec.name not in excluded]
-    say("peak", "", 0.0)
+    say("peak", "")
     flops, formula = model_flops(case, source.make(0))
     facts = WorkloadFacts(
         name=case.workload.name,
@@ -131,7 +262,6 @@ class _CaseBench:
         self._started = time.monotonic()
 
     def run(self, specs: Sequence[ContenderSpec]) -> tuple[ContenderResult, ...]:
-        """Start, time and question all contenders."""
         self._start(specs)
         schedule = self._probe()
         self._time(schedule)
@@ -182,8 +312,8 @@ class _CaseBench:
         """Build and warm up every contender; those that compile come last, if time is left."""
         batches = self._source.take(0, NUM_WARMUP_STEPS)
         order = sorted(specs, key=lambda spec: spec.compiles)
-        for index, spec in enumerate(order):
-            self._say("warm-up", spec.name, index / len(order))
+        for spec in order:
+            self._say("warm-up", spec.name)
             if spec.name != REFERENCE and self._is_late(_START_SHARE):
                 self._leave_out(spec, Failure("the time for this case was over before", ""))
                 continue
@@ -213,7 +343,7 @@ class _CaseBench:
         """Time a few steps of each contender to find out how many to run."""
         step_ms = []
         for item in list(self._running):
-            self._say("probe", item.spec.name, 0.0)
+            self._say("probe", item.spec.name)
             window = self._window(item, self._source.take(self._next_step, _NUM_PROBES))
             if window is not None:
                 step_ms.append(window)
@@ -235,8 +365,7 @@ class _CaseBench:
             with without_collector():
                 for item in order:
                     if item in self._running:
-                        share = number / schedule.num_rounds
-                        self._say("timing", item.spec.name, share)
+                        self._say("timing", item.spec.name)
                         self._window(item, batches, keep=True)
             order.reverse()
             self._next_step += schedule.num_steps
@@ -260,18 +389,13 @@ class _CaseBench:
     def _rooflines(self) -> dict[str, RooflineRecord]:
         """Return what is known of kernels, by contender."""
         found: dict[str, RooflineRecord] = {}
-        if not self._options.roofline or self._options.nsys:  # both would listen to the GPU
+        if not self._options.roofline:
             return found
-        self._say("roofline", "", 0.0)
-        device = self._setting.device
-        if device.type == "cuda":
+        self._say("roofline", "")
+        if self._setting.device.type == "cuda":
             batches = self._source.take(self._next_step, _NUM_PROFILED)
             for item in self._running:
-                steps = [
-                    functools.partial(item.contender, batch, self._next_step) for batch in batches
-                ]
-                median = item.timing().steps.median
-                record = kernel_roofline(steps, median)
+                record = kernel_roofline(self._steps(item, batches), item.timing().steps.median)
                 if record is not None:
                     found[item.spec.name] = record
             return found
@@ -284,21 +408,72 @@ class _CaseBench:
                     found.setdefault(other.spec.name, operator_roofline(times, median))
         return found
 
+    def _steps(
+        self, item: RunningContender, batches: Sequence[Batch]
+    ) -> list[Callable[[], object]]:
+        return [
+            functools.partial(item.contender, batch, self._next_step + index)
+            for index, batch in enumerate(batches)
+        ]
+
     def _profile(self) -> None:
-        """Run some steps under a profiler, where that was asked for."""
-        options = self._options
-        if options.profile is None and not options.nsys:
+        """Run some more steps of each contender under a profiler, where that was asked for."""
+        if self._options.profile is None:
             return
-        self._say("profile", "", 0.0)
+        self._say("profile", "")
+        setting = self._setting
+        folder = case_folder(self._options.profile, setting.case.key)
         batches = self._source.take(self._next_step, NUM_PROFILE_STEPS)
-        profile_case(
-            self._running,
-            batches,
-            self._next_step,
-            self._setting,
-            folder=options.profile,
-            nsys=options.nsys,
+        for item in self._running:
+            line_up(setting.ranks, setting.device)
+            steps = self._steps(item, batches)
+            found = attempt(
+                functools.partial(self._profile_one, item, steps, folder), setting.ranks
+            )
+            if isinstance(found, Failure) and setting.ranks.is_first:
+                text = f"{item.spec.name} has no profile: {found.reason}\n\n{found.detail}"
+                (folder / f"{item.spec.name}.txt").write_text(text, encoding="utf-8")
+
+    def _profile_one(
+        self, item: RunningContender, steps: Sequence[Callable[[], object]], folder: Path
+    ) -> None:
+        if not self._setting.ranks.is_first:
+            for step in steps:
+                step()
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        profile_contender(
+            steps,
+            case=self._setting.case.key,
+            contender=item.spec.name,
+            device=self._setting.device,
+            folder=folder,
+            nodes=item.contender.replay_nodes(),
         )
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
         self._not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))
+
+
+def case_folder(profiles: str, key: str) -> Path:
+    """Return where the profiles of a case are kept."""
+    return Path(profiles) / key.replace(" ", "-")
+
+
+def compare_losses(
+    reference: Tensor,  # [K] float32
+    own: Tensor,  # [K] float32
+) -> ParityRecord:
+    """Compare the losses of all steps."""
+    apart = (reference.double() - own.double()).abs()
+    differs = ~((reference == own) | (reference.isnan() & own.isnan()))
+    places = differs.nonzero().flatten().tolist()
+    largest, early, last = apart.max().item(), apart[:_NUM_EARLY_STEPS].max().item(), own[-1].item()
+    return ParityRecord(
+        num_steps=len(own),
+        max_difference=largest if math.isfinite(largest) else None,
+        bit_exact=not places,
+        first_difference=places[0] if places else None,
+        early_difference=early if math.isfinite(early) else None,
+        last_loss=last if math.isfinite(last) else None,
+    )

@@ -3,11 +3,20 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from graphfsdp.bench.contenders import CONTENDERS, find_contenders
-from graphfsdp.bench.suites import SUITES, PlannedCase, plan_cases, suite
-from graphfsdp.bench.workloads import DTYPES, DtypeName, find_workload, workloads
+from graphfsdp.bench.tables import Parser
+from graphfsdp.bench.workloads import (
+    DTYPES,
+    SUITES,
+    DtypeName,
+    PlannedCase,
+    find_workload,
+    plan_cases,
+    suite,
+    workloads,
+)
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import DeviceChoice
@@ -34,13 +43,6 @@ is the limit: measure both kinds. Sizes and batch sizes are a sweep:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
-
-
 @dataclass(frozen=True)
 class BenchOptions:
     """A run of ``graphfsdp bench``.
@@ -56,7 +58,6 @@ class BenchOptions:
         strategy: What graphfsdp cuts where there are several ranks; None is what FSDP2 does.
         memory: On a CPU, measure peak memory in processes of their own.
         profile: Keep a profile of each contender in the result directory.
-        nsys: Mark some steps of each contender for Nsight Systems.
         out: Result directory; None is a new one below runs/.
     """
 
@@ -77,7 +78,6 @@ class BenchOptions:
     roofline: bool = True
     pictures: bool = True
     profile: bool = False
-    nsys: bool = False
     out: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,11 +92,6 @@ class BenchOptions:
             raise ConfigError("--suite and --workload both say what to measure; give one of them")
         if self.data is not None and self.random_tokens:
             raise ConfigError("--data and --random-tokens both say what to train on; give one")
-        if self.profile and self.nsys:
-            raise ConfigError(
-                "--profile and --nsys would both listen to the GPU, which one of them can at a "
-                "time; give one"
-            )
         for size in self.batch_size or ():
             if size < 1:
                 raise ConfigError(f"--batch-size must be at least 1, got {size}")
@@ -121,10 +116,8 @@ class BenchOptions:
                 raise ConfigError(f"{name} goes with --workload; a suite has its own")
         name = self.suite or ("gpu" if device_type == "cuda" else "cpu")
         return tuple(
-            PlannedCase(
-                planned.case, self.contender or planned.contenders, planned.memory and self.memory
-            )
-            for planned in suite(name)
+            PlannedCase(each.case, self.contender or each.contenders, each.memory and self.memory)
+            for each in suite(name)
         )
 
 
@@ -145,9 +138,9 @@ def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; a flag that is not given leaves no trace in the result."""
-    sizes = "".join(f"\n  {each.name:<12} {each.description}" for each in workloads())
+    sizes = "".join(f"\n  {each.name:<21} {each.description}" for each in workloads())
     names = "".join(f"\n  {spec.name:<23} {spec.description}" for spec in CONTENDERS)
-    parser = _Parser(
+    parser = Parser(
         prog="graphfsdp bench",
         description=_ABOUT,
         epilog=f"workloads:{sizes}\n\ncontenders:{names}",
@@ -216,11 +209,6 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile", action="store_true", help="then run some more steps of each contender under "
         "torch's profiler: a Chrome trace with phases and units, the largest kernels and gaps",
-    )  # fmt: skip
-    group.add_argument(
-        "--nsys", action="store_true", help="then run some more steps of each contender between "
-        "cudaProfilerStart and Stop, for 'nsys profile --capture-range=cudaProfilerApi'; without "
-        "rooflines, which need the same interface",
     )  # fmt: skip
     group.add_argument(
         "--out", metavar="DIR", help="result directory, new or empty (default: a new one in runs/)"

@@ -1,20 +1,165 @@
-"""What a benchmark has found, in frozen records; ``record_files`` writes and reads them as JSON.
+"""What a benchmark has found, in frozen records, and these as JSON that is checked when it is read.
 
 A result holds cases, one for each workload, precision and batch size. A case holds the contenders
 that ran, and those that did not, each with the reason.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import math
+import os
+import re
+import statistics
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from graphfsdp.bench.facts import Environment, PeakFacts, WorkloadFacts
-from graphfsdp.bench.spread import Distribution, Spread, paired_ratios
+from graphfsdp.errors import ConfigError
 
+T = TypeVar("T")
 SCHEMA_VERSION = 1
 KIND = "graphfsdp_bench"
 # The contender that all others are compared with: our code path, run eagerly.
 REFERENCE = "eager"
 NOT_ASKED = "not asked for in this case"
+_NUMBERS = re.compile(r"\[\s+(-?[\d.][^\[\]{}\"]*?)\s+\]")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle and the ends of a list of measurements."""
+
+    median: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.minimum:.3f} to {self.maximum:.3f})"
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Where the times of single steps lie, in milliseconds."""
+
+    num_steps: int
+    median: float
+    mean: float
+    p5: float
+    p95: float
+    p99: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Distribution":
+        # Python 3.11 knows no quantiles of a single value.
+        points = values if len(values) > 1 else [*values, *values]
+        percent = [math.nan, *statistics.quantiles(points, n=100, method="inclusive")]
+        return cls(
+            num_steps=len(values),
+            median=statistics.median(values),
+            mean=statistics.fmean(values),
+            p5=percent[5],
+            p95=percent[95],
+            p99=percent[99],
+            maximum=max(values),
+        )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the numbers were measured on.
+
+    Attributes:
+        date: Of the measurement, UTC, ISO 8601 with seconds.
+        commit: Of the checkout, None for an installed package.
+        versions: Of packages that matter, by name; those that are not installed are left out.
+        num_threads: Threads of torch on the CPU, in each process.
+        backend: Of the process group, None where there is none.
+        gpu: Name of the device, None on a CPU.
+        load_average: Programs that ran on the machine before the start; None where unknown.
+    """
+
+    date: str
+    commit: str | None
+    python: str
+    torch: str
+    versions: Mapping[str, str]
+    system: str
+    cpu: str
+    num_cpus: int
+    num_threads: int
+    num_ranks: int = 1
+    backend: str | None = None
+    device: str = "cpu"
+    gpu: str | None = None
+    gpu_memory_bytes: int | None = None
+    compute_capability: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    clock_mhz: float | None = None
+    power_limit_w: float | None = None
+    load_average: float | None = None
+
+
+@dataclass(frozen=True)
+class WorkloadFacts:
+    """What was trained.
+
+    Attributes:
+        name: Of the preset.
+        family: "gpt", "llama", "moe", "conv" or "bert".
+        dtype: "fp32" or "bf16".
+        batch_size: Samples per step on each rank.
+        items_per_sample: Tokens of a sequence; 1 for an image.
+        unit: What throughput counts: "tokens" or "images".
+        data: Where the inputs come from.
+        num_parameters: Trainable numbers of the whole model.
+        flops_per_step: Matrix arithmetic of forward and backward of one step on one rank,
+            recomputation not counted.
+        flops_formula: How ``flops_per_step`` was found.
+    """
+
+    name: str
+    family: str
+    dtype: str
+    batch_size: int
+    items_per_sample: int
+    unit: str
+    data: str
+    num_parameters: int
+    flops_per_step: float
+    flops_formula: str
+
+    @property
+    def key(self) -> str:
+        """What two results have in common if they measured the same thing."""
+        return f"{self.name} {self.dtype} x{self.batch_size}"
+
+    @property
+    def items_per_step(self) -> int:
+        """Tokens or images that one rank trains on in a step."""
+        return self.batch_size * self.items_per_sample
+
+
+@dataclass(frozen=True)
+class PeakFacts:
+    """What the machine can do at most.
+
+    Attributes:
+        stated_tflops: Of one GPU, from its data sheet; None where there is none.
+        measured_tflops: The best of some large products of random matrices in that dtype.
+        measured_how: In words.
+    """
+
+    stated_tflops: float | None
+    measured_tflops: float
+    measured_how: str
 
 
 @dataclass(frozen=True)
@@ -58,12 +203,10 @@ class TimingRecord:
 
     @property
     def window_ms(self) -> tuple[float, ...]:
-        """Milliseconds per step, by window."""
         return tuple(sum(window) / len(window) for window in self.step_ms)
 
     @property
     def steps(self) -> Distribution:
-        """Where the times of single steps lie."""
         return Distribution.of([step for window in self.step_ms for step in window])
 
 
@@ -167,7 +310,6 @@ class CaseResult:
     not_run: tuple[NotRun, ...] = ()
 
     def find(self, name: str) -> ContenderResult | None:
-        """Return the contender of that name, None if it did not run."""
         return next((item for item in self.contenders if item.name == name), None)
 
     def ratios(self, name: str, base: str = REFERENCE) -> tuple[float, ...]:
@@ -175,13 +317,9 @@ class CaseResult:
 
         Empty where one of the two did not run.
         """
-        own, reference = self.find(name), self.find(base)
-        if own is None or reference is None:
-            return ()
-        return tuple(paired_ratios(reference.timing.window_ms, own.timing.window_ms))
+        return self._over(name, base, lambda timing: timing.window_ms)
 
     def speedup(self, name: str, base: str = REFERENCE) -> Spread | None:
-        """Return the spread of ``ratios``, None where there are none."""
         ratios = self.ratios(name, base)
         return Spread.of(ratios) if ratios else None
 
@@ -190,10 +328,16 @@ class CaseResult:
 
         Other programs on the machine hardly change it, unlike the time on a clock.
         """
+        return self._over(name, base, lambda timing: timing.cpu_ms)
+
+    def _over(
+        self, name: str, base: str, ms: Callable[[TimingRecord], tuple[float, ...]]
+    ) -> tuple[float, ...]:
         own, reference = self.find(name), self.find(base)
-        if own is None or reference is None or not all(own.timing.cpu_ms):
+        if own is None or reference is None or not all(ms(own.timing)):
             return ()
-        return tuple(paired_ratios(reference.timing.cpu_ms, own.timing.cpu_ms))
+        pairs = zip(ms(reference.timing), ms(own.timing), strict=True)
+        return tuple(theirs / mine for theirs, mine in pairs)
 
     def items_per_s(self, name: str) -> float | None:
         """Return tokens or images per second on each rank, of the median step."""
@@ -215,7 +359,6 @@ class CaseResult:
         return tflops / self.peak.stated_tflops
 
     def measured_utilization(self, name: str) -> float | None:
-        """Return the same share of the measured peak."""
         tflops = self.tflops(name)
         return None if tflops is None else tflops / self.peak.measured_tflops
 
@@ -240,12 +383,123 @@ class BenchResult:
     schema_version: int = SCHEMA_VERSION
 
     def find(self, key: str) -> CaseResult | None:
-        """Return the case of that key (``WorkloadFacts.key``), None if there is none."""
         return next((case for case in self.cases if case.workload.key == key), None)
 
 
-__all__ = [
-    *("KIND", "NOT_ASKED", "REFERENCE", "SCHEMA_VERSION", "BenchResult", "CaseResult"),
-    *("ContenderResult", "InitRecord", "MemoryRecord", "NotRun", "ParityRecord"),
-    *("RooflineRecord", "TimingRecord"),
-]
+def to_data(record: object) -> Any:
+    """Return a record as plain dicts, lists, strings and numbers.
+
+    Numbers that are not finite become None, which JSON has and NaN is not.
+    """
+    return _plain(
+        asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
+    )
+
+
+def to_json(record: object) -> str:
+    """Return a record as text; lists of numbers take one line each."""
+    text = json.dumps(to_data(record), indent=1, allow_nan=False)
+    return _NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text) + "\n"
+
+
+def from_data(kind: type[T], data: object, where: str = "result") -> T:
+    """Return the record that ``to_data`` made these values of.
+
+    Fields that are missing get their defaults; fields that no version knows are refused.
+
+    Raises:
+        ConfigError: a field is missing, unknown, or has another type; the message names it.
+    """
+    made = _read(kind, data, where)
+    assert isinstance(made, kind)
+    return made
+
+
+def write_result(result: BenchResult, path: str | os.PathLike[str]) -> None:
+    """Write a result file; it is whole or not there."""
+    target = Path(path)
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    unfinished.write_text(to_json(result), encoding="utf-8")
+    os.replace(unfinished, target)
+
+
+def read_result(path: str | os.PathLike[str]) -> BenchResult:
+    """Read a result file, or the ``result.json`` of a result directory.
+
+    Raises:
+        ConfigError: it cannot be read, is no result of ``graphfsdp bench``, or was written by a
+            later version.
+    """
+    source = Path(path)
+    if source.is_dir():
+        source = source / "result.json"
+    try:
+        data = json.loads(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source} cannot be read as a result of graphfsdp bench: {error}"
+        ) from None
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise ConfigError(
+            f"{source} is not a result of graphfsdp bench (its kind is not {KIND!r}). Remedy: give "
+            "the result.json of a result directory"
+        )
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{source} has schema version {data.get('schema_version')}, this graphfsdp reads "
+            f"{SCHEMA_VERSION}. Remedy: measure again, or use the graphfsdp that wrote it"
+        )
+    return from_data(BenchResult, data, str(source))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is object:
+        return data
+    if origin is types.UnionType or origin is typing.Union:
+        if data is None and type(None) in arguments:
+            return None
+        (present,) = (item for item in arguments if item is not type(None))
+        return _read(present, data, where)
+    if origin is tuple:
+        items = _expect(list, data, where)
+        return tuple(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(items))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        items = _expect(dict, data, where)
+        return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in items.items()}
+    if is_dataclass(kind):
+        return _read_record(kind, _expect(dict, data, where), where)
+    if kind is float and type(data) is int:
+        return float(data)
+    return _expect(kind, data, where)
+
+
+def _read_record(kind: Any, data: Mapping[str, Any], where: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    known = {item.name for item in fields(kind)}
+    for name in data:
+        if name not in known:
+            raise ConfigError(
+                f"{where}: unknown field {name!r}; expected {', '.join(sorted(known))}"
+            )
+    values = {name: _read(hints[name], item, f"{where}.{name}") for name, item in data.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _expect(kind: Any, data: Any, where: str) -> Any:
+    if type(data) is not kind:
+        raise ConfigError(f"{where}: expected {kind.__name__}, got {type(data).__name__}")
+    return data

@@ -1,30 +1,52 @@
-"""A result as tables: plain rows, and these as Markdown and for a terminal."""
+"""A result as text: numbers in words, and tables for a terminal, for Markdown and for HTML."""
 
+import argparse
+import html
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NoReturn
 
+from rich.console import Console
 from rich.table import Table as RichTable
 
-from graphfsdp.bench.environment import describe
-from graphfsdp.bench.records import NOT_ASKED, REFERENCE, BenchResult, CaseResult
-from graphfsdp.bench.words import (
-    bytes_text,
-    contender_names,
-    memory_text,
-    own_memory_text,
-    parity_text,
-    peak_text,
-    ratio_text,
-    short_parity_text,
-    utilization_text,
-    verdict,
-    workload_text,
+from graphfsdp.bench.records import (
+    NOT_ASKED,
+    REFERENCE,
+    BenchResult,
+    CaseResult,
+    ContenderResult,
+    Environment,
+    ParityRecord,
+    Spread,
+    WorkloadFacts,
 )
+from graphfsdp.errors import ConfigError
 
 # The loop that most people have.
 PLAIN = "pytorch"
 NOT_MLPERF = "MLPerf-style conventions; result not verified by MLCommons Association."
+# Medians this near to 1 are called equal, whatever the pairs say.
+_NEAR = 0.03
+_WIDTH = 160  # of a file or a pipe
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
+
+
+def wide_console(console: Console, *, quiet: bool = False) -> Console:
+    """Return one that writes there, and whose tables are wide where no terminal says how wide."""
+    width = None if console.is_terminal else max(console.width, _WIDTH)
+    return Console(file=console.file, width=width, quiet=quiet)
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -42,16 +64,27 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table in Markdown, without the title."""
-        rule = tuple(
-            "---" if index < self.num_left else "---:" for index in range(len(self.heading))
-        )
+        rule = tuple("---" if i < self.num_left else "---:" for i in range(len(self.heading)))
         lines = (self.heading, rule, *self.rows)
         return "\n".join(
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
         )
 
+    def html(self) -> str:
+        """Return the table in HTML, without the title."""
+
+        def row(cells: Sequence[str], tag: str) -> str:
+            left = [" class=left" if index < self.num_left else "" for index in range(len(cells))]
+            made = (
+                f"<{tag}{kind}>{html.escape(cell)}</{tag}>"
+                for cell, kind in zip(cells, left, strict=True)
+            )
+            return f"<tr>{''.join(made)}</tr>"
+
+        rows = "".join(row(cells, "td") for cells in self.rows)
+        return f"<table><thead>{row(self.heading, 'th')}</thead><tbody>{rows}</tbody></table>"
+
     def rich(self) -> RichTable:
-        """Return the table for a terminal."""
         made = RichTable(title=self.title, title_justify="left")
         for index, name in enumerate(self.heading):
             made.add_column(name, justify="left" if index < self.num_left else "right")
@@ -60,148 +93,240 @@ class Table:
         return made
 
 
-def overview(result: BenchResult) -> Table:
-    """Return one row per case and one column per contender: ms/step, and how many times as fast."""
-    names = [name for name in contender_names(result.cases) if _ran(result, name)]
+def verdict(spread: Spread) -> str:
+    """Say in words what a ratio of speeds means; a ratio near 1 is nothing to boast of."""
+    if abs(spread.median - 1) <= _NEAR:
+        return "about equal"
+    if spread.minimum < 1 < spread.maximum and abs(spread.median - 1) <= 2 * _NEAR:
+        return "within the noise"
+    return "faster" if spread.median > 1 else "slower"
+
+
+def ratio_text(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    return f"{spread.median:.2f} ({spread.minimum:.2f} to {spread.maximum:.2f})"
+
+
+def parity_text(parity: ParityRecord) -> str:
+    """Say how a contender's losses compare with the reference's."""
+    if parity.bit_exact:
+        return f"equal bit for bit ({parity.num_steps} steps)"
+    if parity.max_difference is None or parity.early_difference is None:
+        return "not finite"
+    return (
+        f"{parity.early_difference:.1e} in the first steps, {parity.max_difference:.1e} in "
+        f"{parity.num_steps}"
+    )
+
+
+def bytes_text(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return ""
+    mebibytes = num_bytes / 2**20
+    return f"{mebibytes / 1024:.2f} GiB" if mebibytes >= 10_000 else f"{mebibytes:.1f} MiB"
+
+
+def memory_text(own: ContenderResult) -> str:
+    """Return the peak memory: of the allocator on a GPU, of the process on a CPU."""
+    memory = own.memory
+    if memory is None:
+        return "not measured"
+    if memory.allocated_bytes is not None:
+        reserved = bytes_text(memory.reserved_bytes)
+        return f"{bytes_text(memory.allocated_bytes)}, reserved {reserved}"
+    return bytes_text(memory.process_bytes)
+
+
+def own_memory_text(own: ContenderResult) -> str:
+    """Return the peak memory, on a CPU with what the process had not before the model."""
+    memory = own.memory
+    if memory is None or memory.init_bytes is None or memory.steps_bytes is None:
+        return memory_text(own)
+    return f"{memory_text(own)} ({bytes_text(max(memory.init_bytes, memory.steps_bytes))})"
+
+
+def utilization_text(case: CaseResult, name: str) -> str:
+    """Return MFU, or the share of the measured peak where no data sheet states one."""
+    mfu = case.mfu(name)
+    if mfu is not None:
+        return f"{mfu:.1%}"
+    measured = case.measured_utilization(name)
+    return "" if measured is None else f"{measured:.1%} of measured"
+
+
+def peak_text(case: CaseResult) -> str:
+    """Say what utilization is measured by."""
+    measured = f"{case.peak.measured_tflops:.3g} TFLOP/s measured ({case.peak.measured_how})"
+    if case.peak.stated_tflops is None:
+        return f"no data sheet states a peak for this machine; {measured}"
+    return f"MFU is of {case.peak.stated_tflops:.0f} TFLOP/s dense (data sheet); {measured}"
+
+
+def workload_text(workload: WorkloadFacts) -> str:
+    """Return a case's name as tables show it."""
+    items = f"x {workload.items_per_sample} tokens" if workload.unit == "tokens" else workload.unit
+    return f"{workload.name} {workload.dtype}, {workload.batch_size} {items}"
+
+
+def environment_text(environment: Environment) -> str:
+    """Return one sentence for below a table."""
+    where = environment.gpu or f"{environment.cpu} ({environment.num_cpus} cores)"
+    parts = [f"Measured {environment.date[:10]} on {where}"]
+    if environment.gpu is None:
+        plural = "s" if environment.num_threads > 1 else ""
+        parts.append(f"{environment.num_threads} thread{plural}")
+    if environment.num_ranks > 1:
+        parts.append(f"{environment.num_ranks} ranks ({environment.backend})")
+    parts.append(f"torch {environment.torch}")
+    if environment.driver is not None:
+        parts.append(f"CUDA {environment.cuda}, driver {environment.driver}")
+    parts.append(f"Python {environment.python}")
+    text = ", ".join(parts)
+    if environment.load_average is not None and environment.load_average > 0.5:
+        text += f"; other programs ran meanwhile (load average {environment.load_average:.1f})"
+    return f"{text}."
+
+
+def contender_names(cases: Sequence[CaseResult]) -> list[str]:
+    """Return every contender that ran or was to run, the reference first, in order."""
+    found: dict[str, None] = {REFERENCE: None}
+    for case in cases:
+        found |= {item.name: None for item in case.contenders}
+    for case in cases:
+        found |= {item.name: None for item in case.not_run}
+    return list(found)
+
+
+def _overview(
+    result: BenchResult, title: str, cell: Callable[[CaseResult, ContenderResult], str]
+) -> Table:
+    """Return one row per case and one column per contender; rows without a number are left out."""
+    names = [
+        name for name in contender_names(result.cases) if any(c.find(name) for c in result.cases)
+    ]
     rows = []
     for case in result.cases:
-        cells = [workload_text(case.workload)]
-        for name in names:
-            own, speedup = case.find(name), case.speedup(name)
-            if own is None:
-                cells.append("-")
-            elif name == REFERENCE or speedup is None:
-                cells.append(f"{own.timing.steps.median:.2f}")
-            else:
-                cells.append(f"{own.timing.steps.median:.2f} ({speedup.median:.2f}x)")
-        rows.append(tuple(cells))
-    title = "milliseconds per step (median), and how many times as fast as eager (median of pairs)"
+        found = {own.name: cell(case, own) for own in case.contenders}
+        if any(found.values()):
+            rows.append((workload_text(case.workload), *(found.get(name) or "-" for name in names)))
     return Table(title, ("workload", *names), tuple(rows))
+
+
+def overview(result: BenchResult) -> Table:
+    """Return ms/step of each contender, and how many times as fast as the reference it is."""
+
+    def cell(case: CaseResult, own: ContenderResult) -> str:
+        text, speedup = f"{own.timing.steps.median:.2f}", case.speedup(own.name)
+        if own.name == REFERENCE or speedup is None:
+            return text
+        return f"{text} ({speedup.median:.2f}x)"
+
+    title = "milliseconds per step (median), and how many times as fast as eager (median of pairs)"
+    return _overview(result, title, cell)
 
 
 def cpu_overview(result: BenchResult) -> Table:
-    """Return the same of the process's CPU time; empty where the work is a GPU's.
+    """Return the same of the process's CPU time; empty where the work is a GPU's."""
 
-    Other programs on the machine hardly change it.
-    """
-    if result.environment.gpu is not None:
-        return Table("", (), ())
-    names = [name for name in contender_names(result.cases) if _ran(result, name)]
-    rows = []
-    for case in result.cases:
-        cells = [workload_text(case.workload)]
-        for name in names:
-            own, ratios = case.find(name), case.cpu_ratios(name)
-            if own is None or not ratios:
-                cells.append("-")
-                continue
-            text = f"{statistics.median(own.timing.cpu_ms):.2f}"
-            if name != REFERENCE:
-                text += f" ({statistics.median(ratios):.2f}x)"
-            cells.append(text)
-        rows.append(tuple(cells))
+    def cell(case: CaseResult, own: ContenderResult) -> str:
+        ratios = case.cpu_ratios(own.name)
+        if not ratios or result.environment.gpu is not None:
+            return ""
+        text = f"{statistics.median(own.timing.cpu_ms):.2f}"
+        if own.name == REFERENCE:
+            return text
+        return f"{text} ({statistics.median(ratios):.2f}x)"
+
     title = "CPU ms per step, which other programs hardly change, and eager's over each"
-    return Table(title, ("workload", *names), tuple(rows))
+    return _overview(result, title, cell)
 
 
 def memory_overview(result: BenchResult) -> Table:
-    """Return one row per case whose memory was measured: peak memory of each contender."""
-    names = [name for name in contender_names(result.cases) if _ran(result, name)]
-    rows = []
-    for case in result.cases:
-        found = {own.name: own_memory_text(own) for own in case.contenders if own.memory}
-        if found:
-            cells = [found.get(name, "-") for name in names]
-            rows.append((workload_text(case.workload), *cells))
+    """Return the peak memory of each contender, for cases whose memory was measured."""
     title = "peak memory, and on a CPU (of it, what the training takes besides the libraries)"
-    return Table(title, ("workload", *names), tuple(rows))
+    return _overview(result, title, lambda case, own: own_memory_text(own) if own.memory else "")
+
+
+def _speedup_text(case: CaseResult, own: ContenderResult) -> str:
+    return "1" if own.name == REFERENCE else ratio_text(case.speedup(own.name))
+
+
+def _verdict_text(case: CaseResult, own: ContenderResult) -> str:
+    speedup = case.speedup(own.name)
+    return "reference" if own.name == REFERENCE or speedup is None else verdict(speedup)
+
+
+def _losses_text(case: CaseResult, own: ContenderResult) -> str:
+    return "reference" if own.name == REFERENCE else parity_text(own.parity)
+
+
+def _seconds(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else f"{milliseconds / 1e3:.2f}"
+
+
+_COLUMNS: Mapping[str, Callable[[CaseResult, ContenderResult], str]] = MappingProxyType(
+    {
+        "ms/step": lambda case, own: f"{own.timing.steps.median:.3f}",
+        "mean": lambda case, own: f"{own.timing.steps.mean:.3f}",
+        "p5": lambda case, own: f"{own.timing.steps.p5:.3f}",
+        "p95": lambda case, own: f"{own.timing.steps.p95:.3f}",
+        "p99": lambda case, own: f"{own.timing.steps.p99:.3f}",
+        "max": lambda case, own: f"{own.timing.steps.maximum:.3f}",
+        "times as fast as eager": _speedup_text,
+        "which is": _verdict_text,
+        "times as fast as pytorch": lambda case, own: ratio_text(case.speedup(own.name, PLAIN)),
+        "per second": lambda case, own: f"{case.items_per_s(own.name):,.0f}",
+        "model TFLOP/s": lambda case, own: f"{case.tflops(own.name):.3g}",
+        "MFU": lambda case, own: utilization_text(case, own.name),
+        "host ms": lambda case, own: f"{statistics.fmean(own.timing.host_ms):.3f}",
+        "CPU ms": lambda case, own: f"{statistics.fmean(own.timing.cpu_ms):.3f}",
+        "init s": lambda case, own: _seconds(own.init.build_ms + own.init.warmup_ms),
+        "of it compile": lambda case, own: _seconds(own.init.compile_ms),
+        "of it capture": lambda case, own: _seconds(own.init.capture_ms),
+        "nodes": lambda case, own: "" if own.init.num_nodes is None else f"{own.init.num_nodes:,}",
+        "pool": lambda case, own: bytes_text(own.init.pool_bytes),
+        "peak memory": lambda case, own: memory_text(own),
+        "losses against eager": _losses_text,
+        "kernels ms": lambda case, own: f"{own.roofline.kernel_ms:.3f}" if own.roofline else "",
+        "step / kernels": lambda case, own: f"{own.roofline.ratio:.2f}" if own.roofline else "",
+    }
+)
+_SPEED = (
+    *("ms/step", "mean", "p5", "p95", "p99", "max", "times as fast as eager", "which is"),
+    *("times as fast as pytorch", "per second", "model TFLOP/s", "MFU", "host ms", "CPU ms"),
+)
+_START = (
+    *("init s", "of it compile", "of it capture", "nodes", "pool", "peak memory"),
+    *("losses against eager", "kernels ms", "step / kernels"),
+)
+_SHORT = (
+    *("ms/step", "p95", "times as fast as eager", "per second", "init s", "losses against eager"),
+)
+
+
+def _case_table(case: CaseResult, title: str, columns: Sequence[str]) -> Table:
+    unit = f"{case.workload.unit}/s"
+    heading = ("contender", *(unit if name == "per second" else name for name in columns))
+    rows = [(own.name, *(_COLUMNS[name](case, own) for name in columns)) for own in case.contenders]
+    return Table(title, heading, tuple(rows))
 
 
 def speed_table(case: CaseResult) -> Table:
     """Return the timed region of a case."""
-    rows = []
-    for own in case.contenders:
-        steps = own.timing.steps
-        speedup = case.speedup(own.name)
-        is_reference = own.name == REFERENCE or speedup is None
-        host_ms = sum(own.timing.host_ms) / len(own.timing.host_ms)
-        cpu_ms = sum(own.timing.cpu_ms) / len(own.timing.cpu_ms)
-        rows.append(
-            (
-                own.name,
-                *(f"{value:.3f}" for value in (steps.median, steps.mean, steps.p5)),
-                *(f"{value:.3f}" for value in (steps.p95, steps.p99, steps.maximum)),
-                "1" if is_reference else ratio_text(speedup),
-                "reference" if is_reference or speedup is None else verdict(speedup),
-                ratio_text(case.speedup(own.name, PLAIN)),
-                f"{case.items_per_s(own.name):,.0f}",
-                f"{case.tflops(own.name):.3g}",
-                utilization_text(case, own.name),
-                f"{host_ms:.3f}",
-                f"{cpu_ms:.3f}",
-            )
-        )
-    heading = (
-        *("contender", "ms/step", "mean", "p5", "p95", "p99", "max"),
-        *("times as fast as eager", "which is", "times as fast as pytorch"),
-        *(f"{case.workload.unit}/s", "model TFLOP/s", "MFU", "host ms", "CPU ms"),
-    )
-    first = case.contenders[0].timing
-    title = (
-        f"{workload_text(case.workload)}: {len(first.step_ms)} windows of "
-        f"{len(first.step_ms[0])} steps each, in turns"
-    )
-    return Table(title, heading, tuple(rows))
-
-
-def short_table(case: CaseResult) -> Table:
-    """Return what fits into a terminal."""
-    rows = []
-    for own in case.contenders:
-        steps, speedup = own.timing.steps, case.speedup(own.name)
-        is_reference = own.name == REFERENCE
-        ready_ms = own.init.build_ms + own.init.warmup_ms
-        rows.append(
-            (
-                own.name,
-                *(f"{value:.2f}" for value in (steps.median, steps.p95)),
-                "1" if is_reference else ratio_text(speedup),
-                f"{case.items_per_s(own.name):,.0f}",
-                f"{ready_ms / 1e3:.1f}",
-                "reference" if is_reference else short_parity_text(own.parity),
-            )
-        )
-    heading = (
-        *("contender", "ms/step", "p95", "times as fast as eager", f"{case.workload.unit}/s"),
-        *("init s", "losses"),
-    )
-    return Table(workload_text(case.workload), heading, tuple(rows))
+    windows = case.contenders[0].timing.step_ms
+    title = f"{len(windows)} windows of {len(windows[0])} steps each, in turns"
+    return _case_table(case, f"{workload_text(case.workload)}: {title}", _SPEED)
 
 
 def start_table(case: CaseResult) -> Table:
     """Return what lies outside of the timed region: init, memory, losses, roofline."""
-    rows = []
-    for own in case.contenders:
-        init, roofline = own.init, own.roofline
-        rows.append(
-            (
-                own.name,
-                f"{(init.build_ms + init.warmup_ms) / 1e3:.2f}",
-                "" if init.compile_ms is None else f"{init.compile_ms / 1e3:.2f}",
-                "" if init.capture_ms is None else f"{init.capture_ms / 1e3:.2f}",
-                "" if init.num_nodes is None else f"{init.num_nodes:,}",
-                bytes_text(init.pool_bytes),
-                memory_text(own),
-                "reference" if own.name == REFERENCE else parity_text(own.parity),
-                "" if roofline is None else f"{roofline.kernel_ms:.3f}",
-                "" if roofline is None else f"{roofline.ratio:.2f}",
-            )
-        )
-    heading = (
-        *("contender", "init s", "of it compile", "of it capture", "nodes", "pool"),
-        *("peak memory", "losses against eager", "kernels ms", "step / kernels"),
-    )
-    return Table("outside of the timed region", heading, tuple(rows))
+    return _case_table(case, "outside of the timed region", _START)
+
+
+def short_table(case: CaseResult) -> Table:
+    """Return what fits into a terminal."""
+    return _case_table(case, workload_text(case.workload), _SHORT)
 
 
 def not_run_table(case: CaseResult) -> Table:
@@ -213,66 +338,12 @@ def not_run_table(case: CaseResult) -> Table:
     return Table("did not run", ("contender", "why"), tuple(rows), num_left=2)
 
 
-def case_notes(case: CaseResult) -> list[str]:
-    """Return the sentences that belong to a case's tables."""
-    workload = case.workload
-    notes = [
-        f"{workload.num_parameters:,} parameters; {workload.data}; "
-        f"{workload.flops_per_step / 1e9:,.3g} GFLOP per step on each rank: "
-        f"{workload.flops_formula}; {peak_text(case)}."
-    ]
-    rooflines = dict.fromkeys(own.roofline.how for own in case.contenders if own.roofline)
-    notes += [f"kernels ms: {how}." for how in rooflines]
-    memories = dict.fromkeys(own.memory.how for own in case.contenders if own.memory)
-    notes += [f"peak memory: {how}." for how in memories]
-    notes += [f"{own.name}: {note}." for own in case.contenders for note in own.notes]
-    return notes
-
-
-def report_markdown(result: BenchResult, pictures: Sequence[str] = ()) -> str:
-    """Return a whole result in Markdown.
-
-    Args:
-        result: What was measured.
-        pictures: Names of files beside the text.
-    """
-    parts = ["# graphfsdp bench", describe(result.environment), f"`{result.command}`", NOT_MLPERF]
-    for table in (overview(result), cpu_overview(result)):
-        if table.rows:
-            parts += [f"**{table.title}**", table.markdown()]
-    parts += [f"![{name}]({name})" for name in pictures]
-    for case in result.cases:
-        speed, start = speed_table(case), start_table(case)
-        parts += [f"## {workload_text(case.workload)}", speed.title + ".", speed.markdown()]
-        parts += [start.title.capitalize() + ":", start.markdown()]
-        parts += case_notes(case)
-        table = not_run_table(case)
-        if table.rows:
-            parts += ["Did not run:", table.markdown()]
-    if result.left_out:
-        parts.append("## Left out")
-        parts += [f"- {name}: {reason}" for name, reason in result.left_out.items()]
-    parts += ["## Contenders", *_described(result)]
-    return "\n\n".join(parts) + "\n"
-
-
 def reasons(result: BenchResult) -> dict[str, str]:
     """Return the contenders that ran in no case, each with the first reason that says something."""
     found: dict[str, str] = {}
     for case in result.cases:
         for item in case.not_run:
-            if not _ran(result, item.name) and found.get(item.name, NOT_ASKED) == NOT_ASKED:
+            ran = any(each.find(item.name) for each in result.cases)
+            if not ran and found.get(item.name, NOT_ASKED) == NOT_ASKED:
                 found[item.name] = item.reason
     return found
-
-
-def _described(result: BenchResult) -> list[str]:
-    texts: dict[str, str] = {}
-    for case in result.cases:
-        texts |= {item.name: item.description for item in case.contenders}
-        texts |= {item.name: item.description for item in case.not_run}
-    return [f"- `{name}`: {texts[name]}" for name in contender_names(result.cases) if name in texts]
-
-
-def _ran(result: BenchResult, name: str) -> bool:
-    return any(case.find(name) for case in result.cases)

@@ -1,20 +1,39 @@
-"""What can be measured: named models in several sizes, each with a batch size to start from."""
+"""What can be measured: named models in several sizes, and the suites made of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
-from graphfsdp.bench.bert import NUM_SPECIAL, BertConfig, BertModel
-from graphfsdp.bench.convnet import ConvConfig, ConvNet
-from graphfsdp.bench.moe import MoEConfig, MoEModel
+from graphfsdp.bench import zoo
+from graphfsdp.bench.models import (
+    NUM_SPECIAL,
+    BertConfig,
+    BertModel,
+    ConvConfig,
+    ConvNet,
+    MoEConfig,
+    MoEModel,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
 
-ModelConfig = GPTConfig | MoEConfig | BertConfig | ConvConfig
+
+@dataclass(frozen=True)
+class ZooConfig:
+    """One of the twelve small architectures, by name."""
+
+    name: str
+
+    @property
+    def architecture(self) -> zoo.Architecture:
+        return zoo.architectures()[self.name]
+
+
+ModelConfig = GPTConfig | MoEConfig | BertConfig | ConvConfig | ZooConfig
 DtypeName = Literal["fp32", "bf16"]
 DTYPES: tuple[DtypeName, ...] = ("fp32", "bf16")
 # Bytes of text, and the three tokens that BERT adds, rounded up.
@@ -26,9 +45,7 @@ class Workload:
     """A model with a name.
 
     Attributes:
-        family: "gpt", "llama", "moe", "bert" or "conv".
-        description: For the list of workloads.
-        model: Its shape.
+        family: "gpt", "llama", "moe", "bert", "conv" or "zoo".
         batch_size: Samples per step on each rank, where none is asked for.
     """
 
@@ -39,20 +56,22 @@ class Workload:
     batch_size: int
 
     @property
-    def unit(self) -> str:
-        """What throughput counts."""
-        return "images" if isinstance(self.model, ConvConfig) else "tokens"
+    def items_per_sample(self) -> int:
+        """Tokens of a sequence; 1 for an image or a series."""
+        if isinstance(self.model, ZooConfig):
+            return self.model.architecture.items_per_sample
+        return 1 if isinstance(self.model, ConvConfig) else language_shape(self.model).seq_length
 
     @property
-    def items_per_sample(self) -> int:
-        """Tokens of a sequence; 1 for an image."""
+    def unit(self) -> str:
+        """What throughput counts."""
         if isinstance(self.model, ConvConfig):
-            return 1
-        return language_shape(self.model).seq_length
+            return "images"
+        return "tokens" if self.items_per_sample > 1 else "samples"
 
     def with_vocabulary(self, num_tokens: int) -> "Workload":
         """Return the workload with room for that many different tokens of text."""
-        if isinstance(self.model, ConvConfig):
+        if isinstance(self.model, ConvConfig | ZooConfig):
             return self
         special = NUM_SPECIAL if isinstance(self.model, BertConfig) else 0
         size = max(language_shape(self.model).vocab_size, num_tokens + special)
@@ -97,15 +116,18 @@ def language_shape(model: GPTConfig | MoEConfig | BertConfig) -> GPTConfig | Ber
 
 
 def make_model(model: ModelConfig) -> nn.Module:
-    """Return the model, its weights drawn from torch's global generator.
-
-    Every model has its layers in ``blocks`` and returns its loss.
-    """
-    if isinstance(model, GPTConfig):
-        return GPT(model)
-    if isinstance(model, MoEConfig):
-        return MoEModel(model)
-    return BertModel(model) if isinstance(model, BertConfig) else ConvNet(model)
+    """Return the model, which returns its loss; torch's global generator draws its weights."""
+    match model:
+        case ZooConfig():
+            return model.architecture.make()
+        case GPTConfig():
+            return GPT(model)
+        case MoEConfig():
+            return MoEModel(model)
+        case BertConfig():
+            return BertModel(model)
+        case ConvConfig():
+            return ConvNet(model)
 
 
 def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
@@ -162,6 +184,9 @@ def workloads() -> Iterator[Workload]:
     yield Workload("bert-large", "bert", "24 layers, width 1024", _bert(24, 1024, 512, 30528), 8)
     yield Workload("conv-tiny", "conv", "residual net, 3 blocks, 32 x 32", ConvConfig(8, 1), 8)
     yield Workload("conv-small", "conv", "residual net, 9 blocks, 32 x 32", ConvConfig(64, 3), 64)
+    for name, found in zoo.architectures().items():
+        about = f"{found.description}, width {zoo.WIDTH}"
+        yield Workload(f"zoo-{name}", "zoo", about, ZooConfig(name), 4)
 
 
 def find_workload(name: str) -> Workload:
@@ -174,3 +199,98 @@ def find_workload(name: str) -> Workload:
     if name not in known:
         raise ConfigError(f"there is no workload {name!r}; expected one of {', '.join(known)}")
     return known[name]
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A case, and how it is measured.
+
+    Attributes:
+        contenders: Their names; None is all of them.
+        memory: On a CPU, also run each contender in a process of its own for its peak memory.
+    """
+
+    case: Case
+    contenders: tuple[str, ...] | None = None
+    memory: bool = True
+
+
+def plan_cases(
+    names: Sequence[str],
+    batch_sizes: Sequence[int] | None,
+    dtypes: Sequence[DtypeName],
+    contenders: tuple[str, ...] | None,
+    *,
+    memory: bool,
+) -> tuple[PlannedCase, ...]:
+    """Return the product of workloads, precisions and batch sizes (None: each workload's own).
+
+    Raises:
+        ConfigError: there is no such workload.
+    """
+    found = [find_workload(name) for name in dict.fromkeys(names)]
+    return tuple(
+        PlannedCase(Case(workload, dtype, size), contenders, memory)
+        for workload in found
+        for dtype in dict.fromkeys(dtypes)
+        for size in dict.fromkeys(batch_sizes or [workload.batch_size])
+    )
+
+
+SUITES = ("cpu", "gpu", "quick", "zoo")
+_FEW = ("eager", "pytorch", "full_iteration")
+# On a CPU torch.compile uses no CUDA graphs, so that one case shows what its mode for them does.
+_CPU = (
+    *("eager", "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp"),
+    *("forward_backward", "full_iteration", "compile_full_iteration"),
+)
+# What tells most in few minutes; the first cases have all of them.
+_GPU = (
+    *("eager", "pytorch", "compile", "fsdp2"),
+    *("forward_backward", "full_iteration", "compile_full_iteration"),
+)
+
+
+def suite(name: str) -> tuple[PlannedCase, ...]:
+    """Return the cases of one of SUITES, the most telling ones first."""
+    match name:
+        case "cpu":
+            return (
+                _planned("gpt-tiny", "fp32", 4, None, memory=True),
+                _planned("gpt-3m", "fp32", 8, _CPU, memory=True),
+                _planned("gpt-tiny", "fp32", 64, _CPU),
+                _planned("llama-tiny", "bf16", 4, _CPU),
+                _planned("moe-tiny", "fp32", 4, _CPU),
+                _planned("bert-tiny", "fp32", 4, _CPU),
+                _planned("conv-tiny", "fp32", 8, _CPU),
+                _planned("gpt-tiny", "fp32", 1, _CPU),
+                _planned("gpt-tiny", "fp32", 16, _CPU),
+                _planned("gpt-11m", "fp32", 8, _FEW),
+            )
+        case "gpu":
+            return (
+                _planned("gpt-tiny", "fp32", 4, None),
+                _planned("gpt2-124m", "bf16", 8, None),
+                _planned("gpt2-124m", "bf16", 1, _GPU),
+                _planned("llama-160m", "bf16", 2, _GPU),
+                _planned("moe-180m", "bf16", 4, _GPU),
+                _planned("bert-base", "bf16", 8, _GPU),
+                _planned("conv-small", "fp32", 64, _GPU),
+                _planned("gpt2-124m", "bf16", 32, _GPU),
+            )
+        case "zoo":
+            names = (each.name for each in workloads() if each.family == "zoo")
+            return tuple(_planned(each, "fp32", 4, _FEW) for each in names)
+        case _:
+            return (_planned("gpt-tiny", "fp32", 4, _FEW),)
+
+
+def _planned(
+    name: str,
+    dtype: DtypeName,
+    batch_size: int,
+    contenders: tuple[str, ...] | None,
+    *,
+    memory: bool = False,
+) -> PlannedCase:
+    return PlannedCase(Case(find_workload(name), dtype, batch_size), contenders, memory)

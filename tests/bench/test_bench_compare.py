@@ -12,21 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from graphfsdp.bench.compare import compare, judge, ratio_interval
-from graphfsdp.bench.compare_command import run_compare
-from graphfsdp.bench.comparison import Change, Comparison, Verdict
-from graphfsdp.bench.facts import Environment, PeakFacts, WorkloadFacts
-from graphfsdp.bench.record_files import write_result
+from graphfsdp.bench.compare import (
+    Change,
+    Comparison,
+    Verdict,
+    compare,
+    judge,
+    ratio_interval,
+    run_compare,
+)
 from graphfsdp.bench.records import (
     NOT_ASKED,
     BenchResult,
     CaseResult,
     ContenderResult,
+    Environment,
     InitRecord,
     MemoryRecord,
     NotRun,
     ParityRecord,
+    PeakFacts,
     TimingRecord,
+    WorkloadFacts,
+    write_result,
 )
 from graphfsdp.errors import ConfigError
 

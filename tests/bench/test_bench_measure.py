@@ -1,12 +1,16 @@
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphfsdp.bench import case_process, clock
+from graphfsdp.bench import clock, process
+from graphfsdp.bench.agreement import Failure
 from graphfsdp.bench.batches import Batch
-from graphfsdp.bench.case_child import PREFIX, ChildRequest
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
-from graphfsdp.bench.contender import Contender, ContenderSpec, Setting
-from graphfsdp.bench.contenders import find_contenders
-from graphfsdp.bench.measure import MeasureOptions, measure_case
-from graphfsdp.bench.parity import compare_losses
-from graphfsdp.bench.record_files import read_result, to_json
-from graphfsdp.bench.records import REFERENCE, CaseResult
-from graphfsdp.bench.result_directory import make_directory
-from graphfsdp.bench.run_contender import NUM_WARMUP_STEPS
-from graphfsdp.bench.together import Failure
+from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS, MeasureOptions, compare_losses, measure_case
+from graphfsdp.bench.process import CaseFailedError, Job, run_case
+from graphfsdp.bench.records import REFERENCE, CaseResult, read_result
+from graphfsdp.bench.report import make_directory
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.errors import ConfigError
 
@@ -59,7 +59,7 @@ def faulty(name: str, contender: Callable[[Setting], Contender]) -> ContenderSpe
     return ContenderSpec(name, "fails", contender)
 
 
-def no_talk(phase: str, name: str, share: float) -> None:
+def no_talk(phase: str, name: str) -> None:
     return
 
 
@@ -197,54 +197,32 @@ def test_a_schedule_has_enough_rounds_and_fits_where_it_can(
     assert planned_s <= max(seconds, least_s) * 1.001
 
 
-REQUEST = ChildRequest(
-    workload="gpt-tiny",
-    dtype="fp32",
-    batch_size=1,
-    contenders=("eager", "pytorch", "full_iteration"),
-    device="cpu",
-    seed=0,
-    num_threads=1,
-    seconds=0.2,
-    data=None,
-    random_tokens=False,
-    roofline=False,
+def ends_badly(how: str, result: CaseResult, tells: Connection, log: str, job: Job) -> None:
+    """Stand in a child's place: at the first try something happens to the contender pytorch."""
+    os.setsid()
+    with open(log, "wb") as sink:
+        os.dup2(sink.fileno(), 2)
+    tells.send(("warm-up", "pytorch"))
+    if not job.options.excluded:
+        match how:
+            case "orphan":
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "signal":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exit":
+                sys.stderr.write("Fatal Python error\n")
+                os._exit(1)
+            case "hang":
+                time.sleep(600)
+            case "config":
+                tells.send(ConfigError("no such text"))
+    tells.send(result)
+
+
+JOB = Job(
+    setting_on(torch.device("cpu")), ("eager", "pytorch", "full_iteration"), OPTIONS, num_threads=1
 )
-
-# Ends as the first argument says, unless the contender that it was at is excluded already.
-CHILD = f"""
-import json, os, pathlib, signal, subprocess, sys, time
-how, path = sys.argv[1], pathlib.Path(sys.argv[2])
-request = json.loads(path.read_text())
-print("some library talks", flush=True)
-print({PREFIX!r} + json.dumps(["warm-up", "pytorch", 0.5]), flush=True)
-if not request["excluded"]:
-    if how == "signal":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if how == "exit":
-        sys.exit("Fatal Python error")
-    if how == "orphan":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if how == "hang":
-        time.sleep(600)
-    if how == "config":
-        sys.stderr.write("no such text")
-        sys.exit(3)
-path.with_suffix(".result.json").write_text(open({{result!r}}).read())
-"""
-
-
-def child_that(
-    how: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, result: CaseResult
-) -> None:
-    """Put a small program in the child's place."""
-    (folder / "canned.json").write_text(to_json(result))
-    script = folder / "child.py"
-    script.write_text(CHILD.format(result=str(folder / "canned.json")))
-    monkeypatch.setattr(
-        case_process, "child_command", lambda path: [sys.executable, str(script), how, str(path)]
-    )
 
 
 @pytest.mark.parametrize(
@@ -259,44 +237,38 @@ def child_that(
 def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
     how: str,
     reason: str,
-    tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     measured: tuple[CaseResult, list[Faulty]],
 ) -> None:
-    child_that(how, tmp_path, monkeypatch, measured[0])
-    requests: list[ChildRequest] = []
-    real = case_process._run_child
+    monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
+    jobs: list[Job] = []
+    real = process._run_child
 
-    def spy(request: ChildRequest, *others: object) -> object:
-        monkeypatch.setattr(case_process, "SILENCE_LIMIT_S", 60.0)  # to start may take long
-        requests.append(request)
-        return real(request, *others)  # type: ignore[arg-type]
+    def spy(job: Job, *others: Any) -> object:
+        monkeypatch.setattr(process, "SILENCE_LIMIT_S", 60.0)  # to start may take long
+        jobs.append(job)
+        return real(job, *others)
 
-    monkeypatch.setattr(case_process, "_run_child", spy)
+    monkeypatch.setattr(process, "_run_child", spy)
     said: list[tuple[str, str]] = []
 
-    def say(phase: str, name: str, _: object) -> None:
+    def say(phase: str, name: str) -> None:
         said.append((phase, name))
-        if how == "hang" and len(requests) == 1:
-            monkeypatch.setattr(case_process, "SILENCE_LIMIT_S", 2.0)
+        if how == "hang" and len(jobs) == 1:
+            monkeypatch.setattr(process, "SILENCE_LIMIT_S", 2.0)
 
-    found = case_process.run_case(REQUEST, say, 110)
-    assert found == measured[0]
-    assert [request.excluded for request in requests] == [(), (("pytorch", reason),)]
+    assert run_case(JOB, say, 110) == measured[0]
+    assert [job.options.excluded for job in jobs] == [(), (("pytorch", reason),)]
     assert said == [("warm-up", "pytorch")] * 2
 
 
 def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    measured: tuple[CaseResult, list[Faulty]],
+    monkeypatch: pytest.MonkeyPatch, measured: tuple[CaseResult, list[Faulty]]
 ) -> None:
-    child_that("config", tmp_path, monkeypatch, measured[0])
-    with pytest.raises(case_process.CaseFailedError, match="no such text"):
-        case_process.run_case(REQUEST, no_talk, 60)
-    child_that("hang", tmp_path, monkeypatch, measured[0])
-    with pytest.raises(case_process.CaseFailedError, match="time for this case was over"):
-        case_process.run_case(REQUEST, no_talk, 1)
+    for how, limit_s, message in (("config", 60, "no such text"), ("hang", 1, "was over")):
+        monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
+        with pytest.raises(CaseFailedError, match=message):
+            run_case(JOB, no_talk, limit_s)
 
 
 @pytest.mark.slow

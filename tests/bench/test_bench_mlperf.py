@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import graphfsdp
-from graphfsdp.bench import mlperf_command
-from graphfsdp.bench.mlperf_command import run_mlperf
-from graphfsdp.bench.time_to_target import olympic_mean, read_log, run_record
+from graphfsdp.bench import mlperf
+from graphfsdp.bench.mlperf import olympic_mean, read_log, run_mlperf, run_record
 from graphfsdp.cli import main
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.mllog import RULES, rules_for
@@ -116,7 +115,7 @@ def run(tmp_path: Path, *flags: str) -> tuple[int, str]:
 def test_three_runs_have_a_score_and_leave_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlperf_command, "_execute", execute_here)
+    monkeypatch.setattr(mlperf, "_execute", execute_here)
     out = tmp_path / "out"
     code, shown = run(
         tmp_path, "--runs", "3", "--target-loss", "3.9", "--seed", "7", "--out", str(out)
@@ -141,7 +140,7 @@ def test_three_runs_have_a_score_and_leave_everything(
 def test_what_the_trainer_refuses_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlperf_command, "_execute", execute_here)
+    monkeypatch.setattr(mlperf, "_execute", execute_here)
     out, absent = tmp_path / "out", str(tmp_path / "absent")
     with pytest.raises(ConfigError, match=f"^--data {absent}: cannot be read"):
         run(tmp_path, "--data", absent, "--target-loss", "3.9", "--out", str(out))
@@ -155,13 +154,13 @@ def test_a_run_is_a_process_that_finds_this_package_and_keeps_what_it_says(tmp_p
         "print('bad', file=sys.stderr); sys.exit(7)"
     )
     shown = tmp_path / "shown"
-    assert mlperf_command._execute([sys.executable, "-c", program], shown) == 7
+    assert mlperf._execute([sys.executable, "-c", program], shown) == 7
     found, said = shown.read_text().splitlines()
     assert (Path(found), said) == (Path(graphfsdp.__file__), "bad")
 
 
 def test_several_ranks_are_started_by_torchrun(tmp_path: Path) -> None:
-    command = mlperf_command._run_command(2, ["--lr", "1"], 5, tmp_path, 3)
+    command = mlperf._run_command(2, ["--lr", "1"], 5, tmp_path, 3)
     assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert command[6:11] == ["-m", "graphfsdp", "train", "--lr", "1"]
     assert command[11:15] == ["--seed", "5", "--mllog", str(tmp_path / "result_3.txt")]

@@ -1,6 +1,5 @@
 """``graphfsdp bench --profile`` and ``--nsys``: what a timeline says, and who named it."""
 
-import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -14,20 +13,22 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphfsdp
 from graphfsdp.base.nvtx import RANGE_PREFIX, nvtx_range
-from graphfsdp.bench.batches import batch_source
-from graphfsdp.bench.contender import Setting
-from graphfsdp.bench.contenders import find_contenders
-from graphfsdp.bench.measure import MeasureOptions, measure_case
-from graphfsdp.bench.options import parse_bench_arguments
-from graphfsdp.bench.profile_case import case_folder, profile_case
-from graphfsdp.bench.profile_events import STEP, events_of
-from graphfsdp.bench.profile_names import GraphNode, name_replays, replay_nodes
-from graphfsdp.bench.profile_records import ProfileRecord, describe_profile
-from graphfsdp.bench.profiling import nsys_range, profile_contender, summarise
-from graphfsdp.bench.record_files import from_data
-from graphfsdp.bench.run_contender import build_contender
+from graphfsdp.bench import measure
+from graphfsdp.bench.contenders import Setting, find_contenders
+from graphfsdp.bench.measure import (
+    MeasureOptions,
+    case_folder,
+    measure_case,
+)
+from graphfsdp.bench.profile import (
+    ProfileRecord,
+    describe_profile,
+    profile_contender,
+    summarise,
+)
+from graphfsdp.bench.records import from_data
+from graphfsdp.bench.timeline import STEP, GraphNode, events_of, name_replays, replay_nodes
 from graphfsdp.bench.workloads import Case, find_workload
-from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 
 CPU = torch.device("cpu")
@@ -243,7 +244,7 @@ def test_the_benchmark_profiles_every_contender_and_its_numbers_stay(
         seconds=0.2, roofline=False, random_tokens=True, profile=str(tmp_path / "profile")
     )
     specs = find_contenders(("eager", "full_iteration"))
-    result = measure_case(setting, specs, options, lambda phase, name, share: None)
+    result = measure_case(setting, specs, options, lambda phase, name: None)
     folder = case_folder(str(tmp_path / "profile"), result.workload.key)
     assert {path.name for path in folder.iterdir()} == {
         f"{name}.{kind}"
@@ -255,39 +256,13 @@ def test_the_benchmark_profiles_every_contender_and_its_numbers_stay(
 def test_a_contender_that_fails_under_the_profiler_says_so_and_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), CPU)
-    case, source = batch_source(
-        setting.case, data=None, random_tokens=True, seed=0, device=CPU, rank=0
-    )
-    (spec,) = find_contenders(("eager",))
-    running = build_contender(spec, setting)
-    running.warm_up(source.take(0, 1), CPU)
     monkeypatch.setattr(
-        running.contender, "train", lambda batch: (_ for _ in ()).throw(RuntimeError("no memory"))
+        measure,
+        "profile_contender",
+        lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")),
     )
-    profile_case([running], source.take(1, 2), 1, setting, folder=str(tmp_path), nsys=False)
-    text = (case_folder(str(tmp_path), case.key) / "eager.txt").read_text()
+    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), CPU)
+    options = MeasureOptions(seconds=0.1, roofline=False, random_tokens=True, profile=str(tmp_path))
+    found = measure_case(setting, find_contenders(("eager",)), options, lambda phase, name: None)
+    text = (case_folder(str(tmp_path), found.workload.key) / "eager.txt").read_text()
     assert "eager has no profile: RuntimeError: no memory" in text
-
-
-def test_marks_for_nsys_are_around_the_steps_on_a_gpu_and_nowhere_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: calls.append("sync"))
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
-    with nsys_range(CPU) as marks:
-        assert not marks
-    assert calls == []
-    with contextlib.suppress(KeyError), nsys_range(torch.device("cuda", 0)) as marks:
-        assert marks
-        raise KeyError
-    assert calls == ["sync", "start", "sync", "stop"]
-
-
-def test_two_listeners_at_a_time_are_refused() -> None:
-    assert parse_bench_arguments(["--profile"]).profile
-    assert parse_bench_arguments(["--nsys"]).nsys
-    with pytest.raises(ConfigError, match="--profile and --nsys"):
-        parse_bench_arguments(["--profile", "--nsys"])

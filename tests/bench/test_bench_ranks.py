@@ -3,12 +3,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphfsdp.bench.agreement import Failure, attempt, first_says
 from graphfsdp.bench.batches import Batch
-from graphfsdp.bench.contender import Contender, ContenderSpec, Setting
-from graphfsdp.bench.contenders import find_contenders
+from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
 from graphfsdp.bench.measure import MeasureOptions, measure_case
 from graphfsdp.bench.records import CaseResult
-from graphfsdp.bench.together import Failure, attempt, first_says
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload
 from graphfsdp.training.ranks import Ranks
 from ranks import RankPool

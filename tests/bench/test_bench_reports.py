@@ -7,14 +7,12 @@ import pytest
 from rich.console import Console
 
 from bench_results import case, contender, result
-from graphfsdp.bench import environment, plots, records, tables, words
-from graphfsdp.bench.contenders import CONTENDERS
+from graphfsdp.bench import records, report, tables
+from graphfsdp.bench.command import with_unasked
 from graphfsdp.bench.options import BenchOptions, make_parser, parse_bench_arguments
-from graphfsdp.bench.page import page
-from graphfsdp.bench.result_directory import make_directory, write_directory
-from graphfsdp.bench.spread import Spread
-from graphfsdp.bench.suites import SUITES, suite
-from graphfsdp.bench.sweep import with_unasked
+from graphfsdp.bench.records import Spread
+from graphfsdp.bench.report import make_directory, page, write_directory
+from graphfsdp.bench.workloads import SUITES, suite
 from graphfsdp.errors import ConfigError
 
 
@@ -30,16 +28,16 @@ from graphfsdp.errors import ConfigError
     ],
 )
 def test_a_ratio_near_one_is_called_so(spread: Spread, word: str) -> None:
-    assert words.verdict(spread) == word
+    assert tables.verdict(spread) == word
 
 
 def test_differences_of_losses_are_said_with_their_size() -> None:
     parity = records.ParityRecord(20, 0.0, True, None, 0.0, 1.0)
-    assert words.parity_text(parity) == "equal bit for bit (20 steps)"
+    assert tables.parity_text(parity) == "equal bit for bit (20 steps)"
     apart = records.ParityRecord(20, 0.25, False, 3, 1e-6, 1.0)
-    assert words.parity_text(apart) == "1.0e-06 in the first steps, 2.5e-01 in 20"
+    assert tables.parity_text(apart) == "1.0e-06 in the first steps, 2.5e-01 in 20"
     lost = records.ParityRecord(20, None, False, 3, 1e-6, None)
-    assert words.parity_text(lost) == words.short_parity_text(lost) == "not finite"
+    assert tables.parity_text(lost) == "not finite"
 
 
 def cell(table: tables.Table, row: str, column: str) -> str:
@@ -85,7 +83,7 @@ def test_who_ran_in_no_case_is_told_with_a_reason_that_says_something() -> None:
 
 
 def test_the_markdown_has_every_table_and_what_is_missing() -> None:
-    text = tables.report_markdown(result(), ["crossover.png"])
+    text = report.markdown(result(), [pathlib.Path("crossover.png")])
     assert "![crossover.png](crossover.png)" in text
     assert "| compile | no compiler |" in text
     assert "- moe: no time" in text
@@ -131,13 +129,6 @@ def test_without_matplotlib_the_rest_is_written(
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".html"}
 
 
-def test_each_contender_has_a_colour_of_its_own() -> None:
-    names = {spec.name for spec in CONTENDERS}
-    colours = dict(plots._COLOURS)
-    assert set(colours) == names
-    assert len(set(colours.values())) == len(colours)
-
-
 def test_a_terminal_gets_a_table_that_fits() -> None:
     out = io.StringIO()
     Console(file=out, width=160).print(tables.short_table(case()).rich())
@@ -148,11 +139,11 @@ def test_the_environment_is_told_in_one_sentence() -> None:
     facts = dataclasses.replace(
         result().environment, gpu="NVIDIA Z", driver="1", cuda="13.0", load_average=3.0
     )
-    assert environment.describe(facts) == (
+    assert tables.environment_text(facts) == (
         "Measured 2026-01-02 on NVIDIA Z, torch 2.13.0, CUDA 13.0, driver 1, Python 3.11; other "
         "programs ran meanwhile (load average 3.0)."
     )
-    assert "on some CPU (2 cores), 1 thread," in environment.describe(result().environment)
+    assert "on some CPU (2 cores), 1 thread," in tables.environment_text(result().environment)
 
 
 def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> None:

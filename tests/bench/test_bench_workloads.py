@@ -6,12 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
-from graphfsdp.bench.bert import BertConfig
-from graphfsdp.bench.contender import Setting, initial_model, learning_rate
-from graphfsdp.bench.contenders import CONTENDERS
-from graphfsdp.bench.flops import COUNTED, PALM_FORMULA, find_peak, model_flops, num_parameters
-from graphfsdp.bench.moe import ExpertLayer, MoEConfig
-from graphfsdp.bench.own_contenders import OwnContender
+from graphfsdp.bench.contenders import (
+    CONTENDERS,
+    OwnContender,
+    Setting,
+    initial_model,
+    learning_rate,
+)
+from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, find_peak, model_flops, num_parameters
+from graphfsdp.bench.models import BertConfig, ExpertLayer, MoEConfig
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
@@ -211,4 +214,11 @@ def test_names_of_contenders_and_workloads_are_unique() -> None:
     assert len({spec.name for spec in CONTENDERS}) == len(CONTENDERS)
     names = [workload.name for workload in workloads()]
     assert len(set(names)) == len(names)
-    assert {workload.family for workload in workloads()} == {"gpt", "llama", "moe", "bert", "conv"}
+    assert {workload.family for workload in workloads()} == {
+        "gpt",
+        "llama",
+        "moe",
+        "bert",
+        "conv",
+        "zoo",
+    }

@@ -63,11 +63,7 @@ SEAMS = frozenset(
         ("graphfsdp._capture.undo.undo_plan", "graphfsdp._capture.cpu.program"),
     }
 )
-CROWDED = frozenset(
-    {
-        *("graphfsdp._capture", "graphfsdp.bench"),
-    }
-)
+CROWDED = frozenset({"graphfsdp._capture"})
 
 MAX_MODULES = 20
 MAX_LINES = 600

@@ -10,18 +10,11 @@ import pytest
 import torch
 
 import bench_results
-from benchmarks import (
-    adam_speed,
-    gpu_bench,
-    gpu_check,
-    gpu_features,
-    gpu_overlap,
-    gpu_parts,
-    suite,
-)
+from benchmarks import gpu_check, gpu_parts, gpu_sharding
+from graphfsdp.bench.clock import Window
+from graphfsdp.bench.command import with_unasked
 from graphfsdp.bench.records import NotRun
-from graphfsdp.bench.result_directory import write_directory
-from graphfsdp.bench.sweep import with_unasked
+from graphfsdp.bench.report import write_directory
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -64,7 +57,7 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
     assert document["ok"]
     assert document["environment"]["torch"] == torch.__version__
     rows = {row["what"]: row for part in document["parts"] for row in part["rows"]}
-    parity = "tiny fp32: full_iteration against eager, 20 steps"
+    parity = "gpt-tiny fp32: full_iteration against eager, 20 steps"
     assert rows[parity]["result"] == "equal bit for bit"
     assert parity in result.stdout
     assert "1 passed, 0 failed, 0 skipped" in result.stdout
@@ -80,8 +73,8 @@ def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
 
 def test_how_much_communication_runs_beside_computation() -> None:
     comm, compute = [(0.0, 4.0), (3.0, 5.0), (8.0, 9.0)], [(1.0, 2.0), (4.5, 8.5), (1.5, 3.0)]
-    assert gpu_overlap.length(comm) == 6.0
-    assert gpu_overlap.covered(comm, compute) == 2.0 + 0.5 + 0.5
+    assert gpu_sharding.length(comm) == 6.0
+    assert gpu_sharding.covered(comm, compute) == 2.0 + 0.5 + 0.5
     numbers = {"loss": 1.0, "peak_bytes": 100, "comm_us": 6.0, "hidden_us": 3.0}
     found: dict[str, dict[str, Any]] = {
         "torch fully_shard": numbers,
@@ -89,16 +82,17 @@ def test_how_much_communication_runs_beside_computation() -> None:
         "overlap": {**numbers, "num_prefetches": 3, "peak_bytes": 120},
         "overlap and pool": {**numbers, "num_prefetches": 3, "loss": 2.0},
     }
-    _, plain, more_memory, other_loss = gpu_overlap.rows_of(found, "gpt")
-    assert plain[1:3] == (
+    _, plain, more_memory, other_loss = gpu_sharding.overlap_rows(found, "gpt")
+    assert (plain.result, plain.ok) == (
         "0 gathers begun ahead, peak 0 MiB, 1.00 of FSDP2's, 50% of communication beside "
         "computation",
         True,
     )
-    assert not more_memory[2]
-    assert not other_loss[2]
+    assert not more_memory.ok
+    assert not other_loss.ok
     found["overlap"] = {"error": "Traceback\nRuntimeError: no"}
-    assert gpu_overlap.rows_of(found, "gpt")[2][1:3] == ("RuntimeError: no", False)
+    failed = gpu_sharding.overlap_rows(found, "gpt")[2]
+    assert (failed.result, failed.ok) == ("RuntimeError: no", False)
 
 
 def test_a_gpu_part_of_an_optimizer_is_judged_by_bandwidth_and_speed(
@@ -106,19 +100,23 @@ def test_a_gpu_part_of_an_optimizer_is_judged_by_bandwidth_and_speed(
 ) -> None:
     device = torch.device("cuda")
     names = ("torch AdamW(fused=True), fp32", "FusedAdam, fp32", "FusedAdam, main weights")
-    seconds = dict(zip(names, ([1.0, 1.0], [0.5, 0.5], [2.0, 2.0]), strict=True))
-    monkeypatch.setattr(adam_speed, "interleave", lambda *_: seconds)
+    times = dict(zip(names, (1000.0, 500.0, 2000.0), strict=True))
+
+    def windows(*_: object) -> dict[str, list[Window]]:
+        return {name: [Window((ms,), 0.0, 0.0)] * 2 for name, ms in times.items()}
+
+    monkeypatch.setattr(gpu_parts, "interleave", windows)
 
     def judge(ceiling: float, *, by_graph: bool) -> list[bool]:
         moved = dict.fromkeys(names, 28.0)
         steps: dict[str, Any] = dict.fromkeys(names)
-        rows = adam_speed._rows(steps, moved, 10, "x", ceiling, device, 1, 1, by_graph=by_graph)
-        return [good for _, _, good, _ in rows]
+        rows = gpu_parts.speed_rows(steps, moved, 10, "x", ceiling, device, 1, 1, by_graph=by_graph)
+        return [row.ok for row in rows]
 
     assert judge(600.0, by_graph=True) == [True, True, False]  # 560 and 140 bytes/s
     assert judge(600.0, by_graph=False) == [True, True, True]
     assert judge(700.0, by_graph=True) == [True, False, False]
-    seconds["FusedAdam, fp32"] = [1.1, 1.1]
+    times["FusedAdam, fp32"] = 1100.0
     assert judge(100.0, by_graph=True) == [True, False, True]
 
 
@@ -149,14 +147,15 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
 ) -> None:
     seen: list[Any] = []
 
-    def run_suite(paths: Any, limit_s: float, options: Any) -> suite.SuiteResult:
-        seen.extend([limit_s, list(options)])
-        return suite.SuiteResult(1, 0, 0, {}, {}, None)
+    def run_pytest(arguments: Any, limit_s: float) -> tuple[list[Any], str]:
+        seen.extend([limit_s, list(arguments)])
+        return [], ""
 
-    monkeypatch.setattr(gpu_check, "run_suite", run_suite)
+    monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
     monkeypatch.setattr("benchmarks.gpu_check.importlib.util.find_spec", lambda name: name)
     gpu_check.suite_part(["tests"], 100, torch.device("cuda"))
     wanted = ["-m", "gpu or multi_gpu", "-p", "xdist", "-n", "6", "--dist", "loadfile"]
+    wanted.append("tests")
     assert seen == [100, wanted]
 
 
@@ -164,13 +163,10 @@ def test_a_feature_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monke
     def fail(device: torch.device) -> Any:
         raise RuntimeError("no such thing")
 
-    tests = {"bad": fail, "good": lambda device: ("seen", True, {})}
-    monkeypatch.setattr(gpu_features, "TESTS", tests)
-    found = list(gpu_features.features(torch.device("cpu")))
-    assert [row[:3] for row in found] == [
-        ("bad", "RuntimeError: no such thing", False),
-        ("good", "seen", True),
-    ]
+    tests = {"bad": fail, "good": lambda device: ("seen", True)}
+    monkeypatch.setattr(gpu_parts, "FEATURES", tests)
+    found = [(row.what, row.result, row.ok) for row in gpu_parts.features(torch.device("cpu"))]
+    assert found == [("bad", "RuntimeError: no such thing", False), ("good", "seen", True)]
 
 
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
@@ -183,11 +179,11 @@ def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[lis
         write_directory(
             bench_results.result(cases=(asked,)),
             pathlib.Path(command[command.index("--out") + 1]),
-            pictures=returncode == 0,
+            plots=returncode == 0,
         )
         return subprocess.CompletedProcess(command, returncode, "said before", "CUDA error")
 
-    monkeypatch.setattr("benchmarks.gpu_bench.subprocess.run", run)
+    monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", run)
     return calls
 
 
@@ -195,7 +191,7 @@ def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fake_bench(monkeypatch)
-    part = gpu_bench.bench_part(torch.device("cuda"), 360, tmp_path)
+    part = gpu_check.bench_part(torch.device("cuda"), 360, tmp_path)
     assert part["error"] is None
     rows = {row["what"]: row for row in part["rows"]}
     captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
@@ -212,15 +208,15 @@ def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
     (command,) = calls
     assert command[command.index("--suite") + 1] == "gpu"
     assert float(command[command.index("--budget") + 1]) * 60 < 360
-    gpu_bench.bench_part(torch.device("cpu"), 60, tmp_path)
+    gpu_check.bench_part(torch.device("cpu"), 60, tmp_path)
     assert calls[1][calls[1].index("--suite") + 1] == "quick"
 
 
 def test_a_contender_of_ours_that_did_not_run_on_a_gpu_is_not_good(tmp_path: pathlib.Path) -> None:
     ours = NotRun("full_iteration", "", "CaptureError: no")
     case = dataclasses.replace(bench_results.case(), not_run=(ours,))
-    write_directory(bench_results.result(cases=(case,)), tmp_path, pictures=False)
-    rows = gpu_bench.rows_of(tmp_path, tmp_path / "results")
+    write_directory(bench_results.result(cases=(case,)), tmp_path, plots=False)
+    rows = gpu_check.bench_rows(tmp_path, tmp_path / "results")
     (row,) = (row for row in rows if row["result"] == "CaptureError: no")
     assert not row["ok"]
 
@@ -229,7 +225,7 @@ def test_a_benchmark_that_fails_is_an_error_of_its_part(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_bench(monkeypatch, returncode=1)
-    part = gpu_bench.bench_part(torch.device("cuda"), 360, tmp_path)
+    part = gpu_check.bench_part(torch.device("cuda"), 360, tmp_path)
     assert part["rows"] == []
     assert part["error"] == "the process ended with 1\nsaid beforeCUDA error"
 
@@ -263,11 +259,10 @@ def test_a_suite_that_takes_too_long_still_reports_what_it_ran(tmp_path: pathlib
     (tmp_path / "test_long.py").write_text(
         "import time\ndef test_one():\n    pass\ndef test_two():\n    time.sleep(600)\n"
     )
-    result = suite.run_suite([str(tmp_path)], limit_s=12)
-    assert result.num_passed == 1
-    assert result.error is not None
-    assert "stopped after 12 s" in result.error
-    assert "test_long.py:5: KeyboardInterrupt" in result.error
+    part = gpu_check.suite_part([str(tmp_path)], limit_s=12)
+    assert part["rows"][0]["result"] == "1 passed, 0 failed, 0 skipped"
+    assert "stopped after 12 s" in part["error"]
+    assert "test_long.py:5: KeyboardInterrupt" in part["error"]
 
 
 def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(

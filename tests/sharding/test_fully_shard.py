@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
-from benchmarks import sharding, workloads
+from graphfsdp.bench.batches import batch_source
+from graphfsdp.bench.contenders import Setting, find_contenders
+from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.optim import FusedAdam
+from graphfsdp.training.ranks import Ranks
 from helpers import set_lr
 from ranks import RankPool, rank_device
 from sharding_helpers import (
@@ -219,17 +223,26 @@ def test_a_scheduler_works(ranks2: RankPool) -> None:
 
 
 def contenders() -> list[list[Tensor]]:
-    steps = [
-        sharding.torch_contender(workloads.TINY),
-        sharding.graphfsdp_contender(workloads.TINY, "none"),
-        sharding.graphfsdp_contender(workloads.TINY, "full_iteration"),
-    ]
-    return [[step() for _ in range(8)] for step in steps]
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
+    case, source = batch_source(
+        Case(find_workload("gpt-tiny"), "fp32", 4),
+        data=None,
+        random_tokens=True,
+        seed=0,
+        device=rank_device(),
+        rank=ranks.rank,
+    )
+    setting = Setting(case, rank_device(), ranks=ranks)
+    losses = []
+    for spec in find_contenders(("fsdp2", "full_iteration")):
+        contender = spec.make(setting)
+        losses.append([contender(batch, step) for step, batch in enumerate(source.take(0, 8))])
+        contender.close()
+    return losses
 
 
 def test_losses_are_those_of_pytorchs_own_fully_shard(ranks2: RankPool) -> None:
     """On a GPT, through the contenders of the benchmark."""
-    for torchs, eager, captured in ranks2.run(contenders):
+    for eager, torchs, captured in ranks2.run(contenders):
         assert all(map(torch.equal, eager, captured))
         torch.testing.assert_close(captured, torchs, rtol=1e-5, atol=1e-5)
-        assert float(captured[-1]) < float(captured[0])

@@ -1,15 +1,18 @@
-"""Decisions that ranks take together: what to leave out, how long to measure."""
+"""Ranks that measure together: their group, what to leave out, how long to measure."""
 
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+from graphfsdp.bench.contenders import ContenderSpec, Setting
 from graphfsdp.training.ranks import Ranks
 
 T = TypeVar("T")
@@ -18,19 +21,13 @@ _MAX_CHARACTERS = 3000
 
 @dataclass(frozen=True)
 class Failure:
-    """Why something did not work, on some rank.
-
-    Attributes:
-        reason: The exception's class and its first lines.
-        detail: The end of the traceback, without the folders of this machine.
-    """
+    """Why something did not work, on some rank: a sentence, and the end of the traceback."""
 
     reason: str
     detail: str
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> "Failure":
-        """Describe an exception."""
         where = "" if rank is None else f"rank {rank}: "
         text = " ".join(str(error).split("\n\n")[0].split())
         if len(text) > 400:
@@ -87,3 +84,23 @@ def line_up(ranks: Ranks, device: torch.device) -> None:
         torch.cuda.synchronize(device)
     if ranks.size > 1:
         dist.barrier()
+
+
+@contextlib.contextmanager
+def group_for(specs: Sequence[ContenderSpec], setting: Setting) -> Iterator[None]:
+    """Keep a group of one rank where a contender needs one and no launcher has made any."""
+    if dist.is_initialized() or not any(spec.needs_group for spec in specs):
+        yield
+        return
+    on_gpu = setting.device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=setting.device if on_gpu else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -2,29 +2,23 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import graphfsdp
-from graphfsdp.bench.environment import find_environment
-from graphfsdp.bench.record_files import to_json
-from graphfsdp.bench.time_to_target import (
-    MIN_NUM_RUNS,
-    MLPERF_NUM_RUNS,
-    RunRecord,
-    TimeToTarget,
-    run_record,
-    score,
-)
+from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.records import Environment, to_json
+from graphfsdp.bench.tables import Parser, Table, print_line, wide_console
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device
@@ -33,9 +27,14 @@ from graphfsdp.training.mllog import UNVERIFIED, compliance_complaint
 from graphfsdp.training.ranks import Ranks
 from graphfsdp.training.run_directory import refuse_used_directory
 
+KIND = "graphfsdp_bench_mlperf"
+# MLPerf asks for so many runs of its smaller language models.
+MLPERF_NUM_RUNS = 10
+MIN_NUM_RUNS = 3
 EXIT_NO_SCORE = 1
 _EXIT_BAD_INPUT = 2
 _TAIL_CHARACTERS = 500
+_TOKEN = ":::MLLOG "
 _ABOUT = """\
 Train to a target several times, each time in new processes and with another seed, and score the
 times as MLPerf does: without the fastest and the slowest, the mean. The clock of a run starts
@@ -48,22 +47,166 @@ All other flags are those of 'graphfsdp train', such as
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
+@dataclass(frozen=True)
+class RunRecord:
+    """What the log of one run says.
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
+    Attributes:
+        init_s: Seconds of set-up and capture, before the clock.
+        run_s: Seconds on the clock; None for a run that did not end by itself.
+        num_samples: Sequences trained on.
+        loss: Of the last validation; None without any.
+        accepted: The official compliance checker accepts the log.
+        reason: Why it did not converge or was not accepted; empty otherwise.
+    """
+
+    log: str
+    seed: int
+    converged: bool
+    init_s: float | None
+    run_s: float | None
+    num_samples: int
+    loss: float | None
+    accepted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TimeToTarget:
+    """Several runs to the same target.
+
+    Attributes:
+        score_s: Olympic mean of the seconds to the target; None where it has none.
+        no_score: Why there is none; empty otherwise.
+        verified: What this is not.
+    """
+
+    benchmark: str
+    target_loss: float
+    runs: tuple[RunRecord, ...]
+    score_s: float | None
+    no_score: str
+    mean_samples: float | None
+    verified: str
+    command: str
+    environment: Environment
+    kind: str = KIND
+
+
+def olympic_mean(run_s: Sequence[float | None]) -> float:
+    """Return the mean without the fastest and the slowest run.
+
+    Args:
+        run_s: Seconds of each run; None for one that did not reach the target, which counts as
+            the slowest.
+
+    Raises:
+        ConfigError: there are too few runs, or too many did not reach the target.
+
+    Source: MLPerf training rules, section on scoring.
+    """
+    if len(run_s) < MIN_NUM_RUNS:
+        raise ConfigError(
+            f"the mean without fastest and slowest needs at least {MIN_NUM_RUNS} runs, got "
+            f"{len(run_s)}"
+        )
+    reached = sorted(time for time in run_s if time is not None)
+    num_missed = len(run_s) - len(reached)
+    if num_missed > 1:
+        raise ConfigError(
+            f"{num_missed} of {len(run_s)} runs did not reach the target; one may be dropped as "
+            "the slowest"
+        )
+    return statistics.fmean(reached[1:] if num_missed else reached[1:-1])
+
+
+def read_log(path: Path) -> dict[str, tuple[int, object, Mapping[str, object]]]:
+    """Return time in milliseconds, value and metadata of the last line of each key.
+
+    A last line that was cut off, as a crash may leave one, is left out.
+    """
+    found: dict[str, tuple[int, object, Mapping[str, object]]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        _, token, text = line.partition(_TOKEN)
+        if not token:
+            continue
+        try:
+            data = json.loads(text)
+        except ValueError:
+            continue
+        found[data["key"]] = data["time_ms"], data["value"], data["metadata"]
+    return found
+
+
+def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> RunRecord:
+    """Return what a log says; it may be missing where the run failed early.
+
+    ``complaint`` is what the compliance checker says against it, empty if it accepts it, and
+    ``failure`` how the run failed, empty if it did not.
+    """
+    lines = read_log(path) if path.exists() else {}
+
+    def seconds(start: str, stop: str) -> float | None:
+        if start not in lines or stop not in lines:
+            return None
+        return (lines[stop][0] - lines[start][0]) / 1e3
+
+    status = lines["run_stop"][2].get("status") if "run_stop" in lines else None
+    loss = lines["eval_accuracy"][1] if "eval_accuracy" in lines else None
+    samples = lines["train_samples"][1] if "train_samples" in lines else 0
+    reason = failure
+    if not reason and status != "success":
+        reason = "the target was not reached"
+    if not reason and complaint:
+        reason = f"the compliance checker: {complaint}"
+    return RunRecord(
+        log=path.name,
+        seed=seed,
+        converged=status == "success" and not failure,
+        init_s=seconds("init_start", "init_stop"),
+        run_s=seconds("run_start", "run_stop") if not failure else None,
+        num_samples=samples if isinstance(samples, int) else 0,
+        loss=loss if isinstance(loss, float) else None,
+        accepted=not complaint,
+        reason=reason,
+    )
+
+
+def score(
+    runs: Sequence[RunRecord],
+    *,
+    benchmark: str,
+    target_loss: float,
+    verified: str,
+    command: str,
+    environment: Environment,
+) -> TimeToTarget:
+    """Return the runs with their olympic mean, or with the reason why they have none."""
+    mean_s, no_score = None, ""
+    refused = [run.log for run in runs if run.converged and not run.accepted]
+    if refused:
+        no_score = f"the compliance checker does not accept {', '.join(refused)}"
+    else:
+        try:
+            mean_s = olympic_mean([run.run_s if run.converged else None for run in runs])
+        except ConfigError as error:
+            no_score = str(error)
+    samples = [run.num_samples for run in runs if run.converged]
+    return TimeToTarget(
+        benchmark=benchmark,
+        target_loss=target_loss,
+        runs=tuple(runs),
+        score_s=mean_s,
+        no_score=no_score,
+        mean_samples=statistics.fmean(samples) if samples else None,
+        verified=verified,
+        command=command,
+        environment=environment,
+    )
 
 
 def run_mlperf(arguments: Sequence[str], console: Console) -> int:
-    """Carry out ``graphfsdp bench --mlperf``.
-
-    Args:
-        arguments: What follows ``graphfsdp bench``, ``--mlperf`` included.
-        console: Where to print.
-
-    Returns:
-        0, or 1 where the runs have no score.
+    """Carry out ``graphfsdp bench --mlperf``; returns 1 where the runs have no score, else 0.
 
     Raises:
         ConfigError: a flag, or a combination of flags, that cannot work.
@@ -76,15 +219,17 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     environment = find_environment(
         device, num_threads=torch.get_num_threads(), num_ranks=options.ranks
     )
-    console = Console(file=console.file, width=None if console.is_terminal else 120)
-    _line(console, f"{config.mllog_benchmark} to a loss of {config.target_loss:g}; {UNVERIFIED}")
+    console = wide_console(console)
+    print_line(
+        console, f"{config.mllog_benchmark} to a loss of {config.target_loss:g}; {UNVERIFIED}"
+    )
     if options.runs < MLPERF_NUM_RUNS:
-        _line(console, f"{options.runs} runs; MLPerf asks for {MLPERF_NUM_RUNS}")
+        print_line(console, f"{options.runs} runs; MLPerf asks for {MLPERF_NUM_RUNS}")
     runs: list[RunRecord] = []
     for number in range(options.runs):
         command = _run_command(options.ranks, train_flags, config.seed + number, folder, number)
         runs.append(_run(command, folder, number, config.seed + number, config))
-        _line(console, _describe(number, runs[-1]))
+        print_line(console, _describe(number, runs[-1]))
     assert config.target_loss is not None
     found = score(
         runs,
@@ -96,13 +241,14 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     )
     (folder / "mlperf.json").write_text(to_json(found), encoding="utf-8")
     (folder / "mlperf.md").write_text(_markdown(found), encoding="utf-8")
-    _print(found, console)
-    _line(console, f"wrote {folder}: mlperf.json, mlperf.md, result_*.txt")
+    console.print(_table(found).rich())
+    print_line(console, _score_line(found))
+    print_line(console, f"wrote {folder}: mlperf.json, mlperf.md, result_*.txt")
     return EXIT_NO_SCORE if found.score_s is None else 0
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="graphfsdp bench --mlperf",
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -212,39 +358,28 @@ def _tail(path: Path) -> str:
     return lines[-1][-_TAIL_CHARACTERS:] if lines else "it said nothing"
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _describe(number: int, run: RunRecord) -> str:
     what = f"{run.run_s:.3f} s" if run.converged and run.run_s is not None else run.reason
     return f"run {number}, seed {run.seed}: {what}"
 
 
-def _columns(run: RunRecord) -> list[str]:
-    return [
-        run.log,
-        str(run.seed),
-        "-" if run.run_s is None else f"{run.run_s:.3f}",
-        "-" if run.init_s is None else f"{run.init_s:.3f}",
-        f"{run.num_samples:,}",
-        "-" if run.loss is None else f"{run.loss:.4f}",
-        "yes" if run.converged else "no",
-        "accepted" if run.accepted else "refused",
+def _table(found: TimeToTarget) -> Table:
+    rows = [
+        (
+            run.log,
+            str(run.seed),
+            "-" if run.run_s is None else f"{run.run_s:.3f}",
+            "-" if run.init_s is None else f"{run.init_s:.3f}",
+            f"{run.num_samples:,}",
+            "-" if run.loss is None else f"{run.loss:.4f}",
+            "yes" if run.converged else "no",
+            "accepted" if run.accepted else "refused",
+        )
+        for run in found.runs
     ]
-
-
-_HEADINGS = ("log", "seed", "s to target", "s of init", "samples", "loss", "reached", "checker")
-
-
-def _print(found: TimeToTarget, console: Console) -> None:
-    table = Table(title=f"{found.benchmark}, target loss {found.target_loss:g}")
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "log" else "right")
-    for run in found.runs:
-        table.add_row(*_columns(run))
-    console.print(table)
-    _line(console, _score_line(found))
+    title = f"{found.benchmark}, target loss {found.target_loss:g}"
+    heading = ("log", "seed", "s to target", "s of init", "samples", "loss", "reached", "checker")
+    return Table(title, heading, tuple(rows))
 
 
 def _score_line(found: TimeToTarget) -> str:
@@ -258,10 +393,8 @@ def _score_line(found: TimeToTarget) -> str:
 
 
 def _markdown(found: TimeToTarget) -> str:
-    rows = [_HEADINGS, ["---"] * len(_HEADINGS), *map(_columns, found.runs)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     reasons = "".join(f"\n* {run.log}: {run.reason}" for run in found.runs if run.reason)
     return (
         f"# {found.benchmark} to a loss of {found.target_loss:g}\n\n{_score_line(found)}\n\n"
-        f"{table}\n{reasons}\n\n`{found.command}`\n"
+        f"{_table(found).markdown()}\n{reasons}\n\n`{found.command}`\n"
     )

@@ -1,4 +1,7 @@
-"""Twelve small architectures whose kernels are so short that calling them is what costs."""
+"""Twelve small architectures whose kernels are so short that calling them is what costs.
+
+Four rows of width 32 are a usual batch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.workloads import gpt
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 WIDTH = 32
@@ -18,30 +20,33 @@ VOCABULARY = 64
 Batch = tuple[Tensor, ...]
 
 
+def tokens(generator: torch.Generator, rows: int) -> Batch:  # ids, targets: [rows, TOKENS] int64
+    ids = torch.randint(VOCABULARY, (2, rows, TOKENS), generator=generator)
+    return ids[0], ids[1]
+
+
+def images(generator: torch.Generator, rows: int) -> Batch:  # [rows, 3, 16, 16], [rows] int64
+    pixels = torch.randn(rows, 3, 16, 16, generator=generator)
+    return pixels, torch.randint(10, (rows,), generator=generator)
+
+
+def series(generator: torch.Generator, rows: int) -> Batch:  # [rows, TOKENS, WIDTH], [rows] int64
+    values = torch.randn(rows, TOKENS, WIDTH, generator=generator)
+    return values, torch.randint(10, (rows,), generator=generator)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A model that returns its loss, and what to feed it."""
 
+    description: str
     make: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]
+    batch: Callable[[torch.Generator, int], Batch] = tokens
 
-
-def tokens(generator: torch.Generator) -> Batch:
-    """Return ids and targets, [ROWS, TOKENS] int64 each."""
-    ids = torch.randint(VOCABULARY, (2, ROWS, TOKENS), generator=generator)
-    return ids[0], ids[1]
-
-
-def images(generator: torch.Generator) -> Batch:
-    """Return [ROWS, 3, 16, 16] float32 images and [ROWS] int64 classes."""
-    pixels = torch.randn(ROWS, 3, 16, 16, generator=generator)
-    return pixels, torch.randint(10, (ROWS,), generator=generator)
-
-
-def features(generator: torch.Generator) -> Batch:
-    """Return [ROWS, TOKENS, WIDTH] float32 series and [ROWS] int64 classes."""
-    series = torch.randn(ROWS, TOKENS, WIDTH, generator=generator)
-    return series, torch.randint(10, (ROWS,), generator=generator)
+    @property
+    def items_per_sample(self) -> int:
+        """Tokens of a sequence; 1 for an image or a series."""
+        return TOKENS if self.batch is tokens else 1
 
 
 class Classifier(nn.Module):
@@ -105,9 +110,10 @@ class MixtureLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(x)
         weights, chosen = self.gate(hidden).softmax(-1).topk(2, dim=-1)
-        combine = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, weights)
+        combine = weights.new_zeros(*x.shape[:-1], 4).scatter(-1, chosen, weights)
         outputs = torch.stack([expert(hidden) for expert in self.experts], dim=-2)
-        return x + (combine.unsqueeze(-1) * outputs).sum(dim=-2)
+        mixed: Tensor = x + (combine.unsqueeze(-1) * outputs).sum(dim=-2)
+        return mixed
 
 
 class MixerLayer(nn.Module):
@@ -198,10 +204,9 @@ def _encoder(num_layers: int) -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
 
 
-def _config(**changes: object) -> GPTConfig:
-    from dataclasses import replace
-
-    return replace(gpt(4, WIDTH, TOKENS, VOCABULARY), **changes)  # type: ignore[arg-type]
+def _gpt(**changes: str | bool) -> GPT:
+    shape = {"seq_length": TOKENS, "num_layers": 4, "hidden_size": WIDTH, "num_attention_heads": 4}
+    return GPT(GPTConfig(vocab_size=VOCABULARY, **shape, **changes))  # type: ignore[arg-type]
 
 
 def _residual_net() -> nn.Module:
@@ -210,34 +215,35 @@ def _residual_net() -> nn.Module:
     return Classifier(nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten()), 16)
 
 
+def _stack(layer: Callable[[], nn.Module], num_layers: int) -> nn.Module:
+    return nn.Sequential(*[layer() for _ in range(num_layers)])
+
+
 def architectures() -> dict[str, Architecture]:
-    """Return all of them by name."""
-    llama = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
     return {
-        "gpt": Architecture(lambda: GPT(_config()), tokens),
-        "llama": Architecture(lambda: GPT(_config(**llama)), tokens),
-        "encoder (BERT)": Architecture(lambda: TokenModel(_encoder(4)), tokens),
-        "encoder-decoder (T5)": Architecture(Translator, tokens),
-        "mixture of experts": Architecture(
-            lambda: TokenModel(nn.Sequential(*[MixtureLayer() for _ in range(3)])), tokens
+        "gpt": Architecture("GPT-2 style", _gpt),
+        "llama": Architecture(
+            "Llama style",
+            lambda: _gpt(position_embedding_type="rope", normalization="RMSNorm", swiglu=True),
         ),
-        "MLP-mixer": Architecture(
-            lambda: Classifier(nn.Sequential(*[MixerLayer() for _ in range(4)])), features
+        "encoder": Architecture("BERT style", lambda: TokenModel(_encoder(4))),
+        "translator": Architecture("encoder and decoder, T5 style", Translator),
+        "experts": Architecture("mixture of experts", lambda: TokenModel(_stack(MixtureLayer, 3))),
+        "mixer": Architecture("MLP-mixer", lambda: Classifier(_stack(MixerLayer, 4)), series),
+        "vision": Architecture(
+            "vision transformer",
+            lambda: Classifier(nn.Sequential(Patches(), _encoder(3))),
+            images,
         ),
-        "vision transformer": Architecture(
-            lambda: Classifier(nn.Sequential(Patches(), _encoder(3))), images
+        "conv": Architecture("residual conv net", _residual_net, images),
+        "lstm": Architecture(
+            "LSTM", lambda: Classifier(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)), series
         ),
-        "residual conv net": Architecture(_residual_net, images),
-        "LSTM": Architecture(
-            lambda: Classifier(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)), features
+        "gru": Architecture(
+            "GRU", lambda: Classifier(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), series
         ),
-        "GRU": Architecture(
-            lambda: Classifier(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), features
-        ),
-        "state space": Architecture(
-            lambda: TokenModel(nn.Sequential(*[StateSpace() for _ in range(2)])), tokens
-        ),
-        "linear attention": Architecture(
-            lambda: TokenModel(nn.Sequential(*[LinearAttention() for _ in range(4)])), tokens
+        "state-space": Architecture("state space", lambda: TokenModel(_stack(StateSpace, 2))),
+        "linear-attention": Architecture(
+            "attention without softmax", lambda: TokenModel(_stack(LinearAttention, 4))
         ),
     }

@@ -1,0 +1,179 @@
+"""Single questions of speed on the CPU, in pairs that take turns: the optimizer, checkpoints.
+
+``python -m benchmarks.pairs adam`` puts FusedAdam beside torch's AdamW(fused=True) on GPT-2-124M's
+tensors: plain float32, and bfloat16 weights with float32 main weights beside the usual loop over
+float32 copies. The time is the processor's, all threads together.
+
+``python -m benchmarks.pairs checkpoint`` saves and loads a GPT and its Adam states beside plain
+torch.distributed.checkpoint; both sync what they write. The time is the clock's.
+
+Both print the ratios and write results/NAME.json.
+"""
+
+import json
+import pathlib
+import shutil
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import graphfsdp
+from benchmarks.adam_table import gpt2_124m
+from graphfsdp.bench.clock import Window, interleave
+from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.records import Spread
+from graphfsdp.optim import FusedAdam
+from graphfsdp.training.gpt import GPT, GPTConfig
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+CPU = torch.device("cpu")
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+Step = Callable[[], object]
+Record = dict[str, Any]
+
+
+def record(times_ms: Mapping[str, Sequence[float]], reference: str, own: str) -> Record:
+    """Return the medians, and how many times as fast as the reference the other one is."""
+    pairs = zip(times_ms[reference], times_ms[own], strict=True)
+    return {
+        "ms": {name: statistics.median(values) for name, values in times_ms.items()},
+        "speedup": asdict(Spread.of([base / mine for base, mine in pairs])),
+        "ms_by_round": dict(times_ms),
+    }
+
+
+def make_parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return random parameters with random gradients, the same in each call."""
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in shapes:
+        param = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        param.grad = torch.randn(shape, generator=generator).to(dtype)
+        params.append(param)
+    return params
+
+
+def torch_step(params: list[nn.Parameter]) -> Step:
+    """Return torch's step; of bfloat16 parameters the usual one over float32 copies."""
+    if params[0].dtype == torch.float32:
+        return torch.optim.AdamW(params, fused=True, **SETTINGS).step
+    copies = [nn.Parameter(param.detach().float()) for param in params]
+    optimizer = torch.optim.AdamW(copies, fused=True, **SETTINGS)
+
+    @torch.no_grad()
+    def step() -> None:
+        for copy, param in zip(copies, params, strict=True):
+            assert param.grad is not None, "make_parameters sets it"
+            copy.grad = param.grad.float()
+        optimizer.step()
+        for copy, param in zip(copies, params, strict=True):
+            param.copy_(copy)
+
+    return step
+
+
+def adam(shapes: Sequence[tuple[int, ...]], num_rounds: int = 5, num_placements: int = 6) -> Record:
+    """Compare the optimizers over several placements in memory.
+
+    Where the pages lie changes the time of one and the same optimizer by up to a tenth, so both
+    are made anew several times, in alternating order.
+    """
+    found: Record = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16, fp32 main weights", torch.bfloat16)):
+        cpu_ms: dict[str, list[float]] = {"torch": [], "FusedAdam": []}
+        for placement in range(num_placements):
+            sets = [make_parameters(shapes, dtype), make_parameters(shapes, dtype)]
+            mine, others = sets if placement % 2 == 0 else reversed(sets)
+            ours = FusedAdam(mine, master_weights=dtype == torch.bfloat16, **SETTINGS)
+            steps: dict[str, Step] = {"torch": torch_step(others), "FusedAdam": ours.step}
+            for step in steps.values():
+                step()
+            for each, windows in interleave(steps, num_rounds, 1, CPU).items():
+                cpu_ms[each] += [window.cpu_ms for window in windows]
+        found[name] = record(cpu_ms, "torch", "FusedAdam")
+    return found
+
+
+def checkpoint(num_rounds: int = 12, num_layers: int = 8, width: int = 384) -> Record:
+    """Compare saving and loading the same tensors."""
+    model = GPT(
+        GPTConfig(
+            vocab_size=8192,
+            seq_length=128,
+            num_layers=num_layers,
+            hidden_size=width,
+            num_attention_heads=8,
+        )
+    )
+    optimizer = FusedAdam(model.parameters(), lr=1e-4)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        tensors |= {f"optim.{name}.{key}": value for key, value in optimizer.state[param].items()}
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="checkpoint-speed-"))
+    ours, theirs = folder / "ours", folder / "theirs"
+    ways: dict[str, dict[str, Step]] = {
+        "save": {
+            "dcp": lambda: dcp_save(tensors, checkpoint_id=theirs),
+            "graphfsdp": lambda: graphfsdp.save(ours, model, optimizer, keep_last=1),
+        },
+        "load": {
+            "dcp": lambda: dcp_load(tensors, checkpoint_id=theirs),
+            "graphfsdp": lambda: graphfsdp.load(ours, model, optimizer),
+        },
+    }
+    found: Record = {"num_bytes": sum(tensor.nbytes for tensor in tensors.values())}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # dcp warns that it runs in a single process
+            for way, runs in ways.items():
+                for run in runs.values():
+                    run()
+                windows = interleave(runs, num_rounds, 1, CPU)
+                found[way] = record(_clock_ms(windows), "dcp", "graphfsdp")
+    finally:
+        shutil.rmtree(folder)
+    return found
+
+
+def _clock_ms(windows: Mapping[str, Sequence[Window]]) -> dict[str, list[float]]:
+    return {name: [window.mean_ms for window in own] for name, own in windows.items()}
+
+
+QUESTIONS: Mapping[str, tuple[str, Callable[[], Record]]] = {
+    "adam": ("adam_cpu", lambda: adam(gpt2_124m())),
+    "checkpoint": ("checkpoint_speed", checkpoint),
+}
+
+
+def main() -> int:
+    """Measure, print, write."""
+    if len(sys.argv) != 2 or sys.argv[1] not in QUESTIONS:
+        print(f"{__doc__}\nexpected one of: {', '.join(QUESTIONS)}", file=sys.stderr)
+        return 2
+    name, measure = QUESTIONS[sys.argv[1]]
+    torch.set_num_threads(1)
+    found = measure()
+    for what, each in found.items():
+        if isinstance(each, dict):
+            print(f"{what}: {each['ms']} ms; {Spread(**each['speedup'])} times as fast")
+    found["environment"] = asdict(find_environment(CPU, num_threads=1))
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""What a benchmark runs on, and its limits: hardware and versions, FLOPs, peak, kernels alone."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphfsdp
+from graphfsdp.bench.batches import Batch
+from graphfsdp.bench.records import Environment, PeakFacts, RooflineRecord
+from graphfsdp.bench.workloads import Case, make_model
+from graphfsdp.training.gpt import GPT
+from graphfsdp.training.metrics import flops_per_token, peak_tflops
+
+PALM_FORMULA = "6 N + 12 L C T per token (PaLM, appendix B)"
+COUNTED = "3 x the matrix products and convolutions of a forward pass, counted"
+OPERATORS = "the recorded operators of full_iteration, each timed alone in replays that are undone"
+KERNELS = "kernels, copies and fills of {} steps under torch.profiler; has not run on a GPU yet"
+_CPU_SIZE, _GPU_SIZE = 1024, 8192
+_NUM_PRODUCTS = 5
+_PACKAGES = ("graphfsdp", "numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
+_QUERY = ("driver_version", "clocks.max.sm", "power.limit")
+
+
+def find_environment(
+    device: torch.device, *, num_threads: int, num_ranks: int = 1, backend: str | None = None
+) -> Environment:
+    """Return the facts; what cannot be found out is None."""
+    installed = {name: found for name in _PACKAGES if (found := _version_of(name))}
+    environment = Environment(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=_commit(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        versions={"graphfsdp": graphfsdp.__version__, **installed},
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu_name(),
+        num_cpus=os.cpu_count() or 1,
+        num_threads=num_threads,
+        num_ranks=num_ranks,
+        backend=backend,
+        device=device.type,
+        load_average=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    )
+    return _with_gpu(environment, device) if device.type == "cuda" else environment
+
+
+def _with_gpu(environment: Environment, device: torch.device) -> Environment:
+    properties = torch.cuda.get_device_properties(device)
+    answer = _output_of(
+        "nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"
+    )
+    lines = (answer or "").splitlines()
+    index = device.index or 0
+    values = [value.strip() for value in lines[index].split(",")] if index < len(lines) else []
+    driver, clock, power = values if len(values) == len(_QUERY) else (None, None, None)
+    return dataclasses.replace(
+        environment,
+        gpu=properties.name,
+        gpu_memory_bytes=properties.total_memory,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        driver=driver,
+        cuda=torch.version.cuda,
+        clock_mhz=_number(clock),
+        power_limit_w=_number(power),
+    )
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that this package is in, None where it is in none."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    return _output_of("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*")
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
+
+
+def model_flops(case: Case, batch: Batch) -> tuple[float, str]:
+    """Return the FLOPs of one step of a case, and how they were found; nothing is computed.
+
+    Recomputation, the optimizer and everything that is no matrix product or convolution do not
+    count.
+    """
+    with torch.device("meta"):
+        model = make_model(case.workload.model)
+    if isinstance(model, GPT):
+        num_tokens = case.batch_size * case.workload.items_per_sample
+        return float(flops_per_token(model) * num_tokens), PALM_FORMULA
+    shapes: list[Tensor] = [tensor.to("meta") for tensor in batch]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*shapes)
+    return 3.0 * counter.get_total_flops(), COUNTED
+
+
+def num_parameters(case: Case) -> int:
+    with torch.device("meta"):
+        model = make_model(case.workload.model)
+    return sum(param.numel() for param in model.parameters())
+
+
+def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFacts:
+    """Measure the best of some products of large random matrices, and look up the data sheet's."""
+    on_gpu = device.type == "cuda"
+    size = _GPU_SIZE if on_gpu else _CPU_SIZE
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in "ab")
+    seconds = []
+    for _ in range(_NUM_PRODUCTS + 1):  # the first one finds a kernel
+        start = time.perf_counter()
+        left @ right
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    name = torch.cuda.get_device_name(device) if on_gpu else ""
+    threads = "" if on_gpu else f" on {torch.get_num_threads()} thread(s)"
+    return PeakFacts(
+        stated_tflops=peak_tflops(name, dtype) if on_gpu else None,
+        measured_tflops=2 * size**3 / min(seconds[1:]) / 1e12,
+        measured_how=f"the best of {_NUM_PRODUCTS} products of random {size} x {size} matrices in "
+        f"{str(dtype).removeprefix('torch.')}{threads}",
+    )
+
+
+def operator_roofline(operator_us: Sequence[float], step_ms: float) -> RooflineRecord:
+    """Compare a step on a CPU with the sum over its operators."""
+    kernel_ms = sum(operator_us) / 1e3
+    count = sum(1 for time in operator_us if time > 0)
+    return RooflineRecord(OPERATORS, kernel_ms, float(count), step_ms / kernel_ms)
+
+
+def kernel_roofline(steps: Sequence[Callable[[], object]], step_ms: float) -> RooflineRecord | None:
+    """Run some steps under the profiler and compare a step with the sum over its GPU kernels.
+
+    The sum is the limit where no two kernels run at a time. None where the profiler saw no kernel.
+    """
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+    events = [
+        event
+        for event in profiler.events() or ()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    kernel_ms = sum(event.self_device_time_total for event in events) / 1e3 / len(steps)
+    if not kernel_ms:
+        return None
+    how = KERNELS.format(len(steps))
+    return RooflineRecord(how, kernel_ms, len(events) / len(steps), step_ms / kernel_ms)

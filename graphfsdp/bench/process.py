@@ -1,0 +1,239 @@
+"""Measures a case in a process of its own, and goes on without what takes that process down."""
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+from graphfsdp.bench.agreement import group_for
+from graphfsdp.bench.batches import batch_source
+from graphfsdp.bench.contenders import Setting, find_contenders
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS, MeasureOptions, Say, measure_case
+from graphfsdp.bench.records import REFERENCE, CaseResult, MemoryRecord
+from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.errors import ConfigError, GraphFSDPError
+
+# A contender that says nothing for so long hangs; compiling a large model takes minutes.
+SILENCE_LIMIT_S = 300.0
+MEMORY_HOW = "resident memory of a process that runs nothing else"
+_NUM_MEMORY_STEPS = 6
+_TAIL = 2000
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class CaseFailedError(GraphFSDPError):
+    """A case has no result at all; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a child is to measure.
+
+    Attributes:
+        contenders: Names of those to measure.
+        memory: Measure the memory of the one contender instead of times.
+    """
+
+    setting: Setting
+    contenders: tuple[str, ...]
+    options: MeasureOptions
+    num_threads: int
+    memory: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ending:
+    """How a child ended: the contender that it was at, and what happened to it."""
+
+    contender: str
+    reason: str
+
+
+def run_case(job: Job, say: Say, limit_s: float) -> CaseResult:
+    """Measure a case in a fresh process.
+
+    A contender that ends the process is left out, with the reason, and the others start anew.
+
+    Raises:
+        CaseFailedError: the case cannot be measured, or not within ``limit_s`` seconds.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        options = dataclasses.replace(job.options, limit_s=deadline - time.monotonic())
+        found = _run_child(dataclasses.replace(job, options=options), say, deadline)
+        if isinstance(found, CaseResult):
+            return found
+        if isinstance(found, ConfigError):
+            raise CaseFailedError(str(found))
+        assert isinstance(found, _Ending)
+        if not found.contender or found.contender == REFERENCE:
+            raise CaseFailedError(found.reason)
+        if time.monotonic() >= deadline:
+            raise CaseFailedError(f"{found.reason} (at {found.contender})")
+        excluded = (*job.options.excluded, (found.contender, found.reason))
+        job = dataclasses.replace(job, options=dataclasses.replace(options, excluded=excluded))
+
+
+def run_memory(job: Job, limit_s: float) -> MemoryRecord | None:
+    """Measure the memory of the job's one contender; None where that does not work."""
+    job = dataclasses.replace(job, memory=True)
+    found = _run_child(job, lambda phase, name: None, time.monotonic() + limit_s)
+    return found if isinstance(found, MemoryRecord) else None
+
+
+def child_main(tells: Connection, log: str, job: Job) -> None:
+    """Measure; tell phases and contenders as pairs, then the result or a ConfigError."""
+    # A session of its own, so that what it starts, compilers for example, can be ended with it.
+    os.setsid()
+    with open(log, "wb") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    torch.set_num_threads(job.num_threads)
+    answer: object
+    try:
+        if job.memory:
+            answer = measure_memory(job)
+        else:
+            specs = find_contenders(job.contenders)
+            answer = measure_case(
+                job.setting, specs, job.options, lambda phase, name: tells.send((phase, name))
+            )
+    except ConfigError as error:
+        answer = ConfigError(str(error))
+    tells.send(answer)
+
+
+def _run_child(job: Job, say: Say, deadline: float) -> object:
+    """Return what the child found, or an _Ending."""
+    context = multiprocessing.get_context("spawn")
+    hears, tells = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as folder:
+        log = Path(folder) / "log"
+        log.touch()
+        child = context.Process(target=child_main, args=(tells, str(log), job))
+        child.start()
+        tells.close()
+        at = ""
+        try:
+            while True:
+                message = _next_message(hears, child, deadline)
+                match message:
+                    case None:
+                        child.join()
+                        break
+                    case str():
+                        return _Ending(at, message)
+                    case (str(phase), str(name)):
+                        at = name
+                        say(phase, name)
+                    case _:
+                        return message
+        finally:  # also after Ctrl-C
+            _end_group(child)
+            hears.close()
+        tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+    assert child.exitcode is not None
+    return _Ending(at, _how(child.exitcode, tail))
+
+
+def _next_message(hears: Connection, child: BaseProcess, deadline: float) -> object:
+    """Return what the child tells, a sentence if it must not go on, None if it has ended."""
+    silent_until = time.monotonic() + SILENCE_LIMIT_S
+    left_s = min(deadline, silent_until) - time.monotonic()
+    # Processes that the child has started may hold its end of the pipe open after its own end.
+    if not wait([hears, child.sentinel], max(left_s, 0.0)):
+        if deadline <= silent_until:
+            return "stopped: the time for this case was over"
+        return f"stopped: no progress for {SILENCE_LIMIT_S:.0f} s"
+    try:
+        return hears.recv() if hears.poll() else None
+    except EOFError:
+        return None
+
+
+def _end_group(child: BaseProcess) -> None:
+    assert child.pid is not None
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.join()
+
+
+def _how(exit_code: int, tail: str) -> str:
+    if exit_code < 0:
+        return f"its process was ended by signal {signal.Signals(-exit_code).name}"
+    last = tail.splitlines()[-1] if tail else "no message"
+    return f"its process ended with exit code {exit_code}: {last}"
+
+
+def can_forget_peak() -> bool:
+    """Tell whether this system lets a process forget its peak; Linux does, some sandboxes not."""
+    return os.access(_CLEAR_REFS, os.W_OK)
+
+
+def measure_memory(job: Job) -> MemoryRecord:
+    """Train a few steps in this process, which must be fresh, and return its peaks."""
+    (spec,) = (spec for spec in find_contenders(job.contenders) if spec.name == job.contenders[0])
+    setting = job.setting
+    tiny = dataclasses.replace(setting, case=Case(find_workload("gpt-tiny"), setting.case.dtype, 1))
+    with group_for([spec], setting):
+        # Libraries that are loaded at first use are not what the case needs, and reading the text
+        # takes much more memory than a small model. Compilers are: nobody else would load them.
+        if not spec.compiles:
+            _train(dataclasses.replace(job, setting=tiny), NUM_WARMUP_STEPS)
+        return _train(job, NUM_WARMUP_STEPS + _NUM_MEMORY_STEPS)
+
+
+def _train(job: Job, num_steps: int) -> MemoryRecord:
+    setting, options = job.setting, job.options
+    case, source = batch_source(
+        setting.case,
+        data=options.data,
+        random_tokens=options.random_tokens,
+        seed=setting.seed,
+        device=setting.device,
+    )
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    baseline = _status_bytes("VmRSS")
+    _forget_peak()
+    (spec,) = (spec for spec in find_contenders(job.contenders) if spec.name == job.contenders[0])
+    contender = spec.make(dataclasses.replace(setting, case=case))
+    init_peak = 0
+    for step in range(num_steps):
+        if step == NUM_WARMUP_STEPS:
+            init_peak = _status_bytes("VmHWM")
+            _forget_peak()
+        contender(source.take(step, 1)[0], step)
+    steps_peak = _status_bytes("VmHWM")
+    contender.close()
+    return MemoryRecord(
+        MEMORY_HOW,
+        process_bytes=max(init_peak, steps_peak),
+        init_bytes=max(init_peak - baseline, 0),
+        steps_bytes=max(steps_peak - baseline, 0),
+    )
+
+
+def _status_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
+    if match is None:
+        raise OSError(f"/proc/self/status has no {field}")
+    return int(match[1]) * 1024
+
+
+def _forget_peak() -> None:
+    gc.collect()
+    _CLEAR_REFS.write_text("5")  # "5" sets VmHWM to VmRSS
