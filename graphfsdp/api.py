@@ -17,8 +17,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, UndoReplays
-from graphfsdp.optim.adapters.backends import adapt
-from graphfsdp.optim.adapters.joint import JointOptimizer
+from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
     as_list,

@@ -32,7 +32,7 @@ from graphfsdp.checkpoint.parts import Part
 from graphfsdp.checkpoint.safetensors_file import read_state
 from graphfsdp.checkpoint.values import encode
 from graphfsdp.errors import CheckpointError
-from graphfsdp.optim.adapters.skip_counter import skip_counter
+from graphfsdp.optim.adapters.baked import skip_counter
 from graphfsdp.sharding.materialize.materialize import memory_for_values
 
 FullState = dict[str, Any]

@@ -22,7 +22,7 @@ from graphfsdp.checkpoint.named import (
 from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.skip_counter import make_skip_counter, skip_counter
+from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.state import match_state_dict
 

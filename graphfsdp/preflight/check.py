@@ -19,8 +19,8 @@ from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.base.sharded import main_grads_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError, split_remedy
-from graphfsdp.optim.adapters.backends import BakedAdapter, adapt
-from graphfsdp.optim.adapters.joint import JointOptimizer
+from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
+from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
     as_list,

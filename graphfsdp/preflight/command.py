@@ -13,7 +13,7 @@ from rich.console import Console
 
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.precision_table import rich_table
+from graphfsdp.optim.adapters.precision import rich_table
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.script import ScriptCheck, ScriptError
 

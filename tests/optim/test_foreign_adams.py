@@ -12,8 +12,8 @@ from foreign_adams import CONTRACTS, load_source, make_stand_in, name_of
 from graphfsdp.errors import ConfigError, GuardError
 from graphfsdp.optim import make_adam
 from graphfsdp.optim.adapters import adam_by_name
-from graphfsdp.optim.adapters.foreign_adapters import _Steering
-from graphfsdp.optim.adapters.precision_table import APEX, TE, Situation, find_row
+from graphfsdp.optim.adapters.foreign import _Steering
+from graphfsdp.optim.adapters.precision import APEX, TE, Situation, find_row
 from helpers import quick_garbage_collection
 
 SOURCES = {
@@ -111,7 +111,7 @@ def test_the_python_of_the_real_library_is_captured(
     assert_replays(module.FusedAdam, FP32)
     if package == "transformer_engine":
         monkeypatch.setattr(
-            "graphfsdp.optim.adapters.foreign_adapters.installed_version", lambda package: (2, 20)
+            "graphfsdp.optim.adapters.foreign.installed_version", lambda package: (2, 20)
         )
         assert_replays(module.FusedAdam, BF16, master_weights=True)
 

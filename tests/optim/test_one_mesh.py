@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 
 import graphfsdp
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.one_mesh import one_mesh_at_a_time
+from graphfsdp.optim.adapters.baked import one_mesh_at_a_time
 from parallel_models import (
     TP_AXES,
     assert_trains_as_one,

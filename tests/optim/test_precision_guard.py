@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim.adapters.precision_guard import (
+from graphfsdp.optim.adapters.precision import (
     OptimizerFacts,
     check_precision,
     main_grad_dtype,

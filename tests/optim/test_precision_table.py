@@ -21,9 +21,9 @@ from graphfsdp.cli import main
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
-from graphfsdp.optim.adapters import foreign_adapters
+from graphfsdp.optim.adapters import foreign as foreign_adapters
 from graphfsdp.optim.adapters.backends import adapt
-from graphfsdp.optim.adapters.precision_table import (
+from graphfsdp.optim.adapters.precision import (
     APEX,
     NATIVE,
     OFFLOAD,

@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import PrecisionError
-from graphfsdp.optim.adapters.baked_adapter import BakedAdapter
-from graphfsdp.optim.adapters.precision_guard import OptimizerFacts
-from graphfsdp.optim.adapters.precision_table import APEX, TE, Situation, Version, find_row
+from graphfsdp.optim.adapters.baked import BakedAdapter
+from graphfsdp.optim.adapters.precision import (
+    APEX,
+    TE,
+    OptimizerFacts,
+    Situation,
+    Version,
+    find_row,
+)
 
 _PACKAGES: Mapping[str, str] = MappingProxyType({"transformer_engine": TE, "apex": APEX})
 
@@ -53,12 +59,7 @@ class ForeignAdamAdapter(BakedAdapter):
     def _check_inside_graph(
         self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        """Refuse what the table does.
-
-        Raises:
-            PrecisionError: the parameter, the reason and the way out are named.
-            ConfigError: lr is on another device.
-        """
+        """Refuse what the table does."""
         super()._check_inside_graph(named_params, policy)
         version = installed_version(type(self.optimizer).__module__.split(".")[0])
         made: Any = self.optimizer

@@ -1,0 +1,368 @@
+"""The base of all adapters, and those whose numbers are baked into a recording, and guarded."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.base.changes import Change, ChangeKind, refuse
+from graphfsdp.base.dtensors import is_dtensor, local_part, num_meshes
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adapters.precision import (
+    TORCH_SGD,
+    OptimizerFacts,
+    Situation,
+    check_precision,
+    find_row,
+    main_grad_dtype,
+)
+
+_NOT_VALUES = frozenset({"params", "param_names"})
+_MISSING = object()
+# Of the optimizer, so that the number outlives a captured step and is found by a checkpoint.
+_SKIP_COUNTER = "_graphfsdp_skipped_steps"
+
+
+class Adapter:
+    """What all adapters share; see ``CapturableOptimizer`` for what the methods promise."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
+        self.optimizer = optimizer
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,)
+        self.use_decoupled_grad = facts.use_decoupled_grad
+        self._facts = facts
+        self._name = facts.name
+
+    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
+        return main_grad_dtype(param, policy, self._facts)
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        check_precision(named_params, policy, self._facts)
+        if scope is Scope.FULL_ITERATION:
+            self._check_inside_graph(named_params, policy)
+        self._check_anywhere(named_params)
+
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+    ) -> None:
+        """Refuse what no graph can hold of the step."""
+
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Refuse what the optimizer cannot do in a graph or outside of one."""
+
+    def changes(self) -> list[Change]:
+        """Return what the recording has baked in and is not so any more."""
+        raise NotImplementedError
+
+    def before_replay(self) -> None:
+        """Refuse a change of what is baked in."""
+        refuse(self.changes())
+        self._before_replay()
+        # Schedulers warn when they have not seen a step, and a replay calls none.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _before_replay(self) -> None:
+        """Upload the numbers that changed, if any are live."""
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for row, group in enumerate(self.optimizer.param_groups):
+            names = group.get("param_names")
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of group {row}", value
+            for position, param in enumerate(group["params"]):
+                name = names[position] if names else f"parameter {position} of group {row}"
+                for key, value in self.optimizer.state.get(param, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"{key} of {name}", value
+
+
+class BakedAdapter(Adapter):
+    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None = None
+    ) -> None:
+        super().__init__(
+            optimizer,
+            facts
+            or OptimizerFacts(
+                name=f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}",
+                use_decoupled_grad=False,
+                main_weight_dtype=lambda param: param.dtype,
+                mixed_gradients=False,
+                keeps_main_weights=False,
+            ),
+        )
+        self._baked: BakedValues | None = None
+        self._skipped: Tensor | None = None  # [] float32
+        self._skips_itself = False
+
+    def prepare_skipping(self, scope: Scope) -> None:
+        self._skips_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        if scope is Scope.FULL_ITERATION and not self._skips_itself:
+            raise ConfigError(
+                f"{self._name} cannot leave a step out by a tensor, so skip_nonfinite=True would "
+                "have to read on the host whether a gradient is finite. Ways out: fused=True, if "
+                "it has that; graphfsdp.optim.FusedAdam; or scope='forward_backward', which leaves "
+                "the optimizer outside the graph"
+            )
+        self._skipped = make_skip_counter(self.optimizer)
+
+    def skipped_steps(self) -> Tensor | None:
+        return self._skipped
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().state_tensors()
+        if self._skipped is not None:
+            yield "number of skipped steps", self._skipped
+
+    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
+        """Scale the gradients in place, then take one step.
+
+        Capture: as capturable as the optimizer is.
+        """
+        if found_inf is not None and self._skipped is not None:
+            self._skipped.add_(found_inf)
+            if not self._skips_itself and bool(found_inf):  # outside the graph: the host may read
+                return
+        if grad_scale is not None:
+            attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            found = (
+                getattr(param, attribute, None)
+                for group in self.optimizer.param_groups
+                for param in group["params"]
+            )
+            # This rank's parts: a list of DTensors would have to lie on one mesh.
+            grads = [local_part(grad) for grad in found if grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, grad_scale)
+        if found_inf is None or not self._skips_itself:
+            self._take_step()
+            return
+        vars(self.optimizer)["found_inf"] = found_inf  # as torch's GradScaler hands it over
+        try:
+            self._take_step()
+        finally:
+            del vars(self.optimizer)["found_inf"]
+
+    def _take_step(self) -> None:
+        self.optimizer.step()
+
+    def bake(self) -> None:
+        self._baked = BakedValues(self.optimizer.param_groups)
+
+    def changes(self) -> list[Change]:
+        if self._baked is None:
+            return []
+        return self._baked.changes(self.optimizer.param_groups, self._name)
+
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Refuse kernels over lists of parameters on several meshes."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            how = next((key for key in ("foreach", "fused") if group.get(key)), None)
+            if how is not None and num_meshes(group["params"]) > 1:
+                raise ConfigError(
+                    f"group {index} of {self._name} has {how}=True and parameters on several "
+                    "device meshes (or DTensors beside plain tensors), which torch cannot put into "
+                    f"one list. Ways out: {how}=False; graphfsdp.optim.FusedAdam, FusedSGD or "
+                    "FusedLion, which step on this rank's parts; a group for each mesh"
+                )
+
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+    ) -> None:
+        """Refuse an lr that would be read on the host."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            lr = group.get("lr")
+            if not isinstance(lr, Tensor):
+                continue
+            for param in group["params"]:
+                if param.device != lr.device:
+                    raise ConfigError(
+                        f"lr of group {index} of {self._name} is a tensor on {lr.device}, its "
+                        f"parameters are on {param.device}: it would be read on the host and "
+                        "baked. Move lr to the parameters' device, or use "
+                        "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay"
+                    )
+
+
+class _TorchAdapter(BakedAdapter):
+    """An optimizer of torch whose step only reads its groups."""
+
+    def _take_step(self) -> None:
+        with one_mesh_at_a_time(self.optimizer):
+            self.optimizer.step()
+
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Pass: parameters may lie on several meshes."""
+
+
+class TorchAdamAdapter(_TorchAdapter):
+    """torch's Adam and AdamW, which are capturable with ``fused=True``."""
+
+    def __init__(self, optimizer: torch.optim.Adam | torch.optim.AdamW) -> None:
+        super().__init__(optimizer)
+        # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
+        optimizer._warned_capturable_if_run_uncaptured = True
+
+    def _check_inside_graph(
+        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+    ) -> None:
+        """Refuse a step that counts on the host."""
+        super()._check_inside_graph(named_params, policy)
+        for index, group in enumerate(self.optimizer.param_groups):
+            on_cuda = any(param.is_cuda for param in group["params"])
+            missing = [
+                f"{key}=True"
+                for key, needed in (("fused", True), ("capturable", on_cuda))
+                if needed and not group.get(key)
+            ]
+            if missing:
+                raise ConfigError(
+                    f"{self._name} counts its steps on the host, which a captured step would "
+                    f"freeze: group {index} was made without {' and '.join(missing)}. Ways out: "
+                    f"(1) {type(self.optimizer).__name__}(..., {', '.join(missing)}); "
+                    "(2) graphfsdp.optim.FusedAdam, all of whose numbers stay live; "
+                    "(3) scope='forward_backward', which leaves the optimizer outside the graph"
+                )
+
+
+class TorchSGDAdapter(_TorchAdapter):
+    """torch's SGD, which is capturable as it is."""
+
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Refuse what torch's SGD cannot step on."""
+        row = find_row(Situation(TORCH_SGD, dtensor=True))
+        for name, param in named_params.items():
+            if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
+                raise ConfigError(
+                    f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: "
+                    f"{row.why}. Remedy: {row.remedy}"
+                )
+
+
+@contextmanager
+def one_mesh_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer find groups of parameters on one mesh each while the body runs.
+
+    torch's fused and foreach kernels take lists of tensors, and DTensors on two meshes, or beside
+    plain tensors, do not go into one list: so it is with a model that is cut by
+    ``parallelize_module`` in parts. The update is parameter by parameter, so no number changes.
+    Groups that are stepped tensor by tensor are left as they are.
+
+    Capture: nothing of its own.
+    """
+    groups = optimizer.param_groups
+    split = [part for group in groups for part in _parts(group)]
+    if len(split) == len(groups):
+        yield
+        return
+    optimizer.param_groups = split
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
+    if not (group.get("fused") or group.get("foreach")):
+        return [group]
+    meshes: dict[Any, list[Tensor]] = {}
+    for param in group["params"]:
+        meshes.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    if len(meshes) < 2:
+        return [group]
+    return [{**group, "params": params} for params in meshes.values()]
+
+
+class BakedValues:
+    """The values of all groups at the time of the recording."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._num_params = [len(group["params"]) for group in groups]
+        self._values = [
+            {key: value for key, value in group.items() if key not in _NOT_VALUES}
+            for group in groups
+        ]
+        # A tensor's values may change, since a replay reads them; its address may not.
+        self._addresses = [
+            {key: value.data_ptr() for key, value in values.items() if isinstance(value, Tensor)}
+            for values in self._values
+        ]
+
+    def changes(self, groups: Sequence[Mapping[str, Any]], owner: str) -> list[Change]:
+        """Return what has changed since the recording."""
+        num_params = [len(group["params"]) for group in groups]
+        if num_params != self._num_params:
+            return [changed_groups(owner, self._num_params, num_params)]
+        found = []
+        for index, (group, values) in enumerate(zip(groups, self._values, strict=True)):
+            for key, old in values.items():
+                new = group.get(key, _MISSING)
+                if new is not old and not _equal(old, new):
+                    found.append(_change(owner, index, key, old, new))
+            for key, address in self._addresses[index].items():
+                new = group.get(key)
+                if new is values[key] and new.data_ptr() != address:
+                    found.append(_change(owner, index, key, new, new))
+        return found
+
+
+def changed_groups(owner: str, old: Sequence[int], new: Sequence[int]) -> Change:
+    """Return the change of an optimizer whose groups have grown, shrunk or multiplied."""
+    words = (f"groups of {list(old)} parameters", f"groups of {list(new)}")
+    remedy = "set up all parameter groups before the capture"
+    return Change(ChangeKind.GROUPS, f"param_groups of {owner}", *words, remedy)
+
+
+def _equal(old: object, new: object) -> bool:
+    if isinstance(old, Tensor) or isinstance(new, Tensor):
+        return False  # the recording reads the old one's address
+    return type(old) is type(new) and bool(old == new)
+
+
+def _change(owner: str, index: int, key: str, old: object, new: object) -> Change:
+    name = f"{key!r} of group {index} of {owner}"
+    if isinstance(old, Tensor):
+        words = ("a tensor that the graph reads", f"{_show(new)} in other memory")
+        if not isinstance(new, Tensor):
+            words = (words[0], _show(new))
+        remedy = "write into the tensor instead (fill_ or copy_), which replays see"
+        return Change(ChangeKind.BAKED_VALUE, name, *words, remedy)
+    remedy = "graphfsdp.optim.FusedAdam reads every number anew in each replay"
+    if key == "lr":
+        remedy += ", and an lr that is a tensor on the parameters' device stays live as well"
+    return Change(ChangeKind.BAKED_VALUE, name, _show(old), _show(new), remedy)
+
+
+def _show(value: object) -> str:
+    if value is _MISSING:
+        return "missing"
+    if isinstance(value, Tensor):
+        return f"a tensor on {value.device}"
+    return repr(value)
+
+
+def skip_counter(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Return [] float32, the steps that were skipped so far; None where nobody counts."""
+    found: Tensor | None = vars(optimizer).get(_SKIP_COUNTER)
+    return found
+
+
+def make_skip_counter(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return an optimizer's counter, [] float32; made, as zero, if need be."""
+    found = skip_counter(optimizer)
+    if found is None:
+        device = optimizer.param_groups[0]["params"][0].device
+        found = torch.zeros((), device=device)
+        vars(optimizer)[_SKIP_COUNTER] = found
+    return found
