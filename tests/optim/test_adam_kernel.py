@@ -1,9 +1,11 @@
-"""The Triton kernels in Triton's interpreter on the CPU, and on a GPU where there is one."""
+"""The Triton kernels: interpreted on the CPU, compiled for sm_90, and on a GPU."""
 
+import re
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,45 +13,61 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from adam_kernel_cases import (
     COMBINATIONS,
     FP32,
     MIXED,
+    Case,
     assert_cases_close,
     dtype_names,
+    fresh_kernels,
     make_case,
     map_tensors,
     needs_triton,
     use_interpreter,
 )
 from graphfsdp.optim.fused import kernel as step_kernel
-from graphfsdp.optim.fused.flat_runs import flat_view
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import Dtypes
+from graphfsdp.optim.fused.step import StepArgs, run_cpu
+from graphfsdp.optim.fused.storage import Dtypes, make_columns
+
+VALUES = st.sampled_from(
+    [0.0, -0.0, 1.0, -3.0, 1e-20, 1e-38, -1e-45, 1e18, 1e30, -3e38, np.inf, -np.inf, np.nan]
+)
+NUM_VALUES = 8
+ROWS = st.lists(VALUES, min_size=NUM_VALUES, max_size=NUM_VALUES)
 
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the kernels in Triton's interpreter."""
     use_interpreter(monkeypatch)
-    # Elements behind the end of a run are zeros that are not stored; 0 / 0 is no news.
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         yield
+
+
+def assert_kernel_equals_tensor_code(
+    sizes: list[int],
+    dtypes: Dtypes,
+    flags: Flags,
+    scale: float | None = None,
+    device: str = "cpu",
+) -> None:
+    found = make_case(sizes, dtypes, device)
+    expected = found.clone()
+    factor = None if scale is None else torch.tensor(scale, device=device)
+    found.launch(dtypes, factor, flags)
+    expected.update(factor, flags)
+    assert_cases_close(found, expected, dtypes)
 
 
 @needs_triton
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
 def test_interpreted_kernel_equals_the_tensor_code(dtypes: Dtypes) -> None:
-    sizes = [1, 2048, 5, 2049, 4096 + 77]
-    flags = Flags()
-    found = make_case(sizes, dtypes)
-    expected = found.clone()
-    scale = torch.tensor(0.37)
-    found.launch(dtypes, scale, flags)
-    expected.update(scale, flags)
-    assert_cases_close(found, expected, dtypes)
+    assert_kernel_equals_tensor_code([1, 2048, 5, 2049, 4096 + 77], dtypes, Flags(), 0.37)
 
 
 @needs_triton
@@ -60,14 +78,22 @@ def test_interpreted_kernel_equals_the_tensor_code(dtypes: Dtypes) -> None:
 def test_interpreted_kernel_knows_every_mode(
     adam_w_mode: bool, bias_correction: bool, scale: float | None
 ) -> None:
-    dtypes = MIXED
     flags = Flags(adam_w_mode, bias_correction)
-    factor = None if scale is None else torch.tensor(scale)
-    found = make_case([300, 2048, 0, 3], dtypes)
-    expected = found.clone()
-    found.launch(dtypes, factor, flags)
-    expected.update(factor, flags)
-    assert_cases_close(found, expected, dtypes)
+    assert_kernel_equals_tensor_code([300, 2048, 0, 3], MIXED, flags, scale)
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize("te_math", [True, False])
+@pytest.mark.parametrize("amsgrad", [None, torch.float32, torch.bfloat16])
+def test_interpreted_kernel_knows_amsgrad_maximize_and_both_maths(
+    adam_w_mode: bool, maximize: bool, te_math: bool, amsgrad: torch.dtype | None
+) -> None:
+    dtypes = FP32._replace(exp_avg_sq=amsgrad or torch.float32, max_exp_avg_sq=amsgrad)
+    flags = Flags(adam_w_mode, maximize=maximize, te_math=te_math)
+    assert_kernel_equals_tensor_code([300, 2048, 3], dtypes, flags)
 
 
 @needs_triton
@@ -78,27 +104,28 @@ def test_interpreted_kernel_knows_every_mode(
     dtypes=st.sampled_from(COMBINATIONS),
 )
 def test_interpreted_kernel_updates_runs_of_any_size(sizes: list[int], dtypes: Dtypes) -> None:
-    flags = Flags()
-    found = make_case(sizes, dtypes)
-    expected = found.clone()
-    found.launch(dtypes, None, flags)
-    expected.update(None, flags)
-    assert_cases_close(found, expected, dtypes)
+    assert_kernel_equals_tensor_code(sizes, dtypes, Flags())
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
+def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
+    sizes = [1, 2048, 5, 2049, 70_000]
+    assert_kernel_equals_tensor_code(sizes, dtypes, Flags(), 0.37, "cuda")
 
 
 @needs_triton
 @pytest.mark.usefixtures("interpreter")
 def test_runs_off_a_16_byte_border_are_apart_and_still_right() -> None:
-    dtypes = FP32
-    flags = Flags()
-    found = make_case([100, 2100], dtypes)
+    found = make_case([100, 2100], FP32)
     odd = map_tensors(found.bundles[0], lambda tensor: torch.cat([tensor.new_zeros(1), tensor])[1:])
     found = found._replace(bundles=[odd, found.bundles[1]])
     expected = found.clone()
-    tables = found.launch(dtypes, None, flags)
-    expected.update(None, flags)
+    tables = found.launch(FP32, None, Flags())
+    expected.update(None, Flags())
     assert (tables.runs.shape[0], tables.odd_runs.shape[0]) == (1, 1)
-    assert_cases_close(found, expected, dtypes)
+    assert_cases_close(found, expected, FP32)
 
 
 @needs_triton
@@ -159,49 +186,12 @@ class _Launcher:
         return lambda *_, **__: self._launches.append(f"{self._name}[{grid[0]}]")
 
 
-@pytest.mark.gpu
-@needs_triton
-@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
-def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
-    flags = Flags()
-    found = make_case([1, 2048, 5, 2049, 70_000], dtypes, "cuda")
-    expected = found.clone()
-    scale = torch.tensor(0.37, device="cuda")
-    found.launch(dtypes, scale, flags)
-    expected.update(scale, flags)
-    assert_cases_close(found, expected, dtypes)
-
-
 def test_importing_the_package_does_not_import_triton() -> None:
     code = (
         "import sys, graphfsdp.optim, graphfsdp.optim.fused.kernel; "
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_flat_views_of_a_channels_last_parameter_are_in_memory_order() -> None:
-    tensor = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    assert flat_view(tensor).data_ptr() == tensor.data_ptr()
-    assert sorted(flat_view(tensor).tolist()) == list(range(24))
-
-
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("adam_w_mode", [True, False])
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("te_math", [True, False])
-@pytest.mark.parametrize("amsgrad", [None, torch.float32, torch.bfloat16])
-def test_interpreted_kernel_knows_amsgrad_maximize_and_both_maths(
-    adam_w_mode: bool, maximize: bool, te_math: bool, amsgrad: torch.dtype | None
-) -> None:
-    dtypes = FP32._replace(exp_avg_sq=amsgrad or torch.float32, max_exp_avg_sq=amsgrad)
-    flags = Flags(adam_w_mode, maximize=maximize, te_math=te_math)
-    found = make_case([300, 2048, 3], dtypes)
-    expected = found.clone()
-    found.launch(dtypes, None, flags)
-    expected.update(None, flags)
-    assert_cases_close(found, expected, dtypes)
 
 
 @needs_triton
@@ -240,3 +230,182 @@ def test_interpreted_kernel_changes_nothing_where_it_is_told_to_skip(
             assert left is not None
             assert right is not None
             assert torch.equal(left, right) == bool(skip)
+
+
+def _case(dtypes: Dtypes, weights: list[float], grads: list[float]) -> Case:
+    case = make_case([NUM_VALUES], dtypes)
+    bundle = case.bundles[0]
+    bundle.grad.copy_(torch.tensor(grads))
+    if bundle.main_param is None:
+        bundle.param.copy_(torch.tensor(weights))
+    else:
+        bundle.main_param.copy_(torch.tensor(weights))
+    return case
+
+
+def _run_on_cpu(case: Case, flags: Flags) -> None:
+    bundle = case.bundles[0]
+    before = case.steps[0] - 1  # the operation counts the step itself
+    run_cpu(
+        StepArgs(
+            make_columns([bundle]),
+            [before.view(1)], case.hyper, [0], [1], [0], None, None, None, [],
+            None, 0, True, flags=flags,
+        )
+    )  # fmt: skip
+
+
+def _assert_same(left: Tensor, right: Tensor, *, exact: bool) -> None:
+    if exact:
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+        return
+    # Flushed subnormals, and a last bit that decides between the largest number and infinity.
+    limit = 1e37
+    both_huge = (left.abs() > limit) & (right.abs() > limit)
+    torch.testing.assert_close(
+        left[~both_huge], right[~both_huge], rtol=1e-5, atol=1e-30, equal_nan=True
+    )
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(weights=ROWS, grads=ROWS, amsgrad=st.booleans(), adam_w_mode=st.booleans())
+@pytest.mark.parametrize("dtypes", [FP32, MIXED])
+def test_kernel_equals_the_tensor_code_bit_for_bit_whatever_the_values(
+    dtypes: Dtypes,
+    weights: list[float],
+    grads: list[float],
+    amsgrad: bool,
+    adam_w_mode: bool,
+) -> None:
+    dtypes = dtypes._replace(max_exp_avg_sq=torch.float32 if amsgrad else None)
+    flags = Flags(adam_w_mode)
+    found = _case(dtypes, weights, grads)
+    expected = found.clone()
+    found.launch(dtypes, None, flags)
+    expected.update(None, flags)
+    for column in (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "main_param" if dtypes[-1] else "param",
+    ):
+        left = getattr(found.bundles[0], column)
+        if left is not None:
+            _assert_same(left, getattr(expected.bundles[0], column), exact=True)
+
+
+@settings(max_examples=60)
+@given(weights=ROWS, grads=ROWS, amsgrad=st.booleans(), maximize=st.booleans())
+@pytest.mark.parametrize("dtypes", [FP32, MIXED])
+def test_cpu_path_equals_the_tensor_code_whatever_the_values(
+    dtypes: Dtypes,
+    weights: list[float],
+    grads: list[float],
+    amsgrad: bool,
+    maximize: bool,
+) -> None:
+    dtypes = dtypes._replace(max_exp_avg_sq=torch.float32 if amsgrad else None)
+    flags = Flags(maximize=maximize)
+    found = _case(dtypes, weights, grads)
+    expected = found.clone()
+    _run_on_cpu(found, flags)
+    expected.update(None, flags)
+    for column in ("exp_avg", "exp_avg_sq", "main_param" if dtypes[-1] else "param"):
+        left, right = getattr(found.bundles[0], column), getattr(expected.bundles[0], column)
+        _assert_same(left, right, exact=False)
+
+
+@needs_triton
+@pytest.mark.parametrize("te_math", [True, False])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        FP32,
+        MIXED,
+        FP32._replace(
+            param=torch.bfloat16,
+            grad=torch.bfloat16,
+            exp_avg=torch.bfloat16,
+            exp_avg_sq=torch.bfloat16,
+        ),
+        MIXED._replace(main_param=torch.int16, max_exp_avg_sq=torch.float32),
+        MIXED._replace(
+            main_param=torch.int16,
+            exp_avg=torch.float8_e4m3fn,
+            exp_avg_sq=torch.float16,
+            max_exp_avg_sq=torch.float16,
+        ),
+        FP32._replace(exp_avg=torch.bfloat16, exp_avg_sq=torch.float8_e4m3fn),
+    ],
+    ids=dtype_names,
+)
+def test_update_kernel_compiles_for_sm_90(
+    dtypes: Dtypes, aligned: bool, te_math: bool, tmp_path: Path
+) -> None:
+    kernels = fresh_kernels()
+    constants = step_kernel.constants(
+        dtypes, Flags(te_math=te_math), has_scale=True, has_skip=True, aligned=aligned
+    )
+    signature = {
+        "runs_ptr": "*i64",
+        "block_to_run_ptr": "*i32",
+        "coefficients_ptr": "*fp32",
+        "scale_ptr": "*fp32",
+        "skip_ptr": "*fp32",
+    }
+    compiled = _compile(kernels.update_kernel, signature, constants, step_kernel.NUM_WARPS)
+    assert ".target sm_90" in compiled["ptx"]
+    assert len(compiled["cubin"]) > 0
+    # The point of the unmasked branch: whole 16-byte accesses where the addresses allow them.
+    assert (".global.v4.b32" in compiled["ptx"]) is aligned
+    # Of 65536 registers, for 20 warps at a time and more, which hide the way to memory.
+    if aligned:
+        num_registers, num_stack_bytes = _resources(compiled["cubin"], tmp_path)
+        assert num_registers <= 65536 // (20 * 32)
+        assert num_stack_bytes <= 16
+
+
+@needs_triton
+def test_coefficients_kernel_compiles_for_sm_90_with_float64_maths() -> None:
+    kernels = fresh_kernels()
+    signature = {"lanes_ptr": "*i64", "hyper_ptr": "*fp64", "coefficients_ptr": "*fp32"}
+    constants = {"ADAM_W_MODE": True, "BIAS_CORRECTION": True, "TE_MATH": True, "RULE": "adam"}
+    compiled = _compile(kernels.coefficients_kernel, signature, constants, 1)
+    assert ".target sm_90" in compiled["ptx"]
+    assert "fma.rn.f64" in compiled["ptx"]  # exp2 and log2 are not rounded to float32 on the way
+    assert len(compiled["cubin"]) > 0
+
+
+def _compile(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int
+) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps, "enable_fp_fusion": False},
+    )
+    return dict(compiled.asm)
+
+
+def _resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """Return registers and bytes of stack of a thread, as the disassembler tells them."""
+    import triton
+
+    (folder / "kernel.cubin").write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert match is not None, said
+    return int(match[1]), int(match[2])

@@ -1,4 +1,4 @@
-"""FusedSGD and FusedLion on two ranks: as on one."""
+"""The fused optimizers on two ranks: norm, clipping, skip and scaled moments are those of one."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,53 +12,92 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from graphfsdp.optim import FusedLion, FusedSGD
+from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from ranks import RankPool
 
+CLIP = {"skip_nonfinite": True, "max_grad_norm": 0.5}
 OPTIMIZERS: Mapping[str, tuple[Callable[..., DeviceOptimizer], dict[str, Any]]] = MappingProxyType(
     {
-        "sgd": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
-        "nesterov": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-        "lion": (FusedLion, {"lr": 0.01, "weight_decay": 0.1}),
+        "adam": (FusedAdam, {"lr": 0.1, **CLIP}),
+        "adam, largest": (FusedAdam, {"lr": 0.1, "norm_type": math.inf, **CLIP}),
+        "sgd": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, **CLIP}),
+        "nesterov": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, **CLIP}),
+        "lion": (FusedLion, {"lr": 0.01, "weight_decay": 0.1, **CLIP}),
+        "scaled": (
+            FusedAdam,
+            {
+                "lr": 0.1,
+                "exp_avg_dtype": torch.float8_e4m3fn,
+                "exp_avg_sq_dtype": torch.float16,
+            },
+        ),
     }
 )
 SHAPES = [(7, 3), (5,), (1, 4)]  # with rows that do not divide: a rank holds less, or nothing
+SCALED_SHAPES = [(7, 300), (1, 40), (4, 2, 20)]
 BAD_STEP = 1
 
 
-def _step_by_hand(name: str, sharded: bool) -> tuple[list[Tensor], list[Tensor], float]:
-    """Return whole weights, whole momenta, and the number of skipped steps."""
+def train(
+    name: str, sharded: bool
+) -> tuple[list[Tensor], dict[str, list[Tensor]], list[float], float]:
+    """Return whole weights, whole states, the norm of each step, and how many were skipped."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes = SCALED_SHAPES if name == "scaled" else SHAPES
 
     def place(tensor: Tensor) -> Tensor:
         return distribute_tensor(tensor, mesh, [Shard(0)]) if sharded else tensor
 
-    params = [nn.Parameter(place(torch.randn(shape))) for shape in SHAPES]
+    def whole(tensor: Any) -> Tensor:
+        found: Tensor = tensor.full_tensor() if sharded else tensor
+        return found
+
+    params = [nn.Parameter(place(torch.randn(shape))) for shape in shapes]
     make, settings = OPTIMIZERS[name]
-    optimizer = make(params, skip_nonfinite=True, max_grad_norm=0.5, **settings)
+    optimizer = make(params, **settings)
+    norms = []
     for step in range(5):
         for index, param in enumerate(params):
-            grad = torch.randn(SHAPES[index])
-            if step == BAD_STEP and index == 0:
+            grad = torch.randn(shapes[index])
+            if step == BAD_STEP and index == 0 and name != "scaled":
                 grad[6, 2] = math.nan  # on the last rank alone
             param.grad = place(grad)
         optimizer.step()
-    moment = optimizer.settings.moments[0]
-    weights: list[Any] = [param.detach() for param in params]
-    momenta: list[Any] = [optimizer.state[param][moment] for param in params]
-    if sharded:
-        weights, momenta = ([t.full_tensor() for t in part] for part in (weights, momenta))
-    return weights, momenta, optimizer.control.skipped_steps.item()
+        norms.append(optimizer.control.grad_norm.item())
+    weights = [whole(param.detach()) for param in params]
+    keys = [key for key in optimizer.state[params[0]] if key != "step"]
+    if name == "scaled":  # codes cannot be gathered, and scales say as much
+        keys = [key for key in keys if key.endswith("_scale")]
+    states = {key: [whole(optimizer.state[param][key]) for param in params] for key in keys}
+    return weights, states, norms, optimizer.control.skipped_steps.item()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_shards_step_as_whole_parameters(ranks2: RankPool, name: str) -> None:
-    weights, momenta, skipped = ranks2.run(_step_by_hand, name, False)[0]
-    assert skipped == 1
-    for found_weights, found_momenta, found_skipped in ranks2.run(_step_by_hand, name, True):
-        assert found_skipped == 1
-        pairs = zip([*found_weights, *found_momenta], [*weights, *momenta], strict=True)
+def test_ranks_step_as_one(ranks2: RankPool, name: str) -> None:
+    weights, states, norms, skipped = ranks2.run(train, name, False)[0]
+    # Scaled moments have the same blocks on any number of ranks: bit for bit.
+    exact = name == "scaled"
+    assert skipped == (0 if exact else 1)
+    assert [step for step, norm in enumerate(norms) if not math.isfinite(norm)] == (
+        [] if exact else [BAD_STEP]
+    )
+    for found_weights, found_states, found_norms, found_skipped in ranks2.run(train, name, True):
+        assert found_skipped == skipped
+        for norm, other in zip(found_norms, norms, strict=True):
+            assert norm == pytest.approx(other, rel=1e-6) or not math.isfinite(norm + other)
+        assert found_states.keys() == states.keys()
+        pairs = [*zip(found_weights, weights, strict=True)]
+        for key, tensors in states.items():
+            pairs += zip(found_states[key], tensors, strict=True)
         for left, right in pairs:
-            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                left, right, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6
+            )
+
+
+def test_scales_are_by_row_and_block(ranks2: RankPool) -> None:
+    _, states, _, _ = ranks2.run(train, "scaled", True)[0]
+    for scales in states.values():
+        assert [tuple(scale.shape) for scale in scales] == [(7, 2), (1, 1), (4, 1)]

@@ -59,6 +59,9 @@ OURS: Mapping[str, Make] = MappingProxyType(
         "sgd": lambda m: FusedSGD(m.parameters(), lr=0.05, momentum=0.9),
         "nesterov": lambda m: FusedSGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
         "lion": lambda m: FusedLion(m.parameters(), lr=0.01),
+        "remainders": lambda m: FusedLion(
+            m.parameters(), lr=0.01, master_weights=True, store_param_remainders=True
+        ),
         "muon": make_muon,
         "adafactor": lambda m: Adafactor(m.parameters(), lr=0.05),
         "offload": lambda m: CPUOffload(FusedAdam(m.parameters(), lr=0.05), offload_fraction=0.5),

@@ -1,5 +1,6 @@
-"""The precision guard, as `graphfsdp.capture` applies it."""
+"""The precision guard: what it accepts, refuses and says, alone and in `graphfsdp.capture`."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import ConfigError, MixedPrecisionPolicy, PrecisionError
 from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.adapters.precision import OptimizerFacts, check_precision, main_grad_dtype
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from zoo_models import WIDTH, Squared
 
@@ -176,3 +178,75 @@ def test_torch_adam_that_is_not_fused_is_refused_with_the_ways_out(make: Any) ->
     with pytest.raises(ConfigError, match=r"fused=True.*FusedAdam.*forward_backward"):
         graphfsdp.capture(model, make(model.parameters()))
     graphfsdp.capture(model, make(model.parameters()), scope="forward_backward").close()
+
+
+def _facts(
+    *,
+    decoupled: bool = False,
+    main: torch.dtype | None = None,
+    mixed: bool = True,
+) -> OptimizerFacts:
+    def main_weight_dtype(param: Tensor) -> torch.dtype:
+        return main or param.dtype
+
+    return OptimizerFacts(
+        name="FusedAdam" if mixed else "torch AdamW",
+        use_decoupled_grad=decoupled,
+        main_weight_dtype=main_weight_dtype,
+        mixed_gradients=mixed,
+        keeps_main_weights=mixed,
+    )
+
+
+def _params(dtype: torch.dtype, *names: str) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.zeros(2, dtype=dtype)) for name in names or ("layer.weight",)}
+
+
+@pytest.mark.parametrize(
+    ("param", "main", "grad", "decoupled"),
+    [
+        case
+        for case in itertools.product([FP32, BF16], [None, FP32], [None, FP32, BF16], [True, False])
+        if case[:2] != (FP32, FP32)  # a float32 parameter has no main weight apart from it
+    ],
+)
+def test_it_accepts_exactly_what_reads_the_persistent_buffer(
+    param: torch.dtype, main: torch.dtype | None, grad: torch.dtype | None, decoupled: bool
+) -> None:
+    policy = MixedPrecisionPolicy(main_grads_dtype=grad, use_decoupled_grad=decoupled)
+    facts = _facts(decoupled=decoupled, main=main)
+    updated = main or param
+    named = _params(param)
+    assert main_grad_dtype(named["layer.weight"], policy, facts) == (grad or updated)
+    if decoupled or grad in (None, updated):
+        check_precision(named, policy, facts)
+    else:
+        with pytest.raises(PrecisionError):
+            check_precision(named, policy, facts)
+
+
+def test_the_message_has_both_settings_the_parameters_and_every_way_out() -> None:
+    named = _params(BF16, "a.weight", "a.bias", "b.weight", "b.bias")
+    policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=BF16)
+    with pytest.raises(PrecisionError) as caught:
+        check_precision(named, policy, _facts(main=FP32))
+    message = str(caught.value)
+    for part in (
+        "mp_policy.main_params_dtype is float32",
+        "mp_policy.main_grads_dtype is bfloat16",
+        "'a.weight', 'a.bias', 'b.weight' and 1 more",
+        "FusedAdam(..., use_decoupled_grad=True)",
+        "MixedPrecisionPolicy(use_decoupled_grad=True",
+        "main_grads_dtype=float32",
+        "main_params_dtype=bfloat16",
+        "drop main_grads_dtype",
+    ):
+        assert part in message
+
+
+def test_only_the_parameters_that_clash_are_named() -> None:
+    named = {**_params(FP32, "norm.weight"), **_params(BF16, "layer.weight")}
+    with pytest.raises(PrecisionError) as caught:
+        check_precision(named, MixedPrecisionPolicy(main_grads_dtype=FP32), _facts())
+    assert "'layer.weight'" in str(caught.value)
+    assert "norm.weight" not in str(caught.value)
