@@ -97,7 +97,7 @@ def _line_in(code: CodeType, line: int) -> SourceLine:
 
 
 def called_by_user() -> bool:
-    """Tell whether the innermost frame outside of capture and check is a user's."""
+    """Tell whether the innermost frame outside of capture and check is of the user's program."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_CAPTURE):
         frame = frame.f_back
