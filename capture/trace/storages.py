@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError, SourceLine
 
 
@@ -59,6 +60,7 @@ def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
             f"a tensor of layout {tensor.layout} has no storage that a graph could hold at a "
             "fixed address. Remedy: use strided (dense) tensors inside the iteration",
             op=op,
+            kind=HazardKind.MEMORY,
         ) from None
 
 
