@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.cpu.arena import Arena
-from graphfsdp._capture.cpu.measured_replay import measure_replay
-from graphfsdp._capture.cpu.program import ProgramBuilder
-from graphfsdp._capture.cpu.program_source import Replay
+from graphfsdp._capture.cpu.measure import measure_replay
+from graphfsdp._capture.cpu.memory import Arena
+from graphfsdp._capture.cpu.program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.ranks.collective_order import CollectiveOrder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate

@@ -4,30 +4,88 @@ No module, autograd or optimizer code is left in it: each line calls one operato
 intermediate is dropped after its last use, so the memory peak is near that of the iteration.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.cpu.arena import Arena
-from graphfsdp._capture.cpu.direct_calls import direct_call
-from graphfsdp._capture.cpu.out_calls import call_into
-from graphfsdp._capture.cpu.program_memory import ProgramMemory
-from graphfsdp._capture.cpu.program_scratch import add_scratch
-from graphfsdp._capture.cpu.program_source import ProgramSource, Replay
+from graphfsdp._capture.cpu.calls import call, call_into
+from graphfsdp._capture.cpu.memory import Arena, ProgramMemory
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.ranks.collective_order import is_collective
-from graphfsdp._capture.report.description import Description, Region, region
+from graphfsdp._capture.report.description import Description, region
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.source import Site
-from graphfsdp._capture.trace.storages import StorageInfo
 from graphfsdp._capture.trace.values import Node, Value, materialise, values_in
 
+Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+_PART_LINES = 64
+_Held = list[Any]  # what one part of a program hands to the next
 POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1
+
+
+class ProgramSource:
+    """Takes a program's lines in order and becomes the function that runs them.
+
+    Note [Parts]: Python's compiler needs about four kilobytes for each line while it works, more
+    than the program ever holds. So every few lines become a function of their own. What a later
+    part needs is handed over in a list that is emptied at once: nobody but the part that runs
+    holds a tensor, so that ``del`` in it frees.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        """Prepare.
+
+        Args:
+            namespace: Objects that the lines name, by name; may grow meanwhile.
+        """
+        self._namespace = namespace
+        self._lines: list[str] = []
+        self._parts: list[Callable[[_Held], Any]] = []
+        self._live: dict[str, None] = {}  # local names that are bound, in order
+        self._taken: tuple[str, ...] = ()  # those that were bound before this part
+
+    def add(self, line: str, makes: Iterable[str] = ()) -> None:
+        """Append a statement.
+
+        Args:
+            line: Its source, on one line.
+            makes: Local names that it binds and that a later line may read.
+        """
+        if len(self._lines) >= _PART_LINES:
+            names = tuple(self._live)
+            self._end_part(f"held.extend({_tuple(names)})")
+            self._taken = names
+        self._lines.append(line)
+        self._live.update(dict.fromkeys(makes))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Append statements that let go of local names."""
+        names = tuple(names)
+        self.add("del " + ", ".join(names))
+        for name in names:
+            del self._live[name]
+
+    def finish(self, results: Iterable[str]) -> Replay:
+        """Return the function; it returns what these names stand for."""
+        self._end_part(f"return {_tuple(results)}")
+        return _joined(self._parts)
+
+    def _end_part(self, last_line: str) -> None:
+        begin = [f"[{', '.join(self._taken)}] = held", "held.clear()"]
+        lines = [*begin, *self._lines, last_line]
+        code = compile(
+            "\n    ".join(["def replay(held):", *lines]), "<graphfsdp cpu graph>", "exec"
+        )
+        exec(code, self._namespace)
+        # Popped: a namespace that holds its own function is a cycle, freed only by the collector.
+        self._parts.append(self._namespace.pop("replay"))
+        self._lines = []
 
 
 class ProgramBuilder:
@@ -78,8 +136,7 @@ class ProgramBuilder:
                 self.escapes.append(value)
                 self.escaped.append(tensor)
         self.nodes = _without_dead(recorder.nodes, [*outputs, *self.escapes])
-        bare = add_scratch(self.nodes)
-        self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena, bare)
+        self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena)
         self.num_calls = 0
         self._counted: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
@@ -121,13 +178,7 @@ class ProgramBuilder:
             sites: Where nodes come from, by number.
         """
         description = Description()
-        offsets = self.memory.offsets()
-
-        def regions(item: Any) -> Any:
-            if isinstance(item, list):
-                return [regions(member) for member in item]
-            return self._region(item, offsets) if isinstance(item, Value) else item
-
+        regions = functools.partial(self._regions, self.memory.offsets())
         for node in self.nodes:
             kwargs = {name: regions(value) for name, value in node.kwargs.items()}
             results = [regions(value) for value in node.outputs if value is not None]
@@ -142,10 +193,15 @@ class ProgramBuilder:
             description.outlives(id(value.storage), BufferKind.KEPT, address)
         return description.facts(sites, self.memory.plan.num_bytes)
 
-    def _region(self, value: Value, offsets: Mapping[int, int]) -> Region:
-        info = value.storage
-        first, shape, stride, dtype, *_ = value.geometry
-        address = info.get().data_ptr() if info.external else self.memory.elided_address(value)
+    def _regions(self, offsets: Mapping[int, int], item: Any) -> Any:
+        """Return an argument with a Region in place of each value in it."""
+        if isinstance(item, list):
+            return [self._regions(offsets, member) for member in item]
+        if not isinstance(item, Value):
+            return item
+        info = item.storage
+        first, shape, stride, dtype, *_ = item.geometry
+        address = info.get().data_ptr() if info.external else self.memory.elided_address(item)
         return region(id(info), dtype, first, shape, stride, address, offsets.get(id(info)))
 
     def _last_uses(self) -> dict[int, list[Value]]:
@@ -171,16 +227,6 @@ class ProgramBuilder:
         dead = self.memory.dead_after(index) if index >= 0 else [self.memory.pool]
         for memory in dead:
             source.add(f"{self._constant(memory, 'a')}.fill_({POISON})")
-        last: dict[int, tuple[int, Value]] = {}
-        for step, values in self._last_uses().items():
-            for value in values:
-                found = last.get(id(value.storage), (step, value))
-                last[id(value.storage)] = max(found, (step, value), key=lambda pair: pair[0])
-        kept = {id(value.storage) for value in (*self._outputs, *self.escapes)}
-        fill = self._constant(poison, "p")
-        for key, (step, value) in last.items():
-            if step == index and key not in kept:
-                source.add(f"{fill}({self._name(value)})")
 
     def _name(self, value: Value) -> str:
         name = self._names.get(id(value))
@@ -201,10 +247,13 @@ class ProgramBuilder:
         return name
 
     def _add_node(self, source: ProgramSource, node: Node) -> None:
+        args = [self._argument(value) for value in node.args]
+        kwargs = {name: self._argument(value) for name, value in node.kwargs.items()}
         if self.memory.writes_into_place(node):
-            source.add(self._call_into(node))
+            outs = [self._name(value) for value in node.outputs if value is not None]
+            source.add(call_into(node.op, args, kwargs, outs, self._constant))
             return
-        call = self._call(node)
+        line = call(node.op, args, kwargs, self._constant, self._counted.get(node.op))
         inputs = {id(value) for value in values_in(node)}
         targets = [
             self._name(value)
@@ -214,32 +263,14 @@ class ProgramBuilder:
         ]
         bound = [target for target in targets if target is not None]
         if not bound:
-            source.add(call)
+            source.add(line)
         elif node.results == "tensor":
-            source.add(f"{bound[0]} = {call}", bound)
+            source.add(f"{bound[0]} = {line}", bound)
         else:
             # Results nobody needs go to a name that is overwritten at once, not kept.
             names = ", ".join(target or "_" for target in targets)
-            line = f"[{names}] = {call}"
+            line = f"[{names}] = {line}"
             source.add(f"{line}; _ = None" if None in targets else line, bound)
-
-    def _call_into(self, node: Node) -> str:
-        args = [self._argument(value) for value in node.args]
-        kwargs = {name: self._argument(value) for name, value in node.kwargs.items()}
-        outs = [self._name(value) for value in node.outputs if value is not None]
-        return call_into(node.op, args, kwargs, outs, self._constant)
-
-    def _call(self, node: Node) -> str:
-        parts = [self._argument(value) for value in node.args]
-        if not node.kwargs:
-            listed = len(parts) > 1 and isinstance(node.args[1], list)
-            spread = parts[1][1:-1] if listed else None
-            call = direct_call(node.op, parts, spread, self._constant)
-            if call is not None:
-                return call
-        parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
-        called = self._counted.get(node.op, node.op._op)
-        return f"{self._constant(called, 'op')}({', '.join(parts)})"
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, Value):
@@ -257,11 +288,6 @@ def _if_alive(value: Value) -> Tensor | None:
         return materialise(value, value.storage.get())
     except ReferenceError:
         return None
-
-
-def poison(memory: Tensor) -> None:
-    """Fill a storage that nothing may read any more, so that whoever does gets nonsense."""
-    torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(POISON)
 
 
 def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:
@@ -288,8 +314,21 @@ def _writes_nothing_seen(node: Node, live: set[int]) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in node.op.tags:
         return False
-    return not any(_is_seen(info, live) for info in node.touched)
+    return not any(info.external or id(info) in live for info in node.touched)
 
 
-def _is_seen(info: StorageInfo, live: set[int]) -> bool:
-    return info.external or id(info) in live
+def _joined(parts: list[Callable[[_Held], Any]]) -> Replay:
+    *first, last = parts
+
+    def replay() -> tuple[Tensor, ...]:
+        held: _Held = []
+        for part in first:
+            part(held)
+        results: tuple[Tensor, ...] = last(held)
+        return results
+
+    return replay
+
+
+def _tuple(names: Iterable[str]) -> str:
+    return f"({''.join(name + ', ' for name in names)})"

@@ -14,8 +14,8 @@ more rarely. gloo's threads let go of a buffer a little late; while an iteration
 plan, the pool waits for them.
 
 Note [Recordings]: on a CPU, whatever runs under a dispatch mode gets fresh memory, since a
-recording plans all of its memory by itself, with these buffers among it (capture/
-program_memory.py, by the same algorithm), and what undoes a warm-up would copy the pool. A CUDA
+recording plans all of its memory by itself, with these buffers among it (
+capture/cpu/memory.py, by the same algorithm), and what undoes a warm-up would copy the pool. A CUDA
 graph holds the addresses of the places, so a plan that was used in a capture is kept. Not run on
 a GPU yet.
 """

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from graphfsdp._capture.cpu.arena import Arena
+from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp.base.host_memory import advise_huge_pages, zeros_flat
 from graphfsdp.optim import FusedAdam
 

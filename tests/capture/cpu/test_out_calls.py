@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.cpu.out_calls import call_into, can_write_into, short_name
+from graphfsdp._capture.cpu.calls import call_into, can_write_into, short_name
 from graphfsdp._capture.trace.op_tensors import is_empty
 
 PART = 1 if os.environ.get("GRAPHFSDP_ALL_OPERATORS") else 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.cpu.program_source import ProgramSource
+from graphfsdp._capture.cpu.program import ProgramSource
 
 NUM_FILLERS = 200  # several parts
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.trace.op_tensors import flat_tensors, written_tensors
+from graphfsdp._capture.trace.op_tensors import OperatorMode, written_tensors
 from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
-from graphfsdp._capture.trace.storages import StorageTable
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.errors import CaptureError
 
@@ -19,14 +17,9 @@ _NUM_REPLAYS = 5
 
 
 def measure_replay(replay: Callable[[], list[Tensor]], program: ProgramFacts) -> tuple[float, ...]:
-    """Run a few replays, undo each bit for bit, and return how long each node took.
+    """Run a few replays, undo each bit for bit, and return the median microseconds of each node.
 
-    Args:
-        replay: Runs the recorded program on a CPU.
-        program: Its description.
-
-    Returns:
-        Median microseconds by node; 0 for a node that replays do not call.
+    A node that replays do not call takes 0.
     """
     runs = [_by_node(program.nodes, _timed(replay)) for _ in range(_NUM_REPLAYS)]
     return tuple(statistics.median(times) for times in zip(*runs, strict=True))
@@ -42,39 +35,25 @@ def _timed(replay: Callable[[], list[Tensor]]) -> list[float]:
     return clock.times_us
 
 
-class _Clock(TorchDispatchMode):
-    """Times each operator, and saves what it writes of memory that was there before."""
+class _Clock(OperatorMode):
+    """Times each operator, and keeps the old contents of what it writes."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.undo = CopyOnWrite()
         self.times_us: list[float] = []
-        self._storages = StorageTable()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        named = kwargs or {}
-        name = str(func)
-        for tensor in flat_tensors((*args, *named.values())):
-            if self._storages.find(tensor, name) is None:
-                self._storages.add(tensor, name, external=True, varies=True)
-        for tensor in written_tensors(func, args, named):
-            info = self._storages.find(tensor, name)
-            if info is not None and info.external:
-                self.undo.save(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.undo.save_generators(args, named)
+        """Save, then run an operator under the clock."""
+        for tensor in written_tensors(op, args, kwargs):
+            self.undo.save(tensor)
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            self.undo.save_generators(args, kwargs)
         start = time.perf_counter_ns()
-        result = func(*args, **named)
+        result = op(*args, **kwargs)
         self.times_us.append((time.perf_counter_ns() - start) / 1e3)
-        for tensor in flat_tensors([result]):
-            if self._storages.find(tensor, name) is None:
-                self._storages.add(tensor, name, external=False, varies=True)
         return result
 
 

@@ -1,0 +1,341 @@
+"""Where every storage of a program lies: one plan for all, made when the program is built."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphfsdp._capture.cpu.calls import can_write_into
+from graphfsdp._capture.trace.op_tensors import is_empty, scratch_places
+from graphfsdp._capture.trace.storages import StorageInfo
+from graphfsdp._capture.trace.values import (
+    Node,
+    Value,
+    geometry_of,
+    materialise,
+    span_bytes,
+    values_in,
+)
+from graphfsdp.base.host_memory import advise_huge_pages
+from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, MemoryPlan, plan_memory
+
+_FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more
+
+_Place = tuple[torch.UntypedStorage, int]  # a storage, and the first byte in it
+
+
+class Arena:
+    """One storage that grows in place.
+
+    Note [Shared arena]: the graphs of one captured step (a graph for each signature, another for
+    evaluation) never run at a time, and none reads what another left. So all of them plan their
+    memory from the first byte of the same storage, and together they need what the largest needs.
+    A storage that grows moves, but tensors follow their storage: programs built before stay valid.
+    """
+
+    def __init__(self) -> None:
+        # The programs hold the storage, so that it goes with the last of them.
+        self._storage: StorageWeakRef | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Its present size."""
+        storage = self._alive()
+        return 0 if storage is None else storage.nbytes()
+
+    def reserve(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return the storage, which has at least ``num_bytes``; contents are lost if it grows."""
+        storage = self._alive()
+        if storage is None:
+            storage = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+            advise_huge_pages(storage)
+            self._storage = StorageWeakRef(storage)
+        elif storage.nbytes() < num_bytes:
+            storage.resize_(0)  # so that old and new memory are never there together
+            storage.resize_(num_bytes)
+            advise_huge_pages(storage)
+        return storage
+
+    def _alive(self) -> torch.UntypedStorage | None:
+        if self._storage is None:
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+
+
+class ProgramMemory:
+    """Where every storage of a program lies: fixed for most, allocated by replays for the rest.
+
+    Note [Planned memory]: an operator with a true ``out=`` form (out_calls.py) computes straight
+    into its place in one arena, which is the CPU twin of a CUDA graph's private pool. So a replay
+    neither allocates nor frees it, and all views of it are made once, when the program is built.
+    What other operators return is allocated as in eager mode, and so is what the caller keeps.
+
+    Attributes:
+        plan: Places of the planned storages.
+        pool: [B] uint8 memory of the planned storages.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        outputs: Sequence[Value],
+        escapes: Sequence[Value],
+        scratch: Sequence[Tensor],
+        arena: Arena,
+    ) -> None:
+        """Plan.
+
+        Args:
+            nodes: The program, without dead nodes; those that ask for scratch memory are given it.
+            outputs: Results that belong to the caller; their storages are not planned.
+            escapes: Results that are copied into storages outside at the end.
+            scratch: Tensors from before the recording that may be written earlier than it did.
+            arena: Memory for the planned storages.
+        """
+        self._kept = {id(value.storage) for value in outputs}
+        self._ends = {id(value.storage) for value in escapes}
+        self._places: dict[int, _Place] = {}  # by id of the StorageInfo
+        self._tensors: dict[int, Tensor] = {}  # by id of the Value
+        self._makers: dict[int, Node] = {}  # of storages of the iteration, likewise
+        for node in nodes:
+            for value in node.outputs:
+                if value is not None and not value.storage.external:
+                    self._makers.setdefault(id(value.storage), node)
+        self._over = self._fold(nodes)  # by id of the Node
+        planned = self._planned(nodes) | _give_scratch(nodes)
+        lives = self._lifetimes(nodes, planned)
+        elided = _elided_copies(nodes, lives, scratch)
+        self._lives = {key: life for key, life in lives.items() if key not in elided}
+        self._into = set(lives)
+        self._elided = {key: place for key, (_, place) in elided.items()}
+        self._over |= {id(copy) for copy, _ in elided.values()}
+        self.plan: MemoryPlan = plan_memory(list(self._lives.values()))
+        storage = arena.reserve(self.plan.num_bytes)
+        self.pool = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (self.plan.num_bytes,), (1,))
+        places = {key: (storage, offset) for key, offset in self.offsets().items()}
+        self._places |= places | self._elided
+
+    def is_fixed(self, value: Value) -> bool:
+        """Tell whether a value lies at one address for ever, so that its tensor is a constant."""
+        return value.storage.external or id(value.storage) in self._places
+
+    def tensor(self, value: Value) -> Tensor:
+        """Return the tensor of a value that is fixed."""
+        tensor = self._tensors.get(id(value))
+        if tensor is None:
+            place = self._places.get(id(value.storage)) or (value.storage.get(), 0)
+            tensor = self._tensors[id(value)] = materialise(value, *place)
+        return tensor
+
+    def writes_into_place(self, node: Node) -> bool:
+        """Tell whether a node makes storages and all of them are planned."""
+        return any(
+            value is not None
+            and self._makers.get(id(value.storage)) is node
+            and id(value.storage) in self._into
+            for value in node.outputs
+        )
+
+    def needs_no_call(self, node: Node) -> bool:
+        """Tell whether a node is over when the program is built: a view, a constant, a copy."""
+        if id(node) in self._over:
+            return True
+        if node.effects or not node.outputs:
+            return False
+        if any(value is None or not self.is_fixed(value) for value in node.outputs):
+            return False
+        return is_empty(node.op) or not self.writes_into_place(node)
+
+    def elided_address(self, value: Value) -> int | None:
+        """Return where the storage of a value begins that is computed where it was to be copied."""
+        place = self._elided.get(id(value.storage))
+        return None if place is None else place[0].data_ptr() + place[1]
+
+    def offsets(self) -> dict[int, int]:
+        """Return the first byte in the arena of each planned storage, by id of its info."""
+        return dict(zip(self._lives, self.plan.offsets, strict=True))
+
+    def dead_after(self, step: int) -> list[Tensor]:
+        """Return the memory, as bytes, of the planned storages whose last use is a step."""
+        return [
+            self.pool[offset : offset + life.num_bytes]
+            for life, offset in zip(self._lives.values(), self.plan.offsets, strict=True)
+            if life.end == step and life.num_bytes
+        ]
+
+    def free_from(self, step: int) -> list[Tensor]:
+        """Return the memory, as bytes, in which nothing is alive from a step on."""
+        lives = zip(self._lives.values(), self.plan.offsets, strict=True)
+        taken = sorted((at, at + life.num_bytes) for life, at in lives if life.end >= step)
+        gaps, start = [], 0
+        for first, end in [*taken, (self.plan.num_bytes, self.plan.num_bytes)]:
+            if first > start:
+                gaps.append(self.pool[start:first])
+            start = max(start, end)
+        return gaps
+
+    def _fold(self, nodes: Sequence[Node]) -> set[int]:
+        """Run the nodes that compute the same from constants in every replay, once and for all."""
+        written = {id(v.storage) for node in nodes if node.effects for v in _values_of(node)}
+        folded: set[int] = set()
+        for node in nodes:
+            made = [value for value in node.outputs if value is not None]
+            if node.effects or node.results != "tensor" or is_empty(node.op):
+                continue
+            keys = {id(value.storage) for value in made}
+            if any(value.storage.external for value in made) or keys & (written | self._kept):
+                continue
+            if any(self._makers[key] is not node for key in keys) or keys & self._ends:
+                continue
+            if any(id(value.storage) not in self._places for value in values_in(node)):
+                continue
+            if sum(span_bytes(value) for value in made) > _FOLDED_BYTES:
+                continue
+            result = self._run(node)
+            if geometry_of(result) != made[0].geometry:
+                continue
+            self._places[id(made[0].storage)] = (result.untyped_storage(), 0)
+            folded.add(id(node))
+        return folded
+
+    def _run(self, node: Node) -> Tensor:
+        kwargs = {name: self._filled(value) for name, value in node.kwargs.items()}
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            result: Tensor = node.op(*[self._filled(value) for value in node.args], **kwargs)
+        return result
+
+    def _filled(self, item: Any) -> Any:
+        """Return an argument with the tensors of fixed values in it."""
+        if isinstance(item, Value):
+            return self.tensor(item)
+        return [self._filled(entry) for entry in item] if isinstance(item, list) else item
+
+    def _planned(self, nodes: Sequence[Node]) -> set[int]:
+        planned: set[int] = set()
+        for node in nodes:
+            made = {
+                id(value.storage): value
+                for value in node.outputs
+                if value is not None and self._makers.get(id(value.storage)) is node
+            }
+            if not made or len(made) != len(node.outputs) or id(node) in self._over:
+                continue
+            if not made.keys() & self._kept and all(map(_is_plain, made.values())):
+                planned |= set(made) if can_write_into(node.op) else set()
+        return planned
+
+    def _lifetimes(self, nodes: Sequence[Node], planned: set[int]) -> dict[int, Lifetime]:
+        """Return size, first and last use in a replay of each planned storage that is used."""
+        sizes = dict.fromkeys(planned, 0)
+        uses: dict[int, tuple[int, int]] = {}
+        for index, node in enumerate(nodes):
+            values = [value for value in _values_of(node) if id(value.storage) in planned]
+            made = [value for value in values if value in node.outputs]
+            makes = any(self._makers[id(value.storage)] is node for value in made)
+            # Bare memory, or a view of what is planned, is made before the replay.
+            runs = node.effects or (not is_empty(node.op) and (makes or not made))
+            for value in values:
+                key = id(value.storage)
+                sizes[key] = max(sizes[key], span_bytes(value))
+                if runs:
+                    uses[key] = (uses.get(key, (index, index))[0], index)
+        return {
+            key: Lifetime(first, len(nodes) if key in self._ends else last, sizes[key])
+            for key, (first, last) in uses.items()
+        }
+
+
+def _give_scratch(nodes: Sequence[Node]) -> set[int]:
+    """Give operators that ask for scratch memory some of the program's; return its storages.
+
+    Note [Scratch]: such an operator has two arguments, ``scratch`` and ``scratch_bytes``. In eager
+    mode it is given none and makes its own. In a program it is planned like the result of an
+    operator, so that it lies where activations were, and a replay allocates nothing for it.
+    """
+    given = set()
+    for index, node in enumerate(nodes):
+        places = scratch_places(node.op)
+        if places is not None and node.args[places[1]] and node.args[places[0]] is None:
+            # Of no storage that there is: no operator has made it.
+            info = StorageInfo(StorageWeakRef(torch.empty(0).untyped_storage()), False, False)
+            geometry = (0, (node.args[places[1]],), (1,), torch.uint8, False, False)
+            node.args[places[0]] = Value(info, geometry, index)
+            node.touched.append(info)
+            given.add(id(info))
+    return given
+
+
+def _elided_copies(
+    nodes: Sequence[Node], lives: Mapping[int, Lifetime], scratch: Sequence[Tensor]
+) -> dict[int, tuple[Node, _Place]]:
+    """Find results that can be computed where they are to be copied to; the copy falls away.
+
+    A gradient is computed, then copied into its persistent buffer, and that is all that happens to
+    it. Where nothing else looks at the buffer in between, the operator can write there at once.
+
+    Args:
+        nodes: The program.
+        lives: Of each planned storage, by id of its StorageInfo.
+        scratch: Tensors whose old contents nobody needs, not even to undo a replay that failed
+            before it came to the copy; only copies to these are elided.
+
+    Returns:
+        The copies and their targets, by id of the StorageInfo. Each storage is dense, is copied as
+        a whole by the last node that touches it, and has the geometry of the target, which lies
+        outside the iteration, is aligned like all memory of torch, and is not touched while the
+        storage is in use.
+    """
+    targets = {tensor.untyped_storage()._cdata for tensor in scratch}
+    touched = [
+        (index, *_addresses(value))
+        for index, node in enumerate(nodes)
+        for value in _values_of(node)
+        if value.storage.external
+    ]
+    found: dict[int, tuple[Node, _Place]] = {}
+    for index, node in enumerate(nodes):
+        if str(node.op) != "aten.copy_.default":
+            continue
+        target, source = node.args[0], node.args[1]
+        if not isinstance(source, Value) or not target.storage.external:
+            continue
+        life = lives.get(id(source.storage))
+        if life is None or life.end != index or not _is_whole(source, life.num_bytes):
+            continue
+        storage = target.storage.get()
+        if source.geometry[1:] != target.geometry[1:] or storage._cdata not in targets:
+            continue
+        low, _ = _addresses(target)
+        if low % ALIGNMENT_BYTES:
+            continue  # no kernel shall see a place that eager mode would not give it
+        high, window = low + life.num_bytes, range(life.start, index)
+        if any(step in window and begin < high and low < end for step, begin, end in touched):
+            continue
+        found[id(source.storage)] = (node, (storage, low - storage.data_ptr()))
+    return found
+
+
+def _values_of(node: Node) -> Iterator[Value]:
+    """Yield the values among a node's arguments and results."""
+    yield from values_in(node)
+    yield from (value for value in node.outputs if value is not None)
+
+
+def _addresses(value: Value) -> tuple[int, int]:
+    """Return where an external value begins and ends."""
+    start = value.storage.get().data_ptr()
+    return start + value.geometry[0] * value.geometry[3].itemsize, start + span_bytes(value)
+
+
+def _is_whole(value: Value, num_bytes: int) -> bool:
+    """Tell whether a value is all of its storage, without gaps, conjugation or negation."""
+    _, shape, _, dtype, *_ = value.geometry
+    return _is_plain(value) and 0 < math.prod(shape) * dtype.itemsize == num_bytes
+
+
+def _is_plain(value: Value) -> bool:
+    offset, _, _, _, conj, neg = value.geometry
+    return offset == 0 and not conj and not neg
