@@ -72,15 +72,14 @@ def continues(left: Tensor, right: Tensor) -> bool:
 
 
 def slices_like(
-    tensors: Sequence[Tensor], allocate: Callable[[int], Tensor], *, apart: bool = False
+    tensors: Sequence[Tensor],
+    allocate: Callable[[int], Tensor],  # makes a 1-D buffer of so many elements
+    *,
+    apart: bool = False,  # none are neighbours
 ) -> list[Tensor]:
     """Return tensors shaped and strided like these, as slices of one buffer.
 
     Those that are neighbours in memory have neighbours, and others have not.
-
-    Args:
-        allocate: Makes a 1-D buffer of so many elements.
-        apart: None are neighbours.
     """
     offsets: list[int] = []
     end = 0
@@ -105,11 +104,8 @@ def merge_neighbours(bundles: Sequence[Bundle]) -> list[FlatRun]:
 
     Two bundles are neighbours where, column by column, the second tensor starts right after the
     first in the same storage, with the same dtype. Bundles of different groups must not be given
-    together. Only integers are looked at; no tensor is read or written.
-
-    Args:
-        bundles: Dense tensors; within a bundle all have the same shape and strides. Bundles
-            of zero-size tensors are skipped.
+    together. Only integers are looked at; no tensor is read or written. Within a bundle all
+    tensors are dense and have the same shape and strides; those of zero size are skipped.
 
     Returns:
         The runs, in memory order of their first column.

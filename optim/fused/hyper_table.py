@@ -123,9 +123,6 @@ class HyperTable:
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Build the tables where there are none, and upload what changed otherwise.
 
-        Raises:
-            ConfigError: a changed value is out of its range.
-
         Capture: nothing is recorded; see ``upload``.
         """
         if self._tables:
@@ -154,9 +151,6 @@ class HyperTable:
 
     def upload(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Copy the Python numbers to the devices where they changed; return whether any did.
-
-        Raises:
-            ConfigError: a changed value is out of its range.
 
         Capture: nothing is recorded; called before each replay. On CUDA the copy from pageable
             memory is staged by the driver, so that the host memory may be reused at once.

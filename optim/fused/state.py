@@ -99,12 +99,8 @@ def _scales(params: Sequence[Tensor]) -> list[Tensor]:
 def step_classes(states: Mapping[Tensor, State], known: Mapping[Tensor, int]) -> dict[Tensor, int]:
     """Number the parameters so that only such with equal step counts have equal numbers.
 
-    Reads the counts on the host: not for the hot path.
-
-    Args:
-        states: State by parameter.
-        known: Numbers so far. What they tell apart stays apart, whatever the counts are now: a
-            graph may step one of two parameters, and a replay tells nobody.
+    What ``known`` tells apart stays apart, whatever the counts are now: a graph may step one of
+    two parameters, and a replay tells nobody. Reads the counts on the host: not for the hot path.
     """
     keys = {
         param: (known.get(param, -1), int(state["step"].item()))
@@ -116,11 +112,6 @@ def step_classes(states: Mapping[Tensor, State], known: Mapping[Tensor, int]) ->
 
 def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> dict[Tensor, int]:
     """Return new numbers for the case that only some parameters take the next step.
-
-    Args:
-        classes: Numbers as from ``step_classes`` or this function.
-        stepped: The parameters that take the step; those that ``classes`` does not know yet are
-            new, with a step count of zero.
 
     Returns:
         Numbers with which parameters have equal counts after the step if their numbers are equal.
@@ -164,13 +155,10 @@ def match_state_dict(
     groups: Sequence[Mapping[str, Any]],
     settings: StepSettings,
 ) -> Loaded:
-    """Find the saved state of each parameter.
+    """Find the saved state of each parameter, and refuse what does not fit.
 
-    Args:
-        state_dict: As ``Optimizer.state_dict`` makes it, of FusedAdam, of torch's Adam or AdamW,
-            or of the FusedAdam of Transformer Engine or apex, which count steps per group.
-        groups: The optimizer's groups.
-        settings: Those of the optimizer that loads.
+    It is that of FusedAdam, of torch's Adam or AdamW, or of the FusedAdam of Transformer Engine or
+    apex, which count steps per group.
 
     Returns:
         For each parameter the tensors ``step``, ``exp_avg``, ``exp_avg_sq`` and maybe
@@ -204,12 +192,7 @@ def match_state_dict(
 
 
 def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> None:
-    """Copy what was saved into the state tensors that exist, which keep address and dtype.
-
-    Args:
-        loaded: From ``match_state_dict``.
-        states: The optimizer's state; parameters without any are left alone.
-    """
+    """Copy what was saved into the state tensors that exist, which keep address and dtype."""
     for param, source in loaded.items():
         saved = source or {}
         kept = states.get(param) or {}

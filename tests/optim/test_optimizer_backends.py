@@ -221,22 +221,6 @@ def test_torch_optimizers_refuse_gradients_of_another_dtype(make: Make) -> None:
     assert adapter.main_grad_dtype(named["weight"], POLICY) == torch.bfloat16
 
 
-def test_fused_adam_with_main_weights_has_main_grads_of_their_dtype() -> None:
-    model = _model().bfloat16()
-    named = dict(model.named_parameters())
-    adapter = adapt(FusedAdam(model.parameters(), master_weights=True))
-    adapter.check(named, POLICY, Scope.FULL_ITERATION)
-    assert adapter.main_grad_dtype(named["weight"], POLICY) == torch.float32
-    narrow = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
-    with pytest.raises(PrecisionError, match="main_grads_dtype is bfloat16"):
-        adapter.check(named, narrow, Scope.FULL_ITERATION)
-    decoupled = adapt(FusedAdam(model.parameters(), master_weights=True, use_decoupled_grad=True))
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, use_decoupled_grad=True)
-    decoupled.check(named, policy, Scope.FULL_ITERATION)
-    assert decoupled.use_decoupled_grad
-    assert decoupled.main_grad_dtype(named["weight"], policy) == torch.bfloat16
-
-
 @pytest.mark.parametrize("make", [FusedAdam, torch.optim.AdamW])
 def test_every_persistent_tensor_has_a_name(device: torch.device, make: Make) -> None:
     model = _model(device)

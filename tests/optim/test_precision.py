@@ -172,14 +172,6 @@ def test_a_policy_takes_floating_point_dtypes_only(name: str) -> None:
         MixedPrecisionPolicy(**{name: torch.int32})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
-def test_torch_adam_that_is_not_fused_is_refused_with_the_ways_out(make: Any) -> None:
-    model = make_model(torch.device("cpu"), FP32)
-    with pytest.raises(ConfigError, match=r"fused=True.*FusedAdam.*forward_backward"):
-        graphfsdp.capture(model, make(model.parameters()))
-    graphfsdp.capture(model, make(model.parameters()), scope="forward_backward").close()
-
-
 def _facts(
     *,
     decoupled: bool = False,
