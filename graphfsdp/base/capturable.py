@@ -23,7 +23,6 @@ class CapturableOptimizer(Protocol):
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
-        ...
 
     def check(
         self,
@@ -42,19 +41,12 @@ class CapturableOptimizer(Protocol):
             PrecisionError: a gradient would reach the optimizer as a casted copy.
             ConfigError: the optimizer cannot be captured; the message says what can.
         """
-        ...
 
     def prepare_skipping(self, scope: Scope) -> None:
-        """Get ready for steps that a tensor may skip.
-
-        Raises:
-            ConfigError: the optimizer cannot skip a step inside a graph.
-        """
-        ...
+        """Get ready for steps that a tensor may skip, or raise ConfigError."""
 
     def skipped_steps(self) -> Tensor | None:
         """Return [] float32, the steps that were skipped so far; None if it counts none."""
-        ...
 
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         """Run one optimizer step on the gradients that are bound now.
@@ -65,15 +57,12 @@ class CapturableOptimizer(Protocol):
 
         Capture: no host sync; every address is fixed after the first call.
         """
-        ...
 
     def bake(self) -> None:
         """Remember the Python values that the recording is about to bake in."""
-        ...
 
     def changes(self) -> Sequence[Change]:
         """Return what the recording has baked in and is not so any more; empty before ``bake``."""
-        ...
 
     def before_replay(self) -> None:
         """Upload hyper-parameters that changed; refuse a change of a baked one.
@@ -81,11 +70,9 @@ class CapturableOptimizer(Protocol):
         Raises:
             GuardError: a value that the recording has baked in was changed; it is named.
         """
-        ...
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every persistent tensor of the optimizer with a name for messages."""
-        ...
 
 
 @runtime_checkable
@@ -93,12 +80,7 @@ class Restartable(Protocol):
     """An optimizer that knows the values with which its state begins."""
 
     def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Give state that exists the values of new state, in place.
-
-        Args:
-            states: State by parameter, all of it entries of this optimizer's ``state``.
-        """
-        ...
+        """Give entries of this optimizer's ``state`` the values of new state, in place."""
 
 
 @runtime_checkable

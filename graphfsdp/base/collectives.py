@@ -152,13 +152,7 @@ def all_gather_(
 ) -> None:
     """Gather every rank's shard into one buffer.
 
-    Args:
-        output: [R * S].
-        shard: [S].
-        group: The ranks.
-        transfer: Of output and shard, to be waited for; None waits here.
-
-    Capture: one node; the wait is inside, or another one.
+    Capture: one node; the wait is inside, or, with a transfer, another one.
     """
     torch.ops.graphfsdp.all_gather_(output, shard, group.group_name, _ticket_of(transfer))
 
@@ -171,19 +165,12 @@ def reduce_scatter_(
     reduction: str = "mean",
     transfer: Transfer | None = None,
 ) -> None:
-    """Reduce the full buffers of all ranks, and keep this rank's part.
-
-    Args:
-        output: [S].
-        full: [R * S].
-        group: The ranks.
-        reduction: "mean" or "sum" over ranks.
-        transfer: Of output and full, to be waited for; None waits here.
+    """Reduce the full buffers of all ranks by "mean" or "sum", and keep this rank's part.
 
     Raises:
         ConfigError: output and input share memory, or the reduction is unknown.
 
-    Capture: one node; the wait is inside, or another one.
+    Capture: one node; the wait is inside, or, with a transfer, another one.
     """
     _check_reduction(reduction)
     if output.untyped_storage()._cdata == full.untyped_storage()._cdata:
@@ -202,31 +189,19 @@ def all_reduce_(
     reduction: str = "mean",
     transfer: Transfer | None = None,
 ) -> None:
-    """Reduce a tensor over all ranks, in place.
-
-    Args:
-        tensor: [...] any shape, the same on all ranks.
-        group: The ranks.
-        reduction: "mean", "sum" or "max".
-        transfer: Of the tensor and itself, to be waited for; None waits here.
+    """Reduce a tensor over all ranks by "mean", "sum" or "max", in place.
 
     Raises:
         ConfigError: the reduction is unknown.
 
-    Capture: one node; the wait is inside, or another one.
+    Capture: one node; the wait is inside, or, with a transfer, another one.
     """
     _check_reduction(reduction)
     torch.ops.graphfsdp.all_reduce_(tensor, group.group_name, reduction, _ticket_of(transfer))
 
 
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup, *, source: int = 0) -> None:
-    """Give every rank the tensor of one rank, in place.
-
-    Args:
-        tensor: [...] any shape, the same on all ranks.
-        group: The ranks.
-        source: Rank within the group that has the value.
-    """
+    """Give every rank the tensor of the rank ``source`` of the group, in place."""
     torch.ops.graphfsdp.broadcast_(tensor, group.group_name, source)
 
 
@@ -235,11 +210,7 @@ def under_way(
 ) -> Generator[None, None, None]:
     """Run a collective in two parts: up to the yield it is begun, after it waited for.
 
-    Args:
-        lane: Where it runs meanwhile; None runs it as a whole, without a yield.
-        output: What it writes.
-        source: What it reads.
-        issue: Issues it, given what ``transfer`` is to be.
+    Without a lane it runs as a whole, without a yield.
     """
     if lane is None:
         issue(None)

@@ -57,23 +57,15 @@ def num_meshes(tensors: Iterable[Tensor]) -> int:
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return ``local`` as a DTensor with the mesh, placements and shape of ``like``.
+    """Return a view of this rank's part as a DTensor with mesh, placements and shape of ``like``.
 
-    Args:
-        local: This rank's part; the result is a view of it.
-        like: A DTensor, or a plain tensor, for which ``local`` is returned as it is.
+    For a plain tensor ``local`` is returned as it is.
     """
     return _wrap(local, like, like.shape, like.stride())
 
 
 def wrap_rows_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return ``local`` as a DTensor with the mesh, placements and number of rows of ``like``.
-
-    Args:
-        local: [rows, ...] this rank's part, with rows of any shape; the result is a view of it.
-        like: [rows, ...] a DTensor that is whole or sharded by rows, or a plain tensor, for which
-            ``local`` is returned as it is.
-    """
+    """Do as ``wrap_like`` for [rows, ...] of other shape than those of ``like``, cut by rows."""
     row = local.shape[1:]
     strides = [math.prod(row[axis:]) for axis in range(len(row) + 1)]
     return _wrap(local, like, torch.Size((*like.shape[:1], *row)), tuple(strides))

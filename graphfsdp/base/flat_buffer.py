@@ -13,13 +13,7 @@ from graphfsdp.base.memory_plan import neighbour_starts
 
 @dataclass(frozen=True)
 class FlatSlot:
-    """Where one tensor lies in a flat buffer. Integers only.
-
-    Attributes:
-        offset: First element in the buffer.
-        shape: Shape of the view.
-        stride: Strides of the view, in elements.
-    """
+    """Where one tensor lies in a flat buffer, in elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -27,7 +21,6 @@ class FlatSlot:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the view."""
         return math.prod(self.shape)
 
 
@@ -67,18 +60,7 @@ class FlatBuffer:
         views: One view per given tensor, in the same order.
     """
 
-    flat: Tensor
-    slots: tuple[FlatSlot, ...]
-    views: tuple[Tensor, ...]
-
     def __init__(self, like: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the storage.
-
-        Args:
-            like: Tensors whose shapes and strides the views take.
-            dtype: Element type of the storage.
-            device: Where it lies.
-        """
         starts = neighbour_starts((tensor.numel() for tensor in like), dtype.itemsize)
         slots = []
         for start, tensor in zip(starts, like, strict=False):
@@ -93,5 +75,4 @@ class FlatBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the storage in bytes."""
         return self.flat.numel() * self.flat.element_size()

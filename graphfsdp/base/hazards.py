@@ -1,4 +1,4 @@
-"""Words for what a graph cannot hold: kinds of hazards, and one hazard with its place."""
+"""What a graph cannot hold: kinds of hazards, and one hazard with its place."""
 
 import dataclasses
 import enum

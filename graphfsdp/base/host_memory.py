@@ -33,10 +33,9 @@ def zeros_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def advise_huge_pages(storage: torch.UntypedStorage) -> None:
-    """Ask for huge pages under memory that torch has allocated, see Note [Huge pages].
+    """Ask for huge pages under memory that torch has freshly allocated, see Note [Huge pages].
 
-    Args:
-        storage: Freshly allocated: a page that was written to stays as small as it is.
+    A page that was written to stays as small as it is.
     """
     advice = _advice()
     if advice is None or storage.device.type != "cpu" or storage.nbytes() < _SMALLEST_BYTES:

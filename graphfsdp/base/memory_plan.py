@@ -42,32 +42,20 @@ def neighbour_starts(numels: Iterable[int], itemsize: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """How long a buffer is needed.
+    """How long a buffer is needed."""
 
-    Attributes:
-        start: First step that touches it.
-        end: Last step that touches it; in that step it may not share its place.
-        num_bytes: Its size.
-    """
-
-    start: int
-    end: int
+    start: int  # first step that touches it
+    end: int  # last step that touches it; in that step it may not share its place
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where each buffer lies.
+    """Where each buffer lies."""
 
-    Attributes:
-        offsets: First byte of each buffer, in the order of the lifetimes.
-        num_bytes: Bytes of the whole.
-        peak_bytes: The most bytes that live at a time; no plan can be smaller.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # first byte of each buffer, in the order of the lifetimes
     num_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # the most bytes that live at a time; no plan can be smaller
 
 
 def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> MemoryPlan:
@@ -75,16 +63,10 @@ def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> Memor
 
     Greedy: one after the other, each at the lowest offset that is free during its life. Which
     order is best depends on the program, so a few are tried (the last of them is the left-edge
-    algorithm's) and the smallest result is taken.
-
-    Args:
-        lifetimes: Of the buffers.
-        num_retries: Further orders, as long as the result is more than 2 % above ``peak_bytes``:
-            what came to lie on top is placed earlier.
-
-    Returns:
-        The plan. Finding the smallest possible one is NP-hard; on recorded training iterations
-        this one is mostly within a few percent of ``peak_bytes``.
+    algorithm's) and the smallest result is taken. With retries further ones, as long as the result
+    is more than 2 % above ``peak_bytes``: what came to lie on top is placed earlier. Finding the
+    smallest plan is NP-hard; on recorded training iterations this one is mostly within a few
+    percent of ``peak_bytes``.
 
     Source: Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference",
         greedy by size; the same as offset calculation in two-dimensional strip packing.

@@ -18,15 +18,10 @@ def global_norm(
 ) -> Tensor:
     """Return [] float32, the 2-norm over all elements of all tensors on all ranks.
 
-    Every rank must name the same groups in the same order, also one that holds no row of any
-    tensor.
-
-    Args:
-        whole: Gradients that are not sharded.
-        sharded: Gradients by the groups of ranks that hold the other parts: one group, or
-            several where a gradient is cut over several mesh axes. What is the same on all
-            ranks of a group must not name it, so that it counts once.
-        device: Where the result lies.
+    Sharded gradients are given by the groups of ranks that hold the other parts: one group, or
+    several where a gradient is cut over several mesh axes. What is the same on all ranks of a group
+    must not name it, so that it counts once. Every rank must name the same groups in the same
+    order, also one that holds no row of any tensor.
 
     Capture: no host sync; one collective per group.
     Source: torch.nn.utils.clip_grad_norm_, whose arithmetic this repeats where nothing is

@@ -112,14 +112,7 @@ class _Kept:
 
 
 class _Drawn:
-    """What one random operator returned, and wrote to its arguments.
-
-    Attributes:
-        op: The operator.
-        written: What it left in the arguments that it writes.
-        results: By leaf of what it returned: an index into the written arguments, a new tensor,
-            or whatever else it was.
-    """
+    """What one random operator returned, and wrote to its arguments."""
 
     def __init__(self, op: torch._ops.OpOverload, result: Any, written: Sequence[Tensor]) -> None:
         as_bits = op._schema.name in _ZERO_OR_ONE
@@ -127,6 +120,7 @@ class _Drawn:
         self.written = [_Kept(tensor, as_bits=as_bits, copy=True) for tensor in written]
         leaves, self._spec = pytree.tree_flatten(result)
         positions = {id(tensor): index for index, tensor in enumerate(written)}
+        # By leaf: an index into the written arguments, a new tensor, or whatever else it was.
         self.results: list[Any] = [
             positions[id(leaf)]
             if id(leaf) in positions
@@ -177,15 +171,11 @@ class _Mode(TorchDispatchMode, abc.ABC):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        return self.on_op(func, args, kwargs, _written(func, args, kwargs))
+        return self.on_op(func, args, kwargs)
 
     @abc.abstractmethod
     def on_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        written: Sequence[Tensor],
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Take an operator call, and return its result."""
 
@@ -207,12 +197,9 @@ class _Keep(_Mode):
                     kept.own()
 
     def on_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        written: Sequence[Tensor],
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        written = _written(op, args, kwargs)
         if written and self._drawn:
             storages = {_storage(tensor) for tensor in written}
             for drawn in self._drawn:
@@ -240,12 +227,9 @@ class _Repeat(_Mode):
         return self
 
     def on_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        written: Sequence[Tensor],
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        written = _written(op, args, kwargs)
         inputs = {_storage(leaf) for leaf in _tensors((args, kwargs))}
         if torch.Tag.nondeterministic_seeded in op.tags:
             result = self._next_drawn(op).repeat(written, self._is_own)

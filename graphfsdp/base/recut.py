@@ -1,7 +1,7 @@
 """Brings tensors that are being loaded into the cut of those that they are copied into."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,22 +44,13 @@ def recut(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return found
 
 
-class _HasParameter(Protocol):
-    @property
-    def param(self) -> Tensor: ...
-
-
-def recut_hook(managed: Callable[[], Iterable[_HasParameter]]) -> Callable[..., None]:
-    """Return a hook that brings what a module is about to load into the cut of its parameters.
-
-    Args:
-        managed: Gives the parameters that the hook is for.
-    """
+def recut_hook(managed: Callable[[], Iterable[Tensor]]) -> Callable[..., None]:
+    """Return a hook that brings what a module is about to load into the cut of its parameters."""
 
     def before_loading(
         module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
     ) -> None:
-        mine = {id(item.param) for item in managed()}
+        mine = {id(param) for param in managed()}
         likes = {
             f"{prefix}{name}": param
             for name, param in module.named_parameters(remove_duplicate=False)
@@ -75,9 +66,7 @@ def recut_hook(managed: Callable[[], Iterable[_HasParameter]]) -> Callable[..., 
 def recut_states(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state dict whose tensors are cut as those that it has, or will have.
 
-    Args:
-        state_dict: As ``Optimizer.state_dict`` makes it; groups that do not fit are left alone.
-        optimizer: Which is about to load it.
+    Groups that do not fit are left alone.
     """
     places = list(_state_places(state_dict, optimizer))
     values = recut([(state_dict["state"][key][name], like) for key, name, like in places])

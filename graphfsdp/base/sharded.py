@@ -1,4 +1,4 @@
-"""What the capture leg asks of a model whose parameters are sharded; `fully_shard` answers it."""
+"""What a capture asks of a model whose parameters are sharded; `fully_shard` answers it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,31 +32,24 @@ class ShardedModule(Protocol):
 
     def prepare_shards(self) -> None:
         """Bring all shards to the addresses that they keep."""
-        ...
 
     def set_is_last_microbatch(self, is_last: bool) -> None:
         """Tell whether the coming backward pass ends the iteration."""
-        ...
 
     def finish_microbatches(self) -> None:
         """Reduce what still waits after the last backward pass of an iteration."""
-        ...
 
     def abandon_iteration(self) -> None:
         """Forget an iteration that an exception has ended somewhere in the middle."""
-        ...
 
     def replaced_parameters(self) -> Mapping[int, nn.Parameter]:
         """Return the sharded parameters by the id of the whole one that each has replaced."""
-        ...
 
     def process_groups(self) -> Sequence[dist.ProcessGroup]:
         """Return the groups of ranks that share the module, each once."""
-        ...
 
     def main_grads(self) -> Mapping[nn.Parameter, MainGrad]:
         """Return where the gradient of each parameter lies, units below included."""
-        ...
 
 
 def sharded_roots(model: nn.Module) -> list[ShardedModule]:

@@ -1,4 +1,4 @@
-"""Fork to a stream and join back; the same words do nothing on a CPU."""
+"""Fork to a stream and join back; without a stream, on a CPU, nothing happens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,6 @@ import torch
 @contextmanager
 def forked(stream: "torch.cuda.Stream | None") -> Iterator[None]:
     """Run the body on ``stream``, ordered after the current stream and before what follows.
-
-    Args:
-        stream: The stream to fork to; None (a CPU) runs the body where it is.
 
     Capture: legal inside one. CUDA rule: every stream that forks from a capturing stream must
         join it before the capture ends (error 904 otherwise), hence the wait on the way out.
@@ -31,11 +28,7 @@ def forked(stream: "torch.cuda.Stream | None") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where collectives run while others compute.
-
-    Attributes:
-        stream: A side stream; None on a CPU, where gloo's threads do the work.
-    """
+    """Where collectives run while others compute: a side stream, or on a CPU gloo's threads."""
 
     stream: "torch.cuda.Stream | None" = None
 

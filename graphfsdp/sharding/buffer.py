@@ -46,6 +46,7 @@ class ShardBuffer:
     """
 
     def __init__(self, plan: BufferPlan, mesh: UnitMesh, device: torch.device) -> None:
+        self.plan = plan
         self.layout = plan.layout
         self.dtypes = plan.dtypes
         self.trainable = plan.trainable
@@ -53,7 +54,6 @@ class ShardBuffer:
         self.mesh = mesh
         self.gather_group: dist.ProcessGroup = mesh.inner
         self._pool: BufferPool | None = None
-        self._strategy = plan.strategy
         self.main = zeros_flat(plan.main_numel, plan.dtypes.main, device)
         self.gradients: Gradients | None = None
         if plan.trainable:
@@ -214,7 +214,7 @@ class ShardBuffer:
             return source
         inner = source.new_empty(source.numel() * self.mesh.num_outer)
         all_gather_(inner, source, self.mesh.outer)
-        if self._strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
+        if self.plan.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
             self._inner_at = self.moment()
             self._inner = inner  # for the other gathers of the iteration
         return inner

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.base.host_memory import advise_huge_pages
-from graphfsdp.base.memory_plan import Lifetime, plan_memory
+from graphfsdp.base.memory_plan import Lifetime, plan_memory, round_up
 
 ALIGNMENT_BYTES = 512  # as the caching allocator of CUDA
 _MAX_REQUESTS = 1 << 14  # of an iteration; a longer one is not planned
@@ -41,21 +41,14 @@ _Key = tuple[Hashable, int]  # who asks, and for the how-manyth time in this ite
 
 @dataclass(eq=False)
 class _Place:
-    """A stretch of the pool.
+    """A stretch of the pool."""
 
-    Attributes:
-        storage: Over the stretch, and nothing else.
-        num_bytes: What it was planned for.
-        neighbours: Places that share some of its memory.
-    """
-
-    storage: torch.UntypedStorage
-    num_bytes: int
-    neighbours: "list[_Place]"
+    storage: torch.UntypedStorage  # over the stretch, and nothing else
+    num_bytes: int  # what it was planned for
+    neighbours: "list[_Place]"  # places that share some of its memory
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody uses it."""
         return torch._C._storage_Use_Count(self.storage._cdata) <= _OWN_REFERENCES
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -66,29 +59,18 @@ class _Place:
 
 @dataclass
 class _Request:
-    """A buffer that was asked for.
-
-    Attributes:
-        key: Who asked.
-        num_bytes: Its size.
-        device: Where it lies.
-        start: Number of the request.
-        end: Last request at which it was alive; None as long as it is.
-        place: Where it lies in the pool; None if it was allocated.
-        reference: Its storage if it was allocated.
-    """
+    """A buffer that was asked for."""
 
     key: _Key
     num_bytes: int
     device: torch.device
-    start: int
-    end: int | None
-    place: _Place | None
-    reference: StorageWeakRef | None
+    start: int  # number of the request
+    place: _Place | None  # where it lies in the pool; None if it was allocated
+    reference: StorageWeakRef | None  # its storage if it was allocated
+    end: int | None = None  # last request at which it was alive; None as long as it is
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody still refers to it."""
         if self.place is not None:
             return not self.place.is_free
         return self.reference is not None and not self.reference.expired()
@@ -134,7 +116,6 @@ class BufferPool:
 
     @property
     def stats(self) -> PoolStats:
-        """What the pool has come to."""
         return PoolStats(
             self._num_bytes, self._peak_bytes, self._num_plans, self._num_hits, self._num_misses
         )
@@ -159,16 +140,9 @@ class BufferPool:
             self._is_planned_from = wanted
 
     def take(self, owner: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory with undefined contents.
+        """Return [numel] with undefined contents, the caller's as long as anybody refers to it.
 
-        Args:
-            owner: Who asks; the same in each iteration.
-            numel: Number of elements.
-            dtype: Their dtype.
-            device: Where they are.
-
-        Returns:
-            [numel], the caller's as long as anybody refers to it.
+        The owner is the same in each iteration.
 
         Capture: on CUDA memory from before the capture where there is a place; else, and on a CPU
             always, an allocation inside it.
@@ -188,15 +162,15 @@ class BufferPool:
             tensor, reference = place.tensor(numel, dtype), None
             self._num_hits += 1
         if self._is_traced and len(self._requests) < _MAX_REQUESTS:
-            self._note(_Request(key, num_bytes, device, 0, None, place, reference))
+            self._end_the_dead()
+            request = _Request(key, num_bytes, device, self._num_requests, place, reference)
+            self._num_requests += 1
+            self._requests.append(request)
+            self._alive.append(request)
         return tensor
 
     def dropped(self, owner: Hashable) -> None:
-        """Note that the owner needs its last buffer no more; others may still refer to it.
-
-        Args:
-            owner: Who asked for it.
-        """
+        """Note that the owner needs its last buffer no more; others may still refer to it."""
         if not self._is_planned_from:
             return
         deadline = time.monotonic() + _RELEASE_S
@@ -214,20 +188,10 @@ class BufferPool:
             return None  # nothing orders what this stream does after what the other one did
         if not (place.is_free and all(other.is_free for other in place.neighbours)):
             return None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._keep()
-        return place
-
-    def _keep(self) -> None:
-        if not any(kept is self._places for kept in self._kept):
+        captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captures and not any(kept is self._places for kept in self._kept):
             self._kept.append(self._places)
-
-    def _note(self, request: _Request) -> None:
-        request.start = self._num_requests
-        self._end_the_dead()
-        self._num_requests += 1
-        self._requests.append(request)
-        self._alive.append(request)
+        return place
 
     def _end_the_dead(self) -> None:
         alive = []
@@ -258,7 +222,7 @@ class BufferPool:
             Lifetime(
                 0 if request.end is None else request.start,
                 last if request.end is None else request.end,
-                -(-request.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
+                round_up(request.num_bytes, ALIGNMENT_BYTES),
             )
             for request in requests
         ]

@@ -7,7 +7,7 @@ iteration that is captured. ``shard_table`` and ``check_slices`` look at memory 
 Shapes: P = parameters; R = ranks of a group.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import RankGroups, local_part, mesh_groups, sharding_groups
 from graphfsdp.errors import ConfigError, GraphFSDPError
-from graphfsdp.sharding.group import ManagedParameter
 from graphfsdp.sharding.module import FSDPModule, unit_of
+from graphfsdp.sharding.plan import BufferPlan
 from graphfsdp.sharding.unit import Unit
 
 _NO_RANK = 0
@@ -70,7 +70,7 @@ def parameter_norms(model: nn.Module) -> tuple[ParameterNorms, ...]:
     One collective for each mesh axis that they are cut over, whatever the number of parameters.
     Sums of squares are float64.
     """
-    named = _named(model)
+    named = list(model.named_parameters())
     found: dict[str, ParameterNorms] = {}
     for groups, members in _by_groups(named, sharding_groups).items():
         sums = torch.stack([_squares(param) for _, param in members])  # [P, 3]
@@ -87,7 +87,7 @@ def find_nonfinite(model: nn.Module) -> tuple[NonFinite, ...]:
     Every rank of the model's mesh returns the same, by parameter and then by rank: ranks that
     hold the same part of a parameter each tell what they hold. Two collectives for each mesh axis.
     """
-    named = _named(model)
+    named = list(model.named_parameters())
     found: dict[str, list[NonFinite]] = {name: [] for name, _ in named}
     for groups, members in _by_groups(named, mesh_groups).items():
         mine = torch.stack([_bad_counts(param) for _, param in members])  # [P, 4]
@@ -97,10 +97,6 @@ def find_nonfinite(model: nn.Module) -> tuple[NonFinite, ...]:
                     if num_nan or num_inf:
                         found[name].append(NonFinite(name, what, rank, num_nan, num_inf))
     return tuple(item for items in found.values() for item in items)
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
 
 
 def _by_groups(
@@ -182,7 +178,6 @@ class ShardRow:
         local_offset: Where they begin, in bytes from the start of the storage that holds the
             main weights of all units.
         weight_bytes: Bytes of its main weight here.
-        grad_bytes: Bytes of its main grad here, 0 if it is frozen.
     """
 
     name: str
@@ -194,7 +189,14 @@ class ShardRow:
     num_rows: int
     local_offset: int
     weight_bytes: int
-    grad_bytes: int
+
+    def __str__(self) -> str:
+        held = f"rows [{self.first_row}, {self.first_row + self.num_rows})"
+        return (
+            f"{self.offset:>12,}  {self.name} {list(self.shape)}: "
+            f"{held if self.num_rows else 'no rows'} here, {self.weight_bytes:,} bytes "
+            f"at {self.local_offset:,}"
+        )
 
 
 @dataclass(frozen=True)
@@ -204,28 +206,30 @@ class BufferRow:
     Attributes:
         unit: Full name of the unit's module, "" for the root.
         buffer: Its number in the unit.
-        strategy: What is sharded.
-        num_ranks: Ranks that share it.
-        shard_numel: Elements of each rank's shard, padding included.
-        num_padding: Elements that belong to no parameter, on all ranks.
-        dtypes: Of the gathered weights, main weights, main grads and reduced gradients.
+        plan: Its layout, dtypes and strategy.
         weight_bytes: This rank's main weights, padding included.
         grad_bytes: This rank's main grads, padding included.
-        full_bytes: The gathered weights.
-        trainable: Whether it gets gradients.
     """
 
     unit: str
     buffer: int
-    strategy: str
-    num_ranks: int
-    shard_numel: int
-    num_padding: int
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+    plan: BufferPlan
     weight_bytes: int
     grad_bytes: int
-    full_bytes: int
-    trainable: bool
+
+    def __str__(self) -> str:
+        plan, layout = self.plan, self.plan.layout
+        kinds = ", ".join(
+            f"{name} {str(getattr(plan.dtypes, name)).removeprefix('torch.')}"
+            for name in ("compute", "main", "grad")
+        )
+        return (
+            f"{self.unit or '(root)'} buffer {self.buffer}: {plan.strategy.value}, "
+            f"{layout.num_ranks} ranks x {layout.shard_numel:,} elements "
+            f"({layout.num_padding:,} padding), {kinds}{'' if plan.trainable else ', frozen'}\n"
+            f"  here: main weights {self.weight_bytes:,} bytes, main grads {self.grad_bytes:,}; "
+            f"gathered {plan.full_bytes:,}"
+        )
 
 
 @dataclass(frozen=True)
@@ -238,28 +242,9 @@ class ShardTable:
     def __str__(self) -> str:
         lines = []
         for buffer in self.buffers:
-            kinds = ", ".join(
-                f"{name} {str(dtype).removeprefix('torch.')}"
-                for name, dtype in zip(("compute", "main", "grad"), buffer.dtypes, strict=False)
-            )
-            lines.append(
-                f"{buffer.unit or '(root)'} buffer {buffer.buffer}: {buffer.strategy}, "
-                f"{buffer.num_ranks} ranks x {buffer.shard_numel:,} elements "
-                f"({buffer.num_padding:,} padding), {kinds}"
-                f"{'' if buffer.trainable else ', frozen'}"
-            )
-            lines.append(
-                f"  here: main weights {buffer.weight_bytes:,} bytes, main grads "
-                f"{buffer.grad_bytes:,}; gathered {buffer.full_bytes:,}"
-            )
-            for row in self.rows:
-                if (row.unit, row.buffer) == (buffer.unit, buffer.buffer):
-                    held = f"rows [{row.first_row}, {row.first_row + row.num_rows})"
-                    lines.append(
-                        f"  {row.offset:>12,}  {row.name} {list(row.shape)}: "
-                        f"{held if row.num_rows else 'no rows'} here, {row.weight_bytes:,} bytes "
-                        f"at {row.local_offset:,}"
-                    )
+            inside = (buffer.unit, buffer.buffer)
+            lines.append(str(buffer))
+            lines += [f"  {row}" for row in self.rows if (row.unit, row.buffer) == inside]
         return "\n".join(lines)
 
 
@@ -272,27 +257,26 @@ def shard_table(model: nn.Module) -> ShardTable:
     buffers: list[BufferRow] = []
     rows: list[ShardRow] = []
     for name, unit in named_units(model):
-        options = unit.group.options
         for number, buffer in enumerate(unit.group.buffers):
-            layout, dtypes = buffer.layout, buffer.dtypes
-            buffers.append(
-                BufferRow(
-                    unit=name,
-                    buffer=number,
-                    strategy=options.strategy.value if buffer.sharded else "no_shard",
-                    num_ranks=buffer.layout.num_ranks,
-                    shard_numel=layout.shard_numel,
-                    num_padding=layout.num_padding,
-                    dtypes=(dtypes.compute, dtypes.main, dtypes.grad, dtypes.comm),
-                    weight_bytes=buffer.main.nbytes,
-                    grad_bytes=0 if buffer.grad is None else buffer.grad.nbytes,
-                    full_bytes=layout.total_numel * dtypes.compute.itemsize,
-                    trainable=buffer.trainable,
-                )
-            )
+            grad_bytes = 0 if buffer.grad is None else buffer.grad.nbytes
+            buffers.append(BufferRow(name, number, buffer.plan, buffer.main.nbytes, grad_bytes))
             for item in unit.group.managed:
                 if item.buffer is buffer:
-                    rows.append(_row(name, number, unit, item))
+                    local = local_part(item.param).detach()
+                    held = buffer.local_rows(item.slot)
+                    rows.append(
+                        ShardRow(
+                            name=_join(name, item.name),
+                            unit=name,
+                            buffer=number,
+                            shape=item.slot.shape,
+                            offset=item.slot.offset,
+                            first_row=held.first_row,
+                            num_rows=held.num_rows,
+                            local_offset=int(local.storage_offset()) * local.element_size(),
+                            weight_bytes=local.nbytes,
+                        )
+                    )
     return ShardTable(tuple(buffers), tuple(rows))
 
 
@@ -311,44 +295,68 @@ def check_slices(model: nn.Module) -> int:
         ConfigError: ``fully_shard`` has wrapped no module of it.
     """
     units = named_units(model)
-    slices, problem = [], None
+    slices: list[_Slice] = []
+    problem = None
     for kind in ("main weight", "main grad"):
-        slices += list(_slices(units, kind))
-        problem = problem or _overlap(units, kind)
+        found = sorted(_slices(units, kind), key=lambda piece: piece[:2])
+        slices += found
+        problem = problem or _what_is_wrong(found, kind)
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, problem)  # else the others would wait for a rank that raised
-    for found in everyone:
-        if found is not None:
-            raise GraphFSDPError(found)
+    for told in everyone:
+        if told is not None:
+            raise GraphFSDPError(told)
     for name, unit in units:
         _check_owners(name, unit)
     return len(slices)
 
 
-def _overlap(units: "list[tuple[str, Unit]]", kind: str) -> str | None:
+_Slice = tuple[int, int, str, Tensor]  # first address, address behind it, full name, flat buffer
+
+
+def _slices(units: list[tuple[str, Unit]], kind: str) -> Iterator[_Slice]:
+    for unit_name, unit in units:
+        for item in unit.group.managed:
+            of_weight = kind == "main weight"
+            tensor: Tensor | None = item.param if of_weight else item.main_grad
+            whole = item.buffer.main if of_weight else item.buffer.grad
+            local = None if tensor is None else local_part(tensor).detach()
+            if local is not None and whole is not None and local.numel():
+                start = local.data_ptr()
+                yield start, start + local.nbytes, _join(unit_name, item.name), whole
+
+
+def _what_is_wrong(slices: Sequence[_Slice], kind: str) -> str | None:
     """Return what is wrong with the slices of a kind on this rank, None if nothing is."""
-    slices = sorted(_slices(units, kind))
-    for (_, end, name), (start, _, other) in pairwise(slices):
+    for (_, end, name, _), (start, _, other, _) in pairwise(slices):
         if start < end:
             return (
                 f"the {kind}s of {name!r} and {other!r} overlap by {end - start} bytes on rank "
                 f"{dist.get_rank()}: an update of one would change the other"
             )
-    ranges = {
-        _join(name, item.name): whole
-        for name, unit in units
-        for item in unit.group.managed
-        for whole in [item.buffer.main if kind == "main weight" else item.buffer.grad]
-        if whole is not None
-    }
-    for start, end, name in slices:
-        whole = ranges[name]
+    for start, end, name, whole in slices:
         if not whole.data_ptr() <= start <= end <= whole.data_ptr() + whole.nbytes:
             return (
                 f"the {kind} of {name!r} lies outside its flat buffer on rank {dist.get_rank()}: "
                 "the optimizer would update memory that is never gathered"
             )
     return None
+
+
+def _check_owners(unit_name: str, unit: Unit) -> None:
+    sharded = [item for item in unit.group.managed if item.buffer.sharded and item.slot.numel]
+    if not sharded:
+        return
+    counts_here = [local_part(item.param).shape[0] for item in sharded]
+    mine = torch.tensor(counts_here, device=sharded[0].buffer.main.device)
+    for group in unit.group.options.mesh.cut_groups:
+        dist.all_reduce(mine, group=group)
+    for item, num_rows in zip(sharded, mine.tolist(), strict=True):
+        if num_rows != item.slot.num_rows:
+            raise GraphFSDPError(
+                f"parameter {_join(unit_name, item.name)!r} has {item.slot.num_rows} rows, but "
+                f"the ranks hold {num_rows} of them together"
+            )
 
 
 def named_units(model: nn.Module) -> list[tuple[str, Unit]]:
@@ -372,50 +380,5 @@ def named_units(model: nn.Module) -> list[tuple[str, Unit]]:
     return found
 
 
-def _row(unit_name: str, number: int, unit: Unit, item: ManagedParameter) -> ShardRow:
-    local = local_part(item.param).detach()
-    grad = None if item.main_grad is None else local_part(item.main_grad)
-    shape = item.slot.shape
-    return ShardRow(
-        name=_join(unit_name, item.name),
-        unit=unit_name,
-        buffer=number,
-        shape=shape,
-        offset=item.slot.offset,
-        first_row=item.buffer.local_rows(item.slot).first_row,
-        num_rows=local.shape[0] if shape else 1,
-        local_offset=int(local.storage_offset()) * local.element_size(),
-        weight_bytes=local.nbytes,
-        grad_bytes=0 if grad is None else grad.nbytes,
-    )
-
-
-def _slices(units: list[tuple[str, Unit]], kind: str) -> Iterator[tuple[int, int, str]]:
-    """Yield first address, address behind the last byte, and full name."""
-    for unit_name, unit in units:
-        for item in unit.group.managed:
-            tensor: Tensor | None = item.param if kind == "main weight" else item.main_grad
-            local = None if tensor is None else local_part(tensor).detach()
-            if local is not None and local.numel():
-                start = local.data_ptr()
-                yield start, start + local.nbytes, _join(unit_name, item.name)
-
-
-def _check_owners(unit_name: str, unit: Unit) -> None:
-    sharded = [item for item in unit.group.managed if item.buffer.sharded and item.slot.numel]
-    if not sharded:
-        return
-    counts_here = [local_part(item.param).shape[0] for item in sharded]
-    mine = torch.tensor(counts_here, device=sharded[0].buffer.main.device)
-    for group in unit.group.options.mesh.cut_groups:
-        dist.all_reduce(mine, group=group)
-    for item, num_rows in zip(sharded, mine.tolist(), strict=True):
-        if num_rows != item.slot.num_rows:
-            raise GraphFSDPError(
-                f"parameter {_join(unit_name, item.name)!r} has {item.slot.num_rows} rows, but "
-                f"the ranks hold {num_rows} of them together"
-            )
-
-
 def _join(unit_name: str, name: str) -> str:
-    return f"{unit_name}.{name}" if unit_name else name
+    return f"{unit_name}.{name}".lstrip(".")

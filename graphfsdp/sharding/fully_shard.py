@@ -120,7 +120,9 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
-    module.register_load_state_dict_pre_hook(recut_hook(lambda: unit.group.managed))
+    module.register_load_state_dict_pre_hook(
+        recut_hook(lambda: [item.param for item in unit.group.managed])
+    )
     module.register_state_dict_post_hook(_make_copyable)
 
 

@@ -33,23 +33,19 @@ class Scheduled(Protocol):
     """What the schedule asks of a unit."""
 
     @property
-    def group(self) -> ShardGroup:
-        """Its parameters and buffers."""
-        ...
+    def group(self) -> ShardGroup: ...
 
-    def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None:
-        """Begin to gather one of the buffers if that is of use."""
-        ...
+    def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None: ...
 
 
 Entry = tuple[Scheduled, ShardBuffer]
 
 
 class Order:
-    """The order in which buffers were gathered the last time."""
+    """The order in which buffers were gathered the last time; the next pass goes by ``known``."""
 
     def __init__(self) -> None:
-        self._known: list[Entry] = []
+        self.known: Sequence[Entry] = ()
         self._seen: list[Entry] = []
         self._follows = True
 
@@ -59,7 +55,7 @@ class Order:
 
     def end(self) -> None:
         """Remember the pass for the next one."""
-        self._known = self._seen
+        self.known = self._seen
         self.begin()
 
     def note(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> list[Entry]:
@@ -70,13 +66,13 @@ class Order:
         for buffer in buffers:
             index = len(self._seen)
             self._seen.append((unit, buffer))
-            if index >= len(self._known) or self._known[index][1] is not buffer:
+            if index >= len(self.known) or self.known[index][1] is not buffer:
                 self._follows = False
         return list(self._next(unit)) if self._follows else []
 
     def _next(self, unit: Scheduled) -> Iterator[Entry]:
         following = None
-        for entry in self._known[len(self._seen) :]:
+        for entry in self.known[len(self._seen) :]:
             if entry[0] is not unit:
                 following = following or entry[0]
                 if entry[0] is not following:
@@ -85,30 +81,14 @@ class Order:
                 return
             yield entry
 
-    @property
-    def known(self) -> Sequence[Entry]:
-        """What the next pass goes by."""
-        return self._known
-
-    def go_back(self, known: Sequence[Entry]) -> None:
-        """Forget the pass that runs, and go by what was known before it."""
-        self._known = list(known)
-        self.begin()
-
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A unit's gradients on their way.
-
-    Attributes:
-        unit: The unit.
-        steps: One for each buffer; see Gradients.reduce.
-        done: Called when that is over.
-    """
+    """A unit's gradients on their way."""
 
     unit: Scheduled
-    steps: Sequence[Reducing]
-    done: Callable[[], None] | None
+    steps: Sequence[Reducing]  # one for each buffer
+    done: Callable[[], None] | None  # called when that is over
 
     def finish(self) -> None:
         for step in self.steps:
@@ -133,11 +113,9 @@ class Schedule:
     """
 
     def __init__(self) -> None:
-        """Prepare; nothing is known of the units yet."""
         self._lanes: dict[tuple[str, torch.device], Lane] = {}
-        self._forwards: dict[
-            tuple[Scheduled, bool], Order
-        ] = {}  # by outermost unit; with gradients?
+        # By outermost unit, and whether it is with gradients.
+        self._forwards: dict[tuple[Scheduled, bool], Order] = {}
         self._forward = Order()  # of the pass that runs
         self._backward = Order()
         self._inside: list[Scheduled] = []  # units whose forward runs, outermost first
@@ -167,12 +145,7 @@ class Schedule:
         self._inside.append(unit)
 
     def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:
-        """Begin to gather what comes after these buffers, which are whole now.
-
-        Args:
-            unit: The unit.
-            buffers: Those that had to be gathered.
-        """
+        """Begin to gather what comes after these buffers, which had to be gathered."""
         if is_in_backward():
             self._follow_backward()
             upcoming = self._backward.note(unit, buffers) if buffers else []
@@ -204,17 +177,11 @@ class Schedule:
         return self._lane("reduce", buffer) if unit.group.options.overlap.reduce_grads else None
 
     def reduce(
-        self,
-        unit: Scheduled,
-        steps: Sequence[Reducing],
-        done: Callable[[], None] | None,
+        self, unit: Scheduled, steps: Sequence[Reducing], done: Callable[[], None] | None
     ) -> None:
-        """Begin to reduce a unit's gradients.
+        """Begin to reduce a unit's gradients: one step for each buffer, see Gradients.reduce.
 
-        Args:
-            unit: The unit.
-            steps: One for each buffer; see Gradients.reduce.
-            done: Called when that is over, before the backward pass is.
+        ``done`` is called when that is over, before the backward pass is.
         """
         reduction = _Reduction(unit, steps, done)
         if not unit.group.options.overlap.reduce_grads:
@@ -250,7 +217,8 @@ class Schedule:
         self._task = -1
         self._inside.clear()
         for order in (*self._forwards.values(), self._backward):
-            order.go_back(self._known_before.get(order, ()))
+            order.known = self._known_before.get(order, ())
+            order.begin()
         self._iteration_is_over = True
         while self._prefetched:
             # Another rank may be gone: then its group is of no use any more, and whoever abandons

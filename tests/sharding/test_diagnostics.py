@@ -119,10 +119,10 @@ def test_table_has_every_parameter_with_its_place(ranks2: RankPool) -> None:
                 row for row in table.rows if (row.unit, row.buffer) == (buffer.unit, buffer.buffer)
             ]
             assert sum(row.weight_bytes for row in inside) <= buffer.weight_bytes
-            assert buffer.trainable == (buffer.grad_bytes > 0 or buffer.weight_bytes == 0)
+            assert buffer.plan.trainable == (buffer.grad_bytes > 0 or buffer.weight_bytes == 0)
         assert re.search(r"\(root\) buffer \d: optim_grads_params, 2 ranks x", result["text"])
         assert "blocks.0.up.weight [24, 8]: " in result["text"]
-    sharded = {(b.unit, b.buffer) for b in tables[0].buffers if b.num_ranks == 2}
+    sharded = {(b.unit, b.buffer) for b in tables[0].buffers if b.plan.layout.num_ranks == 2}
     assert sharded
     for one, other in zip(tables[0].rows, tables[1].rows, strict=True):
         assert (one.name, one.offset, one.shape) == (other.name, other.offset, other.shape)

@@ -217,7 +217,7 @@ def looked_at(outer: str) -> dict[str, Any]:
     return {
         "name": held[0][0],
         "nonfinite": [str(found) for found in diagnostics.find_nonfinite(model)],
-        "ranks": {row.num_ranks for row in table.buffers},
+        "ranks": {row.plan.layout.num_ranks for row in table.buffers},
         "rows": {row.name: (row.first_row, row.num_rows) for row in table.rows},
         "shapes": {row.name: row.shape for row in table.rows},
         "bytes": sum(row.weight_bytes + row.grad_bytes for row in table.buffers),

@@ -3,36 +3,26 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-import graphfsdp
 from graphfsdp.base.collectives import Transfer, all_gather_, all_reduce_, reduce_scatter_
 from graphfsdp.config import OverlapPolicy
 from graphfsdp.errors import ConfigError, PhaseError
 from graphfsdp.sharding.module import unit_of
-from helpers import set_lr
 from overlap_helpers import inputs, make_stack
 from ranks import RankPool, rank_device
 from sharding_helpers import (
     STRATEGIES,
-    Training,
     adam,
     assert_replayed,
     assert_same_training,
-    batches,
     buffers,
-    full_parameters,
-    learning_rate,
     make_net,
-    my_part,
     raises_on_rank,
     train,
 )
@@ -73,61 +63,6 @@ def test_overlap_changes_no_bit_where_weights_are_kept(ranks2: RankPool) -> None
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_overlap_changes_no_bit_on_gpus(gpu_ranks: RankPool, strategy: str) -> None:
     gpu_ranks.run(overlapped_runs, strategy, 3, True)
-
-
-def random_combinations(seed: int) -> None:
-    """Strategies, microbatches, precision, parts of the policy, evaluation in between."""
-
-    @settings(max_examples=4 if seed else 2, derandomize=True, deadline=None, database=None)
-    @given(
-        strategy=st.sampled_from(STRATEGIES[1:]),
-        microbatches=st.sampled_from((1, 3)),
-        policy=st.builds(OverlapPolicy, *[st.booleans()] * 4),
-        bf16=st.booleans(),
-        evaluates=st.booleans(),
-        recomputes=st.booleans(),
-    )
-    def check(
-        strategy: str,
-        microbatches: int,
-        policy: OverlapPolicy,
-        bf16: bool,
-        evaluates: bool,
-        recomputes: bool,
-    ) -> None:
-        runs = []
-        precision = graphfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
-        for overlap in (False, policy):
-            pooled = overlap is not False
-            model: Any = make_net(
-                strategy, dropout=0.2, mp_policy=precision, overlap=overlap, buffer_pool=pooled
-            )
-            if recomputes:
-                for block in model.blocks:
-                    block.forward = partial(graphfsdp.recompute, block.forward)
-            torch.manual_seed(dist.get_rank())
-            optim = adam(model)
-            result = Training()
-            scope = "none" if seed else "full_iteration"
-            with graphfsdp.capture(
-                model, optim, microbatches=microbatches, scope=scope, max_grad_norm=1.0
-            ) as step:
-                for index, batch in enumerate(batches(6)):
-                    set_lr(optim, learning_rate(index))
-                    result.losses.append(step(*my_part(batch)))
-                    if evaluates:
-                        with torch.no_grad():
-                            result.losses.append(model(*my_part(batch)))
-                result.params = full_parameters(model)
-            runs.append(result)
-        assert_same_training(*runs)
-
-    check()
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_combinations_change_no_bit(ranks2: RankPool, seed: int) -> None:
-    ranks2.run(random_combinations, seed, limit_s=150)
 
 
 # ---------------------------------------------------------------- odd uses

@@ -1,14 +1,12 @@
 """Captured training of sharded models: against eager, an unsharded run, and DDP."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from helpers import NUM_STEPS, set_lr
@@ -16,7 +14,6 @@ from ranks import RankPool, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Block,
-    Net,
     Training,
     adam,
     assert_replayed,
@@ -139,50 +136,6 @@ def dropout_runs(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_dropout_replays_as_eager_draws(ranks2: RankPool, strategy: str) -> None:
     ranks2.run(dropout_runs, strategy)
-
-
-class Checkpointed(Net):
-    """Recomputes units, or the inside of units, in the backward pass."""
-
-    def __init__(self, inside: bool) -> None:
-        super().__init__()
-        self.inside = inside
-        if inside:
-            for block in self.blocks:
-                block.forward = _recomputed(block.forward)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden) if self.inside else _recomputed(block)(hidden)
-        out: Tensor = self.head(hidden) * self.scale + self.empty.sum() + self.frozen.sum() * 0.01
-        return out
-
-
-def _recomputed(function: Any) -> Any:
-    def run(x: Tensor) -> Any:
-        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-
-    return run
-
-
-def checkpointed_runs(strategy: str, inside: bool) -> Training:
-    runs = []
-    for scope in ("none", "full_iteration"):
-        torch.manual_seed(0)
-        model = shard(Checkpointed(inside).to(rank_device()), strategy)
-        runs.append(train(model, adam(model), scope=scope, microbatches=3))
-    assert_same_training(*runs)
-    assert_replayed(runs[1])
-    return runs[1]
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["around_units", "inside_units"])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_activation_recompute_changes_nothing(
-    ranks2: RankPool, strategy: str, inside: bool
-) -> None:
-    assert_close_to_reference(ranks2.run(checkpointed_runs, strategy, inside), reference())
 
 
 class Twice(nn.Module):

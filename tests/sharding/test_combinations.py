@@ -1,0 +1,160 @@
+"""Combinations that hypothesis picks of what sharding offers: captured equals a plain eager run."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from test_sharded_recompute import Recomputing
+
+import graphfsdp
+from graphfsdp.config import OverlapPolicy
+from parallel_models import (
+    TP_AXES,
+    assert_trains_as_one,
+    expert_parallel,
+    part_of_axis,
+    plain_model,
+    tensor_parallel,
+    train_parts,
+    whole_batches,
+)
+from ranks import RankPool, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    Training,
+    adam,
+    assert_replayed,
+    assert_same_training,
+    batches,
+    hybrid_mesh,
+    my_part,
+    on_meta,
+    shard,
+    train,
+)
+
+POLICIES = {
+    "fp32": graphfsdp.MixedPrecisionPolicy(),
+    "bf16": graphfsdp.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, grad_comm_dtype=torch.float32
+    ),
+    "bf16_comm": graphfsdp.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16
+    ),
+    "decoupled": graphfsdp.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16, use_decoupled_grad=True
+    ),
+}
+# Who runs what again in the backward pass, and with how much dropout.
+WAYS = (("block_reentrant", 0.0), ("segment_ours", 0.3), ("part_ours", 0.3), ("none", 0.3))
+OPTIONS = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from(STRATEGIES),
+        "outer": st.sampled_from(["none", "no_shard", "optim"]),
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "microbatches": st.sampled_from([1, 3]),
+        "recomputes": st.sampled_from(WAYS),
+        "meta": st.booleans(),
+        "overlap": st.builds(OverlapPolicy, *[st.booleans()] * 4),
+        "pool": st.booleans(),
+        "reshard_after_forward": st.booleans(),
+        "evaluates": st.booleans(),
+    }
+)
+
+
+def combined(options: dict[str, Any], *, plain: bool) -> Training:
+    """Train; ``plain`` is eager, from constructors, keeps activations and overlaps nothing."""
+    meta = options["meta"] and not plain
+    way, dropout = options["recomputes"]
+    torch.manual_seed(0)
+    make = functools.partial(Recomputing, "none" if plain else way, dropout)
+    model = on_meta(make) if meta else make().to(rank_device())
+    policy = POLICIES[options["policy"]]
+    faster: dict[str, Any] = {
+        "overlap": not plain and options["overlap"],
+        "buffer_pool": not plain and options["pool"],
+        "reshard_after_forward": options["reshard_after_forward"],
+    }
+    if options["outer"] != "none":
+        num_inner = dist.get_world_size() // 2
+        faster |= {"mesh": hybrid_mesh((2, num_inner)), "outer_strategy": options["outer"]}
+    shard(model, options["strategy"], mp_policy=policy, **faster)
+    if meta:
+        graphfsdp.materialize(model)
+    extra: dict[str, Any] = {"use_decoupled_grad": True} if policy.use_decoupled_grad else {}
+    optim = adam(model, **extra)
+    if options["evaluates"] and not plain:
+        model.eval()
+        with torch.no_grad():
+            model(*my_part(batches(1)[0]))
+        model.train()
+    torch.manual_seed(dist.get_rank())
+    scope = "none" if plain else "full_iteration"
+    return train(
+        model, optim, scope=scope, microbatches=options["microbatches"], skip_nonfinite=True
+    )
+
+
+def compare(options: dict[str, Any]) -> None:
+    captured = combined(options, plain=False)
+    assert_same_training(combined(options, plain=True), captured)
+    assert_replayed(captured)
+
+
+def check(pool: RankPool, max_examples: int) -> None:
+    # Without shrinking: each example starts two trainings on every rank.
+    @settings(max_examples=max_examples, deadline=None, phases=[Phase.generate])
+    @given(OPTIONS)
+    def each(options: dict[str, Any]) -> None:
+        if options["strategy"] == "no_shard" and options["outer"] == "optim":
+            options = options | {"outer": "no_shard"}  # refused by name
+        pool.run(compare, options)
+
+    each()
+
+
+def test_combinations_on_two_ranks_change_no_bit(ranks2: RankPool) -> None:
+    check(ranks2, 4)
+
+
+def test_combinations_on_four_ranks_change_no_bit(ranks4: RankPool) -> None:
+    check(ranks4, 3)
+
+
+def model_parallel(kind: str, strategy: str, outer: str | None, microbatches: int) -> None:
+    """Captured equals eager bit for bit, and both the whole model in float64."""
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    runs = []
+    for scope in ("none", "full_iteration"):
+        if kind == "expert":
+            model = expert_parallel(strategy)
+            parts = [list(my_part(batch)) for batch in whole_batches()[:7]]
+        else:
+            model = tensor_parallel(strategy, sequence=kind == "sequence", outer=outer)
+            parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:7]]
+        runs.append(train_parts(model, parts, scope=scope, microbatches=microbatches))
+    assert_same_training(*runs)
+    plain = plain_model("mixture" if kind == "expert" else "feed")
+    expected = train_parts(plain, whole_batches()[:7], scope="none")
+    group = dist.group.WORLD if kind == "expert" else mesh.get_group("dp")
+    assert group is not None
+    assert_trains_as_one(runs[1], expected, group)
+
+
+def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None:
+    @settings(max_examples=2, deadline=None, phases=[Phase.generate])
+    @given(
+        kind=st.sampled_from(["feed", "sequence", "expert"]),
+        strategy=st.sampled_from(STRATEGIES),
+        outer=st.sampled_from([None, "no_shard", "optim"]),
+        microbatches=st.sampled_from([1, 3]),
+    )
+    def each(kind: str, strategy: str, outer: str | None, microbatches: int) -> None:
+        outer = "no_shard" if strategy == "no_shard" and outer else outer
+        ranks4.run(model_parallel, kind, strategy, outer, microbatches)
+
+    each()
