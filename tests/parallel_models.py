@@ -32,10 +32,13 @@ from sharding_helpers import (
     MAX_NORM,
     VOCABULARY,
     Training,
+    assert_replayed,
+    assert_same_training,
     batches,
     full_parameters,
     hybrid_mesh,
     learning_rate,
+    my_part,
 )
 
 WIDTH = 8
@@ -278,3 +281,27 @@ def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGrou
 def whole_batches() -> list[tuple[Tensor, Tensor]]:
     """Return the batches of a run."""
     return batches(NUM_STEPS)
+
+
+def trains_as_one(
+    kind: str, strategy: str, outer: str | None, microbatches: int, num_calls: int | None = None
+) -> None:
+    """Captured equals eager bit for bit, and both the whole model in float64."""
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    runs = []
+    for scope in ("none", "full_iteration"):
+        if kind == "expert":
+            model = expert_parallel(strategy)
+            parts = [list(my_part(batch)) for batch in whole_batches()[:num_calls]]
+        else:
+            model = tensor_parallel(strategy, sequence=kind == "sequence", outer=outer)
+            parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:num_calls]]
+        runs.append(train_parts(model, parts, scope=scope, microbatches=microbatches))
+    assert_same_training(*runs)
+    if num_calls is None:
+        assert_replayed(runs[1])
+    plain = plain_model("mixture" if kind == "expert" else "feed")
+    expected = train_parts(plain, whole_batches()[:num_calls], scope="none")
+    group = dist.group.WORLD if kind == "expert" else mesh.get_group("dp")
+    assert group is not None
+    assert_trains_as_one(runs[1], expected, group)

@@ -245,6 +245,19 @@ def assert_replayed(training: Training) -> None:
     assert training.report.num_calls["replay"] == len(training.losses) - 4 >= 10
 
 
+def replayed_as_eager(
+    make: Callable[[], nn.Module], optimizer: str = "fused_adam", **options: Any
+) -> Training:
+    """Train eagerly and captured, which must agree bit for bit; return the captured run."""
+    runs = []
+    for scope in ("none", "full_iteration"):
+        model = make()
+        runs.append(train(model, adam(model, optimizer), scope=scope, **options))
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    return runs[1]
+
+
 @contextmanager
 def raises_on_rank(kind: type[BaseException]) -> Iterator[list[str]]:
     """Expect an exception; its message is put into the list that this yields."""

@@ -67,34 +67,24 @@ def test_microbatches_average_gradients_and_losses(device: torch.device) -> None
         torch.testing.assert_close(grads[1], grads[other], rtol=1e-5, atol=1e-7)
 
 
-def test_keyword_arguments_may_come_in_any_order(device: torch.device) -> None:
+@pytest.mark.parametrize("in_a_dictionary", [False, True])
+def test_keys_of_a_batch_may_come_in_any_order(in_a_dictionary: bool, device: torch.device) -> None:
     model = Squared(nn.Linear(WIDTH, 3)).to(device)
 
-    def loss_fn(model: nn.Module, *, x: Tensor, weight: Tensor) -> Tensor:
-        loss: Tensor = model(x) * weight
+    def loss_fn(model: nn.Module, batch: Any = None, **kwargs: Tensor) -> Tensor:
+        given = batch if in_a_dictionary else kwargs
+        loss: Tensor = model(given["x"]) * given["weight"]
         return loss
+
+    def call(**given: Tensor) -> Any:
+        return step(given) if in_a_dictionary else step(**given)
 
     step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn)
     x, weight = torch.randn(4, WIDTH, device=device), torch.tensor(2.0, device=device)
     for _ in range(5):
-        step(x=x, weight=weight)
+        call(x=x, weight=weight)
     expected = 3.0 * model(x).detach()
-    assert torch.equal(step(weight=torch.tensor(3.0, device=device), x=x), expected)
-
-
-def test_dictionaries_in_a_batch_may_have_their_keys_in_any_order(device: torch.device) -> None:
-    model = Squared(nn.Linear(WIDTH, 3)).to(device)
-
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(batch["x"]) * batch["weight"]
-        return loss
-
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn)
-    x, weight = torch.randn(4, WIDTH, device=device), torch.tensor(2.0, device=device)
-    for _ in range(5):
-        step({"x": x, "weight": weight})
-    expected = 3.0 * model(x).detach()
-    assert torch.equal(step({"weight": torch.tensor(3.0, device=device), "x": x}), expected)
+    assert torch.equal(call(weight=torch.tensor(3.0, device=device), x=x), expected)
 
 
 def test_the_batch_is_moved_to_the_models_device(device: torch.device) -> None:

@@ -1,19 +1,16 @@
 """The pool of whole buffers: fixed places within the interval bound, and safe in every order."""
 
 import gc
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import graphfsdp
 from graphfsdp.sharding.buffer_pool import ALIGNMENT_BYTES, BufferPool, PoolStats
 from graphfsdp.sharding.module import unit_of
-from helpers import set_lr
 from overlap_helpers import NUM_BLOCKS, inputs, make_stack
 from ranks import RankPool
 from sharding_helpers import (
@@ -21,8 +18,6 @@ from sharding_helpers import (
     adam,
     assert_same_training,
     buffers,
-    full_parameters,
-    learning_rate,
     make_net,
     train,
 )
@@ -256,82 +251,3 @@ def test_the_pool_of_a_model_is_bounded(ranks2: RankPool, overlap: bool) -> None
         assert NUM_BLOCKS * 2 * block > stats.num_bytes
         # gloo's threads may hold a buffer a little longer than we do.
         assert stats.num_misses <= stats.num_hits // 10
-
-
-ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1], [0, 1, 2, 3])
-
-
-def changing_orders() -> tuple[int, int]:
-    seen = []
-    for pooled in (False, True):
-        model = make_stack(buffer_pool=pooled)
-        optim = adam(model)
-        values: list[Tensor] = []
-        aliases: list[tuple[Tensor, Tensor]] = []
-        handle = model.blocks[1].down.register_forward_hook(  # inside the unit: a whole weight
-            lambda module, args, out, kept=aliases: kept.append(
-                (module.weight.detach().t(), module.weight.detach().t().clone())
-            )
-        )
-        for index, x in enumerate(inputs(3 * len(ORDERS))):
-            model.order = ORDERS[index // 3]
-            set_lr(optim, learning_rate(index))
-            if index % 2:
-                with torch.no_grad():
-                    values += [model(x) for _ in range(index % 3)]
-            loss = model(x)
-            loss.backward()
-            values += [loss.detach(), graphfsdp.clip_grad_norm_(model, 0.5)]
-            optim.step()
-            optim.zero_grad()
-            for alias, copy in aliases:
-                assert torch.equal(alias, copy), "a whole weight that somebody kept"
-            del aliases[:-2]
-        handle.remove()
-        values += full_parameters(model).values()
-        seen.append(values)
-        stats = unit_of(model).schedule.pool.stats
-    for left, right in zip(*seen, strict=True):
-        assert torch.equal(left, right)
-    return stats.num_plans, stats.num_hits
-
-
-def test_changed_orders_evaluation_and_kept_weights_are_safe(ranks2: RankPool) -> None:
-    for num_plans, num_hits in ranks2.run(changing_orders):
-        assert num_plans >= 2
-        assert num_hits > 0
-
-
-class Failing(nn.Module):
-    """Raises in some forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise ValueError("as asked")
-        return x
-
-
-def failing_iterations() -> None:
-    model: Any = make_stack(buffer_pool=True)
-    plain: Any = make_stack(overlap=False)
-    guard = Failing()
-    model.blocks[2].dropout = guard
-    for index, x in enumerate(inputs(9)):
-        guard.fails = index % 3 == 2
-        if guard.fails:
-            with pytest.raises(ValueError, match="as asked"):
-                model(x)
-            model.abandon_iteration()
-            guard.fails = False
-        for each in (model, plain):
-            each(x).backward()
-        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(left.grad.to_local(), right.grad.to_local())
-
-
-def test_failures_leave_the_pool_usable(ranks2: RankPool) -> None:
-    ranks2.run(failing_iterations)

@@ -11,16 +11,6 @@ from test_sharded_recompute import Recomputing
 
 import graphfsdp
 from graphfsdp.config import OverlapPolicy
-from parallel_models import (
-    TP_AXES,
-    assert_trains_as_one,
-    expert_parallel,
-    part_of_axis,
-    plain_model,
-    tensor_parallel,
-    train_parts,
-    whole_batches,
-)
 from ranks import RankPool, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -123,38 +113,3 @@ def test_combinations_on_two_ranks_change_no_bit(ranks2: RankPool) -> None:
 
 def test_combinations_on_four_ranks_change_no_bit(ranks4: RankPool) -> None:
     check(ranks4, 3)
-
-
-def model_parallel(kind: str, strategy: str, outer: str | None, microbatches: int) -> None:
-    """Captured equals eager bit for bit, and both the whole model in float64."""
-    mesh = hybrid_mesh((2, 2), TP_AXES)
-    runs = []
-    for scope in ("none", "full_iteration"):
-        if kind == "expert":
-            model = expert_parallel(strategy)
-            parts = [list(my_part(batch)) for batch in whole_batches()[:7]]
-        else:
-            model = tensor_parallel(strategy, sequence=kind == "sequence", outer=outer)
-            parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:7]]
-        runs.append(train_parts(model, parts, scope=scope, microbatches=microbatches))
-    assert_same_training(*runs)
-    plain = plain_model("mixture" if kind == "expert" else "feed")
-    expected = train_parts(plain, whole_batches()[:7], scope="none")
-    group = dist.group.WORLD if kind == "expert" else mesh.get_group("dp")
-    assert group is not None
-    assert_trains_as_one(runs[1], expected, group)
-
-
-def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None:
-    @settings(max_examples=2, deadline=None, phases=[Phase.generate])
-    @given(
-        kind=st.sampled_from(["feed", "sequence", "expert"]),
-        strategy=st.sampled_from(STRATEGIES),
-        outer=st.sampled_from([None, "no_shard", "optim"]),
-        microbatches=st.sampled_from([1, 3]),
-    )
-    def each(kind: str, strategy: str, outer: str | None, microbatches: int) -> None:
-        outer = "no_shard" if strategy == "no_shard" and outer else outer
-        ranks4.run(model_parallel, kind, strategy, outer, microbatches)
-
-    each()

@@ -201,27 +201,6 @@ def test_an_optimizer_made_before_keeps_its_groups(ranks2: RankPool, name: str) 
     ranks2.run(optimizer_made_before, name)
 
 
-def scheduled() -> None:
-    """A scheduler that is made over the optimizer works with captured steps."""
-    results = []
-    for scope in ("none", "full_iteration"):
-        model = make_net("optim_grads_params")
-        optim = FusedAdam(model.parameters(), lr=0.02)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 10)
-        with graphfsdp.capture(model, optim, scope=scope) as step:
-            for batch in batches(10):
-                step(*my_part(batch))
-                schedule.step()
-        assert optim.param_groups[0]["lr"] < 1e-6
-        results.append(full_parameters(model))
-    for name, whole in results[0].items():
-        assert torch.equal(whole, results[1][name]), name
-
-
-def test_a_scheduler_works(ranks2: RankPool) -> None:
-    ranks2.run(scheduled)
-
-
 def contenders() -> list[list[Tensor]]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
     case, source = batch_source(

@@ -46,17 +46,19 @@ def overlapped_runs(strategy: str, microbatches: int, reshard: bool) -> None:
     assert counts["graphfsdp.wait_.default"] > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_overlap_changes_no_bit(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(overlapped_runs, strategy, 1, True)
-
-
-def test_overlap_changes_no_bit_on_four_ranks_with_microbatches(ranks4: RankPool) -> None:
-    ranks4.run(overlapped_runs, "optim_grads_params", 3, True)
-
-
-def test_overlap_changes_no_bit_where_weights_are_kept(ranks2: RankPool) -> None:
-    ranks2.run(overlapped_runs, "optim_grads_params", 3, False)
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "microbatches", "reshard"),
+    [
+        *((2, strategy, 1, True) for strategy in STRATEGIES),
+        (2, "optim_grads_params", 3, False),
+        (4, "optim_grads_params", 3, True),
+    ],
+)
+def test_overlap_changes_no_bit(
+    request: pytest.FixtureRequest, num_ranks: int, strategy: str, microbatches: int, reshard: bool
+) -> None:
+    pool = request.getfixturevalue(f"ranks{num_ranks}")
+    pool.run(overlapped_runs, strategy, microbatches, reshard)
 
 
 @pytest.mark.gpu
@@ -118,9 +120,9 @@ def failing(module: nn.Module, *, in_backward: bool) -> Iterator[None]:
         handle.remove()
 
 
-def failures_in_between() -> None:
+def failures_in_between(pooled: bool) -> None:
     """Every rank fails in the middle, with gathers and reductions under way; then all goes on."""
-    model, plain = make_stack(), make_stack(overlap=False)
+    model, plain = make_stack(buffer_pool=pooled), make_stack(overlap=False)
     for index, x in enumerate(inputs(8)):
         if index in (2, 4):
             with failing(model.blocks[2].norm, in_backward=index == 4), pytest.raises(BoomError):
@@ -139,8 +141,9 @@ def failures_in_between() -> None:
             assert torch.equal(left, right), index
 
 
-def test_an_exception_with_collectives_under_way(ranks2: RankPool) -> None:
-    ranks2.run(failures_in_between)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_an_exception_with_collectives_under_way(ranks2: RankPool, pooled: bool) -> None:
+    ranks2.run(failures_in_between, pooled)
 
 
 def not_abandoned() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import graphfsdp
 from graphfsdp.sharding.gradients import Gradients
+from graphfsdp.sharding.module import unit_of
 from graphfsdp.sharding.schedule import Order
 from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
 from ranks import RankPool
@@ -98,13 +99,23 @@ def test_at_most_two_whole_gradient_buffers_are_alive(ranks2: RankPool) -> None:
 ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [0, 1, 2, 3, 1])
 
 
-def changing_orders() -> None:
-    """Another order in each iteration, evaluation in between: as without overlap."""
+def changing_orders() -> tuple[int, int]:
+    """Another order in each iteration, evaluation in between: as without overlap and pool.
+
+    Whole weights that somebody keeps are never overwritten.
+    """
     seen = []
-    for overlap in (False, True):
-        model = make_stack(overlap=overlap)
+    choices: list[dict[str, Any]] = [{"overlap": False}, {}, {"buffer_pool": True}]
+    for options in choices:
+        model = make_stack(**options)
         optim = adam(model)
-        values = []
+        values: list[Tensor] = []
+        aliases: list[tuple[Tensor, Tensor]] = []
+        model.blocks[1].down.register_forward_hook(  # inside the unit: a whole weight
+            lambda module, args, out, kept=aliases: kept.append(
+                (module.weight.detach().t(), module.weight.detach().t().clone())
+            )
+        )
         for index, x in enumerate(inputs(3 * len(ORDERS))):
             # Each order twice, so that the second time goes by what the first has recorded.
             model.order = ORDERS[(index // 2) % len(ORDERS)]
@@ -118,14 +129,20 @@ def changing_orders() -> None:
             optim.zero_grad()
             assert not any(buffer.is_prefetched for buffer in buffers(model))
             assert not any(buffer.full is not None for buffer in buffers(model))
+            assert all(torch.equal(alias, copy) for alias, copy in aliases)
+            del aliases[:-2]
         values += full_parameters(model).values()
         seen.append(values)
-    for left, right in zip(*seen, strict=True):
-        assert torch.equal(left, right)
+    for other in seen[1:]:
+        assert all(map(torch.equal, seen[0], other))
+    stats = unit_of(model).schedule.pool.stats
+    return stats.num_plans, stats.num_hits
 
 
 def test_a_changed_order_falls_back_and_is_right(ranks2: RankPool) -> None:
-    ranks2.run(changing_orders)
+    for num_plans, num_hits in ranks2.run(changing_orders):
+        assert num_plans >= 2
+        assert num_hits > 0
 
 
 def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:

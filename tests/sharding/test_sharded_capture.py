@@ -23,6 +23,7 @@ from sharding_helpers import (
     learning_rate,
     make_net,
     my_part,
+    replayed_as_eager,
     shard,
     train,
 )
@@ -31,16 +32,8 @@ from sharding_reference import assert_close_to_reference, reference
 MICROBATCHES = (1, 3)
 
 
-def both_scopes(strategy: str, microbatches: int, optimizer: str = "fused_adam") -> list[Training]:
-    """Train eagerly and captured; the two must agree bit for bit."""
-    runs = []
-    for scope in ("none", "full_iteration"):
-        model = make_net(strategy)
-        optim = adam(model, optimizer)
-        runs.append(train(model, optim, scope=scope, microbatches=microbatches))
-    assert_same_training(*runs)
-    assert_replayed(runs[1])
-    return runs[1:]
+def both_scopes(strategy: str, microbatches: int, optimizer: str = "fused_adam") -> Training:
+    return replayed_as_eager(lambda: make_net(strategy), optimizer, microbatches=microbatches)
 
 
 def check_strategies(
@@ -48,7 +41,7 @@ def check_strategies(
 ) -> None:
     for strategy in strategies:
         results = pool.run(both_scopes, strategy, microbatches, optimizer)
-        assert_close_to_reference([training for (training,) in results], reference())
+        assert_close_to_reference(results, reference())
 
 
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
@@ -117,25 +110,6 @@ def same_as_ddp() -> None:
 def test_no_shard_equals_ddp_bit_for_bit(ranks2: RankPool) -> None:
     """Two ranks: a + b is b + a, and halving is exact, so the order of additions is no matter."""
     ranks2.run(same_as_ddp)
-
-
-def dropout_runs(strategy: str) -> None:
-    runs = []
-    for scope in ("none", "full_iteration"):
-        model = make_net(strategy, dropout=0.3)
-        torch.manual_seed(10 + dist.get_rank())
-        runs.append(train(model, adam(model), scope=scope))
-    assert_same_training(*runs)
-    assert_replayed(runs[1])
-    model = make_net(strategy, dropout=0.3)
-    torch.manual_seed(20 + dist.get_rank())
-    other = train(model, adam(model), scope="none")
-    assert not torch.equal(other.losses[0], runs[0].losses[0]), "dropout does nothing"
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_dropout_replays_as_eager_draws(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(dropout_runs, strategy)
 
 
 class Twice(nn.Module):

@@ -52,7 +52,11 @@ def full_tensors(strategy: str) -> None:
     expected = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
+        assert param.shape == expected[name].shape
         assert torch.equal(param.full_tensor(), expected[name]), name
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.equal(value.full_tensor(), plain.state_dict()[name]), f"state_dict: {name}"
     model(*my_part(batches(1)[0])).backward()
     by_hand = gradients(model)
     for unit in units(model):
@@ -69,21 +73,6 @@ def full_tensors(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_full_tensor_is_right_for_uneven_rows(ranks2: RankPool, strategy: str) -> None:
     ranks2.run(full_tensors, strategy)
-
-
-def full_tensors_of_copies(strategy: str) -> None:
-    model = make_net(strategy)
-    expected = make_net(None).state_dict()
-    for name, param in model.named_parameters():
-        assert param.shape == expected[name].shape, f"{name} has shape {tuple(param.shape)}"
-    for name, value in model.state_dict().items():
-        assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor(), expected[name]), f"{name} of the state_dict"
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_state_dict_holds_right_full_tensors(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(full_tensors_of_copies, strategy)
 
 
 class Scaled(nn.Module):

@@ -1,10 +1,12 @@
-"""Parameters that torch's parallelize_module has cut, sharded on top: 2 x 2 ranks."""
+"""Tensor and expert parallelism, sharded on top: 2 x 2 ranks."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,49 +16,51 @@ from graphfsdp import ConfigError
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.sharding import diagnostics
 from parallel_models import (
+    EP_AXES,
+    NUM_EXPERTS,
     TP_AXES,
-    assert_trains_as_one,
+    expert_parallel,
     part_of_axis,
     plain_model,
     tensor_parallel,
-    train_parts,
+    trains_as_one,
     whole_batches,
 )
 from ranks import RankPool
 from sharding_helpers import (
-    Training,
-    assert_replayed,
-    assert_same_training,
+    STRATEGIES,
     hybrid_mesh,
     raises_on_rank,
     units,
 )
 
 
-def both_scopes(strategy: str, sequence: bool, microbatches: int) -> None:
-    mesh = hybrid_mesh((2, 2), TP_AXES)
-    parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()]
-    runs: list[Training] = []
-    for scope in ("none", "full_iteration"):
-        model = tensor_parallel(strategy, sequence=sequence)
-        runs.append(train_parts(model, parts, scope=scope, microbatches=microbatches))
-    assert_same_training(*runs)
-    assert_replayed(runs[1])
-    plain = train_parts(plain_model("feed"), whole_batches(), scope="none")
-    assert_trains_as_one(runs[1], plain, mesh.get_group("dp"))
-
-
 @pytest.mark.parametrize(
-    ("strategy", "sequence", "microbatches"),
+    ("kind", "strategy", "microbatches"),
     [
-        ("optim", False, 1),
-        ("optim_grads_params", True, 3),
+        *(("feed", "optim", 1), ("sequence", "optim_grads_params", 3)),
+        *(("expert", "no_shard", 1), ("expert", "optim_grads_params", 3)),
     ],
 )
-def test_parallelized_modules_train_as_one_rank_and_replay_as_eager(
-    ranks4: RankPool, strategy: str, sequence: bool, microbatches: int
+def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
+    ranks4: RankPool, kind: str, strategy: str, microbatches: int
 ) -> None:
-    ranks4.run(both_scopes, strategy, sequence, microbatches)
+    ranks4.run(trains_as_one, kind, strategy, None, microbatches)
+
+
+def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None:
+    @settings(max_examples=2, deadline=None, phases=[Phase.generate])
+    @given(
+        kind=st.sampled_from(["feed", "sequence", "expert"]),
+        strategy=st.sampled_from(STRATEGIES),
+        outer=st.sampled_from([None, "no_shard", "optim"]),
+        microbatches=st.sampled_from([1, 3]),
+    )
+    def each(kind: str, strategy: str, outer: str | None, microbatches: int) -> None:
+        outer = "no_shard" if strategy == "no_shard" and outer else outer
+        ranks4.run(trains_as_one, kind, strategy, outer, microbatches, 7)
+
+    each()
 
 
 def looked_at() -> dict[str, Any]:
@@ -158,7 +162,7 @@ class _OneWeight(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-def refusals() -> list[str]:
+def refused_cuts() -> list[str]:
     mesh = hybrid_mesh((2, 2), TP_AXES)
     other = hybrid_mesh((4,), ("all",))
     tp = mesh["tp"]
@@ -183,9 +187,56 @@ def refusals() -> list[str]:
 
 
 def test_meshes_and_cuts_that_do_not_fit_are_refused_by_name(ranks4: RankPool) -> None:
-    for one_mesh, default, same, uneven, partial in ranks4.run(refusals):
+    for one_mesh, default, same, uneven, partial in ranks4.run(refused_cuts):
         for message in (one_mesh, default, same):
             assert "parameter 'weight' lies on the mesh axes ('tp',)" in message
             assert "Remedy: make one mesh" in message
         assert "dim 0 of parameter 'weight' of shape (3, 2) is cut into 2 parts" in uneven
         assert "parameter 'weight' is Partial(sum) on mesh axis 0" in partial
+
+
+def refused_experts() -> list[str]:
+    mesh = hybrid_mesh((2, 2), EP_AXES)
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.ones(()))
+    linear = nn.Linear(2, 2)
+    found = []
+    for module, options in (
+        (linear, {"expert_axis": "experts"}),
+        (linear, {"expert_axis": "ep", "shard_axis": "ep"}),
+        (linear, {"expert_axis": "ep", "mesh": mesh["ep"]}),
+        (scalar, {"expert_axis": "ep"}),
+    ):
+        arguments: dict[str, Any] = {"mesh": mesh, **options}
+        with raises_on_rank(ConfigError) as messages:
+            graphfsdp.fully_shard(module, **arguments)
+        found += messages
+    uneven: Any = graphfsdp.fully_shard(
+        nn.Linear(2, 2 + mesh.get_local_rank("ep")), mesh, expert_axis="ep"
+    )
+    with raises_on_rank(ConfigError) as messages:
+        uneven.prepare_shards()
+    return [*found, *messages]
+
+
+def test_axes_and_experts_that_do_not_fit_are_refused_by_name(ranks4: RankPool) -> None:
+    for unknown, twice, alone, scalar, uneven in ranks4.run(refused_experts):
+        assert "the mesh has no axis 'experts'" in unknown
+        assert "expert_axis 'ep' is an axis to shard over" in twice
+        assert "the mesh has the expert axis 'ep' alone" in alone
+        assert "parameter 'scale' has no dimension" in scalar
+        assert "holds another model than rank" in uneven
+
+
+def whole_shapes() -> tuple[Any, Any]:
+    model = expert_parallel()
+    weight = model.blocks[1].experts.weight
+    return tuple(weight.shape), tuple(
+        part_of_axis([weight], hybrid_mesh((2, 2), EP_AXES), "ep")[0].shape
+    )
+
+
+def test_a_parameter_of_experts_has_the_shape_of_all_of_them(ranks4: RankPool) -> None:
+    for shape, part in ranks4.run(whole_shapes):
+        assert shape == (NUM_EXPERTS, 8, 8)
+        assert part[0] == NUM_EXPERTS // 2
