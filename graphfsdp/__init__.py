@@ -8,10 +8,10 @@ from graphfsdp._capture.step import CapturedStep as CapturedStep
 from graphfsdp.api import capture as capture
 from graphfsdp.base.buckets import Buckets as Buckets
 from graphfsdp.base.buckets import masked_mean as masked_mean
-from graphfsdp.base.clip import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.base.hazards import Hazard as Hazard
 from graphfsdp.base.hazards import HazardKind as HazardKind
 from graphfsdp.base.metric_ring import MetricRing as MetricRing
+from graphfsdp.base.norms import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.base.recomputation import recompute as recompute
 from graphfsdp.base.recomputation import recompute_contexts as recompute_contexts
 from graphfsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy

@@ -67,7 +67,6 @@ class _Lives(TorchDispatchMode):
         self.peak_bytes = 0
 
     def now(self) -> int:
-        """Return the bytes that live."""
         gone = [key for key, (ref, _) in self._live.items() if ref.expired()]
         for key in gone:
             self._total -= self._live.pop(key)[1]

@@ -81,12 +81,10 @@ class ModelPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share every unit."""
         return self.mesh.num_ranks
 
     @property
     def buffers(self) -> tuple[BufferPlan, ...]:
-        """Every flat buffer."""
         return tuple(buffer for unit in self.units for buffer in unit.buffers)
 
     @property

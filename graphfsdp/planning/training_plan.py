@@ -68,7 +68,6 @@ class TimeEstimate:
 
     @property
     def serial_ms(self) -> float:
-        """If nothing overlaps."""
         return self.compute_ms + self.communication_ms
 
 
@@ -90,8 +89,6 @@ def estimate_time(flops: float, collectives: Iterable[Collective], speeds: Speed
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """One kind of memory of one rank."""
-
     kind: str
     num_bytes: int
     exact: bool  # the layout decides it to the byte; else it is an estimate
@@ -100,8 +97,6 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training run will need."""
-
     config: TrainConfig
     model: ModelPlan
     batch: IterationBatch
@@ -113,7 +108,6 @@ class TrainingPlan:
     time: TimeEstimate  # from these speeds
 
     def memory(self) -> tuple[MemoryLine, ...]:
-        """Return the memory of the rank by kind."""
         model, batch = self.model, self.batch
         inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
         return (
@@ -134,7 +128,6 @@ class TrainingPlan:
         return sum(line.num_bytes for line in self.memory())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
         model = self.model
         return {
             "preset": self.config.preset,

@@ -107,7 +107,6 @@ class ShardBuffer:
         return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
 
     def placements(self, slot: Slot) -> list[Placement]:
-        """Return how a parameter lies on the mesh of the unit."""
         return self.mesh.placements(self.layout, slot, sharded=self.sharded)
 
     def load(self, slot: Slot, value: Tensor) -> None:
@@ -153,7 +152,6 @@ class ShardBuffer:
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether weights are being gathered ahead of their use."""
         return self._prefetched is not None
 
     def drop_prefetched(self) -> None:

@@ -43,11 +43,9 @@ class Gradients:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients wait to be reduced."""
         return self._full is not None or self._partial is not None
 
     def forget(self) -> None:
-        """Forget gradients that wait to be reduced."""
         self._full = None
         self._partial = None
         self._written.clear()

@@ -61,7 +61,6 @@ class ManagedParameter:
     awaited: nn.Parameter | None = None
 
     def as_seen(self, tensor: Tensor) -> Tensor:
-        """Return a whole weight as the module computes with it."""
         return tensor if self.axes is None else self.axes.as_seen(tensor)
 
     @property
@@ -71,7 +70,6 @@ class ManagedParameter:
         return self.axes.shape if whole and self.axes is not None else self.slot.shape
 
     def load(self, initial: Tensor) -> None:
-        """Keep this rank's rows of a value of the initial shape."""
         part = initial
         if self.axes is not None and self.axes.wraps:
             for dim, size in enumerate(self.slot.shape):
@@ -233,7 +231,6 @@ class ShardGroup:
 
     @property
     def awaits_values(self) -> bool:
-        """Whether some parameter was made on the meta device and has no values yet."""
         return any(item.awaited is not None for item in self.managed)
 
     def full_name(self, item: ManagedParameter) -> str:
@@ -291,22 +288,18 @@ class ShardGroup:
 
     @property
     def is_old(self) -> bool:
-        """Whether somebody has written weights since they were gathered."""
         return any(buffer.is_old for buffer in self.buffers)
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether weights are being gathered ahead of their use."""
         return any(buffer.is_prefetched for buffer in self.buffers)
 
     @property
     def trainable(self) -> list[ManagedParameter]:
-        """The parameters that get gradients."""
         return [item for item in self.managed if item.buffer.trainable]
 
     @property
     def has_pending_gradients(self) -> bool:
-        """Whether gradients of a backward pass wait for their reduction."""
         return any(b.gradients is not None and b.gradients.is_pending for b in self.buffers)
 
     def has_main_grads(self) -> bool:

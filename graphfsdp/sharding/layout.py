@@ -73,17 +73,14 @@ class Slot:
 
     @cached_property
     def row_numel(self) -> int:
-        """Number of elements of a row."""
         return math.prod(self.shape[1:])
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements."""
         return self.num_rows * self.row_numel
 
     @cached_property
     def end(self) -> int:
-        """First element of the buffer behind the slot."""
         return self.offset + self.numel
 
 
@@ -175,7 +172,6 @@ class BufferLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the parameters."""
         return sum(slot.numel for slot in self.slots)
 
     @property
@@ -264,8 +260,6 @@ def fsdp2_shard_numel(shape: Sequence[int], num_ranks: int) -> int:
 
 
 class _Planner:
-    """Plans buffers for one number of ranks and one alignment."""
-
     def __init__(self, num_ranks: int, alignment: int) -> None:
         self._num_ranks = num_ranks
         self._alignment = alignment

@@ -51,7 +51,6 @@ class UnitMesh:
 
     @property
     def num_outer(self) -> int:
-        """Number of ranks of the outer axis."""
         return 1 if self.outer is None else self.outer.size()
 
     @property
@@ -82,7 +81,6 @@ class UnitMesh:
         return self.groups if self.cuts_outside else (self.inner,)
 
     def placements(self, layout: BufferLayout, slot: Slot, *, sharded: bool) -> list[Placement]:
-        """Return how a parameter lies on the mesh of the DTensors."""
         if not sharded:
             return [Replicate() for _ in range(self.mesh.ndim)]
         borders = layout.borders(slot)
@@ -228,7 +226,6 @@ class ModelAxes:
 
     @property
     def all_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """A group for each axis."""
         return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
 
     def num_parts(self, dim: int) -> int:

@@ -37,7 +37,6 @@ class BufferDtypes:
 
     @classmethod
     def of(cls, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> "BufferDtypes":
-        """Return the element types for parameters of a dtype under a policy."""
         if not dtype.is_floating_point:
             return cls(dtype, dtype, dtype, dtype)
         main = policy.main_params_dtype or dtype
@@ -71,17 +70,14 @@ class BufferPlan:
 
     @property
     def main_numel(self) -> int:
-        """Elements of one rank's main weights, padding included."""
         return self.layout.shard_numel if self.sharded else self.layout.total_numel
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered weights, padding included."""
         return self.layout.total_numel * self.dtypes.compute.itemsize
 
     @property
     def full_grad_bytes(self) -> int:
-        """Bytes of the whole gradients that are reduced, padding included."""
         return self.layout.total_numel * self.dtypes.comm.itemsize if self.trainable else 0
 
 
@@ -92,7 +88,6 @@ def plan_buffers(
     strategy: ShardingStrategy,
     num_ranks: int,
 ) -> list[BufferPlan]:
-    """Return the flat buffers of one unit."""
     kinds: dict[tuple[torch.dtype, str, bool, bool], list[str]] = {}
     for name, param in params.items():
         # A scalar has no rows to share out: every rank holds it.

@@ -54,7 +54,6 @@ class Order:
         self._seen, self._follows = [], True
 
     def end(self) -> None:
-        """Remember the pass for the next one."""
         self.known = self._seen
         self.begin()
 
@@ -84,8 +83,6 @@ class Order:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A unit's gradients on their way."""
-
     unit: Scheduled
     steps: Sequence[Reducing]  # one for each buffer
     done: Callable[[], None] | None  # called when that is over
@@ -129,7 +126,6 @@ class Schedule:
         self.max_reductions = 0
 
     def enter_forward(self, unit: Scheduled) -> None:
-        """Note that a unit's forward begins."""
         if is_in_backward():
             return
         if not self._inside:
@@ -158,7 +154,6 @@ class Schedule:
             self._prefetch(upcoming)
 
     def leave_forward(self, unit: Scheduled) -> None:
-        """Note that a unit's forward has ended."""
         if unit not in self._inside:
             return
         # Inner units that an exception has kept from leaving are outside now as well.

@@ -157,7 +157,6 @@ class Unit:
             self._install([view for _, view in self.group.full_views()])
 
     def reshard(self) -> None:
-        """Put the sharded parameters back and drop the whole weights."""
         self.pinned = False
         self.group.reshard(outside=True)
         self._install_shards()
@@ -381,7 +380,6 @@ class Unshard(Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, unit: Unit) -> tuple[Tensor, ...]:
-        """Return the whole trainable weights."""
         ctx.unit = unit
         ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
         return tuple(view for item, view in unit.group.full_views() if item.buffer.trainable)
@@ -389,6 +387,5 @@ class Unshard(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        """Hand the unit all their gradients at once."""
         ctx.unit.take_gradients(grads)
         return None, None

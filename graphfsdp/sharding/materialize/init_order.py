@@ -33,11 +33,9 @@ class Entry:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is a buffer, not a parameter."""
         return self.attribute in self.module._buffers
 
     def tensor(self) -> Tensor:
-        """Return what the module holds now."""
         place = self.module._buffers if self.is_buffer else self.module._parameters
         held = place[self.attribute]
         assert held is not None
@@ -46,8 +44,6 @@ class Entry:
 
 @dataclass
 class Stop:
-    """A module to initialise."""
-
     name: str
     module: nn.Module
     own: Callable[[], object] | None  # its method that sets its values
@@ -113,7 +109,6 @@ class InitOrder:
         return InitOrder(tuple(stops), plain, kept)
 
     def names(self) -> list[str]:
-        """Return the full names of what is awaited."""
         return [entry.name for stop in self.stops for entry in stop.entries]
 
     def check(self) -> None:
