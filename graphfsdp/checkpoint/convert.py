@@ -19,7 +19,7 @@ from graphfsdp.checkpoint.parts import whole
 from graphfsdp.checkpoint.reading import CheckpointFiles
 from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.checkpoint.saving import Snapshot, write_snapshot
-from graphfsdp.checkpoint.values import decode
+from graphfsdp.checkpoint.values import Json, decode
 from graphfsdp.checkpoint.writing import objects_file
 from graphfsdp.errors import CheckpointError, ConfigError
 
@@ -164,15 +164,39 @@ def differences(left: Opened, right: Opened) -> Iterator[str]:
             line = _difference(left, right, key)
             if line is not None:
                 yield f"{key}: {line}"
-    for name in ("step", "aliases", "extra"):
-        if ours.facts.get(name) != theirs.facts.get(name):
-            yield f"{name}: {ours.facts.get(name)} and {theirs.facts.get(name)}"
-    yield from _optimizer_differences(left, right)
+    a, b = _facts(left), _facts(right)
+    for title in dict.fromkeys((*a, *b)):
+        if title not in a or title not in b:
+            yield f"{title}: only in {(left if title in a else right).path}"
+        elif a[title] != b[title]:
+            values = [
+                _readable(decode(raw, side.tensor))
+                for raw, side in ((a[title], left), (b[title], right))
+            ]
+            yield f"{title}: {values[0]} and {values[1]}"
     both = [opened.manifest.facts["objects"] for opened in (left, right)]
     for name in sorted({name for ranks in both for rank in ranks for name in rank}):
         digests = [{rank.get(name) for rank in ranks} for ranks in both]
         if digests[0] != digests[1]:
             yield f"objects: the state of {name!r} differs"
+
+
+def _facts(opened: Opened) -> dict[str, Json]:
+    """Return everything but tensors and objects, by what a line of the comparison begins with."""
+    facts = opened.manifest.facts
+    found = {name: facts.get(name) for name in ("step", "aliases", "extra")}
+    saved = facts.get("optimizer")
+    if saved is not None:
+        found["optimizer"] = saved["kind"]
+        found |= {f"optimizer: {key}": value for key, value in saved["rest"].items()}
+        for row, group in enumerate(saved["groups"]):
+            title = f"optimizer group {row}"
+            found |= {f"{title}: {key}": value for key, value in group["hyper"].items()}
+            found[f"{title}: parameters"] = group["params"]
+        for name, state in saved["state"].items():
+            title = f"optimizer state of {name!r}"
+            found |= {f"{title}: {key}": value for key, value in state.items()}
+    return found
 
 
 def _difference(left: Opened, right: Opened, key: str) -> str | None:
@@ -186,46 +210,6 @@ def _difference(left: Opened, right: Opened, key: str) -> str | None:
         return None
     distance = (x.double() - y.double()).abs().max()
     return f"{count} of {x.numel()} elements differ, by at most {float(distance):.3g}"
-
-
-def _optimizer_differences(left: Opened, right: Opened) -> Iterator[str]:
-    a, b = (opened.manifest.facts.get("optimizer") for opened in (left, right))
-    if a is None or b is None:
-        if a is not b:
-            yield f"optimizer: only in {(left if b is None else right).path}"
-        return
-    if a["kind"] != b["kind"]:
-        yield f"optimizer: {a['kind']} and {b['kind']}"
-    if len(a["groups"]) != len(b["groups"]):
-        yield f"optimizer: {len(a['groups'])} and {len(b['groups'])} parameter groups"
-    for row, (one, other) in enumerate(zip(a["groups"], b["groups"], strict=False)):
-        title = f"optimizer group {row}"
-        yield from _item_differences(title, (left, one["hyper"]), (right, other["hyper"]))
-        if set(one["params"]) != set(other["params"]):
-            names = sorted({*one["params"]} ^ {*other["params"]})
-            yield f"{title}: not in both: {', '.join(names)}"
-        elif one["params"] != other["params"]:
-            yield f"{title}: its parameters are in another order"
-    yield from _item_differences("optimizer", (left, a["rest"]), (right, b["rest"]))
-    for name in dict.fromkeys((*a["state"], *b["state"])):
-        states = a["state"].get(name), b["state"].get(name)
-        if None in states and states[0] is not states[1]:
-            yield f"optimizer: only one has a state of {name!r}"
-        elif states[0] != states[1]:
-            title = f"optimizer state of {name!r}"
-            yield from _item_differences(title, (left, states[0]), (right, states[1]))
-
-
-def _item_differences(
-    title: str, one: tuple[Opened, dict[str, Any]], other: tuple[Opened, dict[str, Any]]
-) -> Iterator[str]:
-    """Yield a line for each item of two dicts, as the manifests have them, that differs."""
-    for key in dict.fromkeys((*one[1], *other[1])):
-        if key not in one[1] or key not in other[1]:
-            yield f"{title}: {key!r} only in {(one if key in one[1] else other)[0].path}"
-        elif one[1][key] != other[1][key]:
-            values = [_readable(decode(raw[key], opened.tensor)) for opened, raw in (one, other)]
-            yield f"{title}: {key}: {values[0]} and {values[1]}"
 
 
 def _readable(value: Any) -> str:

@@ -38,127 +38,108 @@ class Preset:
         return self.config.preset
 
 
-def _gpt2(name: str, num_layers: int, hidden_size: int, num_attention_heads: int) -> TrainConfig:
-    """Return a run of a GPT-2 size; the vocabulary is padded to a multiple of 128."""
-    return TrainConfig(
-        preset=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        position_embedding_type="learned_absolute",
-        normalization="LayerNorm",
-        swiglu=False,
-        disable_bias_linear=False,
-        vocab_size=50304,
-        seq_length=1024,
-        micro_batch_size=8,
-        train_iters=1000,
-        lr=6e-4,
-        lr_warmup_iters=100,
-        min_lr=6e-5,
-    )
+# The vocabulary is padded to a multiple of 128.
+_GPT2 = TrainConfig(
+    position_embedding_type="learned_absolute",
+    normalization="LayerNorm",
+    swiglu=False,
+    disable_bias_linear=False,
+    vocab_size=50304,
+    seq_length=1024,
+    micro_batch_size=8,
+    train_iters=1000,
+    lr=6e-4,
+    lr_warmup_iters=100,
+    min_lr=6e-5,
+)
+_LLAMA = TrainConfig(
+    untie_embeddings_and_output_weights=True,
+    vocab_size=32000,
+    seq_length=2048,
+    micro_batch_size=4,
+    train_iters=1000,
+    lr=3e-4,
+    lr_warmup_iters=100,
+    min_lr=3e-5,
+)
+# Source: Grattafiori et al. 2024, table 3 (arXiv:2407.21783).
+_LLAMA3 = replace(
+    _LLAMA,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    rotary_base=500_000.0,
+    vocab_size=128_256,
+    seq_length=8192,
+    micro_batch_size=1,
+    bf16=True,
+)
 
 
-def _llama(
-    name: str, num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int
+def _sized(
+    style: TrainConfig,
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    num_attention_heads: int,
+    ffn_hidden_size: int | None = None,
 ) -> TrainConfig:
-    """Return a run in the style of Llama: RoPE, RMSNorm, SwiGLU, untied, no bias."""
-    return TrainConfig(
-        preset=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        ffn_hidden_size=ffn_hidden_size,
-        untie_embeddings_and_output_weights=True,
-        vocab_size=32000,
-        seq_length=2048,
-        micro_batch_size=4,
-        train_iters=1000,
-        lr=3e-4,
-        lr_warmup_iters=100,
-        min_lr=3e-5,
-    )
-
-
-def _llama3(
-    name: str, num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int
-) -> TrainConfig:
-    """Return a run in the shape of Llama 3: keys shared by groups of queries.
-
-    Source: Grattafiori et al. 2024, table 3 (arXiv:2407.21783).
-    """
-    return TrainConfig(
-        preset=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        num_query_groups=8,
-        ffn_hidden_size=ffn_hidden_size,
-        untie_embeddings_and_output_weights=True,
-        rotary_base=500_000.0,
-        vocab_size=128_256,
-        seq_length=8192,
-        micro_batch_size=1,
-        train_iters=1000,
-        lr=3e-4,
-        lr_warmup_iters=100,
-        min_lr=3e-5,
-        bf16=True,
-    )
-
-
-def _mlperf_llama31_8b() -> TrainConfig:
-    """Return the run of MLPerf's benchmark of that name, at its smallest global batch.
-
-    What its data are (C4, tokenized for Llama 3.1) is for ``--data`` to say.
-
-    Source: rules of mlperf_logging 4.1.68 for training 6.1.0, closed division, and its reference
-    convergence points (learning rate 4e-4 and 256 samples of warm-up at 16 sequences).
-    """
     return replace(
-        _llama3("llama31-8b-mlperf", 32, 4096, 32, 14336),
-        global_batch_size=16,
-        train_iters=1_200_000,
-        lr=4e-4,
-        lr_warmup_iters=16,
-        min_lr=4e-5,
-        adam_eps=1e-5,
-        eval_interval=768,
-        eval_iters=1024,
-        sample_tokens=0,
-        target_loss=3.3,
-        mllog_benchmark="llama31_8b",
+        style,
+        preset=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        ffn_hidden_size=ffn_hidden_size,
     )
 
+
+# Source: rules of mlperf_logging 4.1.68 for training 6.1.0, closed division, and its reference
+# convergence points (learning rate 4e-4 and 256 samples of warm-up at 16 sequences, the smallest
+# global batch). What its data are (C4, tokenized for Llama 3.1) is for --data to say.
+_MLPERF_LLAMA31_8B = replace(
+    _sized(_LLAMA3, "llama31-8b-mlperf", 32, 4096, 32, 14336),
+    global_batch_size=16,
+    train_iters=1_200_000,
+    lr=4e-4,
+    lr_warmup_iters=16,
+    min_lr=4e-5,
+    adam_eps=1e-5,
+    eval_interval=768,
+    eval_iters=1024,
+    sample_tokens=0,
+    target_loss=3.3,
+    mllog_benchmark="llama31_8b",
+)
+_TINY = TrainConfig(
+    preset="tiny",
+    hidden_size=64,
+    num_attention_heads=4,
+    position_embedding_type="learned_absolute",
+    normalization="LayerNorm",
+    swiglu=False,
+    disable_bias_linear=False,
+    seq_length=32,
+    micro_batch_size=4,
+    train_iters=2000,
+    eval_interval=500,
+    log_interval=100,
+)
 
 PRESETS = (
     Preset(TrainConfig(), "about two minutes on two CPU cores"),
+    Preset(_TINY, "4 layers, width 64, 4 x 32 tokens: bound by launches, not by arithmetic"),
+    Preset(_sized(_GPT2, "gpt2-124m", 12, 768, 12), "GPT-2's smallest"),
+    Preset(_sized(_GPT2, "gpt2-355m", 24, 1024, 16), "GPT-2 medium"),
+    Preset(_sized(_GPT2, "gpt2-774m", 36, 1280, 20), "GPT-2 large"),
+    Preset(_sized(_LLAMA, "llama-160m", 12, 768, 12, 2048), "Llama style, small"),
+    Preset(_sized(_LLAMA, "llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
+    Preset(_sized(_LLAMA3, "llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
+    Preset(_MLPERF_LLAMA31_8B, "the same to a loss of 3.3, as MLPerf's llama31_8b asks for it"),
+    Preset(_sized(_LLAMA3, "llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
     Preset(
-        TrainConfig(
-            preset="tiny",
-            hidden_size=64,
-            num_attention_heads=4,
-            position_embedding_type="learned_absolute",
-            normalization="LayerNorm",
-            swiglu=False,
-            disable_bias_linear=False,
-            seq_length=32,
-            micro_batch_size=4,
-            train_iters=2000,
-            eval_interval=500,
-            log_interval=100,
-        ),
-        "4 layers, width 64, 4 x 32 tokens: bound by launches, not by arithmetic",
+        _sized(_LLAMA3, "llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"
     ),
-    Preset(_gpt2("gpt2-124m", 12, 768, 12), "GPT-2's smallest"),
-    Preset(_gpt2("gpt2-355m", 24, 1024, 16), "GPT-2 medium"),
-    Preset(_gpt2("gpt2-774m", 36, 1280, 20), "GPT-2 large"),
-    Preset(_llama("llama-160m", 12, 768, 12, 2048), "Llama style, small"),
-    Preset(_llama("llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
-    Preset(_llama3("llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
-    Preset(_mlperf_llama31_8b(), "the same to a loss of 3.3, as MLPerf's llama31_8b asks for it"),
-    Preset(_llama3("llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
-    Preset(_llama3("llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"),
 )
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
-from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.data import BYTES_VOCAB_SIZE, BatchSampler, Corpus, load_corpus
 from graphfsdp.training.gpt import GPT
@@ -35,15 +34,6 @@ class TrainingRun:
     model: GPT
     optimizer: FusedAdam | CPUOffload
     scheduler: ParamScheduler
-    step: graphfsdp.CapturedStep
-
-
-@dataclass(frozen=True)
-class _Program:
-    """What is captured; made without looking at the data."""
-
-    model: GPT
-    optimizer: FusedAdam | CPUOffload
     step: graphfsdp.CapturedStep
 
 
@@ -74,19 +64,20 @@ def build_run(
     if config.mllog is None:
         corpus, sampler = ranks.decide(load_data)
         ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
-        program = _make_program(config, ranks, device, _vocab_size(config, corpus), None)
+        vocab_size = _vocab_size(config, corpus)
+        model, optimizer, step = _make_program(config, ranks, device, vocab_size, None)
     else:
         ranks.refuse_differences(_flag_values(config))
         vocab_size = _vocab_size_without_data(config)
         example = _made_up_batch(batch, vocab_size, device)
-        program = _make_program(config, ranks, device, vocab_size, example)
+        model, optimizer, step = _make_program(config, ranks, device, vocab_size, example)
         try:
             if log is not None:
-                log.run_starts(program.step)
+                log.run_starts(step)
             corpus, sampler = ranks.decide(load_data)
             ranks.refuse_differences(_corpus_facts(corpus))
         except BaseException:  # whatever ends it, a graph must not outlive the process group
-            program.step.close()
+            step.close()
             raise
     return TrainingRun(
         config=config,
@@ -95,10 +86,10 @@ def build_run(
         device=device,
         corpus=corpus,
         sampler=sampler,
-        model=program.model,
-        optimizer=program.optimizer,
-        scheduler=ParamScheduler(program.optimizer, config.schedule),
-        step=program.step,
+        model=model,
+        optimizer=optimizer,
+        scheduler=ParamScheduler(optimizer, config.schedule),
+        step=step,
     )
 
 
@@ -108,7 +99,7 @@ def _make_program(
     device: torch.device,
     vocab_size: int,
     example: tuple[Tensor, Tensor] | None,
-) -> _Program:
+) -> tuple[GPT, FusedAdam | CPUOffload, graphfsdp.CapturedStep]:
     """Make model, optimizer and step; with an example batch, the graph too."""
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     torch.manual_seed(config.seed)
@@ -143,7 +134,7 @@ def _make_program(
             example_batch=example,
             mp_policy=config.mp_policy,
         )
-    return _Program(model, optimizer, step)
+    return model, optimizer, step
 
 
 def shard_model(
@@ -191,28 +182,6 @@ def _mesh_of(model: GPT, num_instances: int) -> DeviceMesh | None:
         device_type,
         (num_instances, num_ranks // num_instances),
         mesh_dim_names=("dp_replicate", "dp_shard"),
-    )
-
-
-@dataclass(frozen=True)
-class ShardSizes:
-    """What this rank keeps of a sharded model, padding included."""
-
-    num_units: int
-    weight_bytes: int  # of main weights
-    grad_bytes: int  # of main grads
-
-
-def shard_sizes(model: nn.Module) -> ShardSizes:
-    """Return what this rank keeps of a model that ``fully_shard`` has cut."""
-    units = [
-        unit_of(module) for module in model.modules() if isinstance(module, graphfsdp.FSDPModule)
-    ]
-    buffers = [buffer for unit in units for buffer in unit.group.buffers]
-    return ShardSizes(
-        num_units=len(units),
-        weight_bytes=sum(buffer.main.nbytes for buffer in buffers),
-        grad_bytes=sum(buffer.grad.nbytes for buffer in buffers if buffer.grad is not None),
     )
 
 

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 import graphfsdp
-from graphfsdp.training.build import TrainingRun, shard_sizes
+from graphfsdp.sharding.module import unit_of
+from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.metrics import Metrics, describe_mfu
 
@@ -43,7 +44,6 @@ class TrainingConsole:
         self._task = self.progress.add_task("training", total=train_iters)
 
     def banner(self, run: TrainingRun) -> None:
-        """Print what is about to be trained, on what, and how."""
         table = Table.grid(padding=(0, 2))
         for label, fact in _facts(run):
             table.add_row(Text(label, style="bold"), Text(fact))
@@ -53,11 +53,9 @@ class TrainingConsole:
             self.line("nothing of this run is kept; --out DIR keeps metrics and parameters")
 
     def advance(self, num_iterations: int = 1) -> None:
-        """Count iterations."""
         self.progress.advance(self._task, num_iterations)
 
     def log(self, metrics: Metrics) -> None:
-        """Print the line of a logged step."""
         self.line(metrics.describe(self._train_iters))
 
     def summary(self, run: TrainingRun, validation_loss: float) -> None:
@@ -80,7 +78,6 @@ class TrainingConsole:
 
 
 def _facts(run: TrainingRun) -> list[tuple[str, str]]:
-    """Return the banner's lines, label first."""
     config, corpus, model = run.config, run.corpus, run.model
     num_params = sum(param.numel() for param in model.parameters())
     precision = f"{_name(config.param_dtype)} model weights"
@@ -115,15 +112,17 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
 
 
 def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
-    """Return the banner's lines about several processes."""
     strategy: str = run.config.data_parallel_sharding_strategy
     if not run.ranks.launched:
         if strategy == TrainConfig().data_parallel_sharding_strategy:
             return []
         return [("sharding", f"{strategy} is ignored in a single process; torchrun starts several")]
     backend = "nccl" if run.device.type == "cuda" else "gloo"
-    sizes = shard_sizes(run.model)
-    weights, grads = (f"{size / 2**20:,.1f} MiB" for size in (sizes.weight_bytes, sizes.grad_bytes))
+    modules = [m for m in run.model.modules() if isinstance(m, graphfsdp.FSDPModule)]
+    buffers = [buffer for module in modules for buffer in unit_of(module).group.buffers]
+    weight_bytes = sum(buffer.main.nbytes for buffer in buffers)
+    grad_bytes = sum(buffer.grad.nbytes for buffer in buffers if buffer.grad is not None)
+    weights, grads = (f"{size / 2**20:,.1f} MiB" for size in (weight_bytes, grad_bytes))
     instances = run.config.num_distributed_optimizer_instances
     if instances > 1:
         strategy += f" over {run.ranks.size // instances} ranks, {instances} times"
@@ -131,7 +130,7 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
         ("ranks", f"{run.ranks.size} ({backend})"),
         (
             "sharding",
-            f"{strategy}, {sizes.num_units} units; each rank keeps {weights} of main weights and "
+            f"{strategy}, {len(modules)} units; each rank keeps {weights} of main weights and "
             f"{grads} of main grads",
         ),
     ]

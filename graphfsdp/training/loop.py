@@ -18,7 +18,7 @@ from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
 from graphfsdp.training.evaluation import generate_sample, validation_loss
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
-from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, make_run_log, reached
+from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
 
@@ -57,8 +57,8 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
                 lambda: refuse_used_directory(path, resumes=resumes) if ranks.is_first else None
             )
         ranks.decide(lambda: refuse_unusable_folder(config, ranks))
-        log = ranks.decide(lambda: make_run_log(config, ranks, device, began_ms=began_ms))
-        stack.enter_context(log)
+        opened = open_run_log(config, ranks, device, began_ms=began_ms)
+        log = ranks.decide(lambda: stack.enter_context(opened))
         run = build_run(config, ranks, device, log)
         stack.callback(run.step.close)
         checkpoints = _open_checkpoints(run, stack)

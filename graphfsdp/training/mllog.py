@@ -4,6 +4,7 @@ Source: mlcommons/training_policies, and the rules that mlperf_logging.complianc
 to training 6.1.0.
 """
 
+import contextlib
 import importlib.util
 import logging
 import math
@@ -15,10 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import torch
 
@@ -31,44 +31,7 @@ from graphfsdp.training.ranks import Ranks
 UNVERIFIED = "result not verified by MLCommons Association"
 RULESET = "6.1.0"
 RULES = Path(__file__).with_name("mllog_rules.yaml")
-_LOGGER_NAME = "graphfsdp.mllog"
 _MAX_CHARACTERS = 400
-
-
-class RunLog:
-    """Hears of the moments of a run and keeps nothing. A context manager.
-
-    Samples are sequences trained on since the start, all ranks together.
-    """
-
-    def run_starts(self, step: graphfsdp.CapturedStep) -> None:
-        """The graph is captured, everything is put back, and no data has been touched."""
-
-    def block_starts(self, num_samples: int) -> None:
-        """Training goes on until the next validation."""
-
-    def trained(self, num_samples: int) -> None:
-        """Another iteration is done, or on its way on the device."""
-
-    def block_stops(self, num_samples: int) -> None:
-        """A validation is about to begin."""
-
-    def validated(self, num_samples: int, loss: float) -> None:
-        """A validation has ended."""
-
-    def run_stops(self, num_samples: int, *, success: bool) -> None:
-        """The target is reached, or the last iteration done."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Note that the run ended on its way, if it did."""
 
 
 class _LogFile(logging.FileHandler):
@@ -78,119 +41,131 @@ class _LogFile(logging.FileHandler):
         raise  # logging calls this while it handles the exception
 
 
-class MlperfLog(RunLog):
+class RunLog:
     """Writes each moment of a run as an MLLOG line, which is in the file when it returns.
 
-    Whatever ends the run after its clock has started, a failure or SIGTERM too, leaves a
-    ``run_stop``.
+    Without a logger it keeps nothing. Samples are sequences trained on since the start, all ranks
+    together.
     """
 
-    def __init__(
-        self, config: TrainConfig, ranks: Ranks, device: torch.device, *, began_ms: int
-    ) -> None:
-        """Begin the log with the start of the set-up, in ms since 1970, and with all settings."""
-        from mlperf_logging.mllog.mllog import MLLogger
-
-        assert config.mllog is not None
-        try:
-            Path(config.mllog).parent.mkdir(parents=True, exist_ok=True)
-            self._file = _LogFile(config.mllog, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--mllog {config.mllog} cannot be made ({error.strerror or error}); give a file "
-                "that can"
-            ) from None
-        # Not from logging's registry: two runs in one process share nothing.
-        lines = logging.Logger(_LOGGER_NAME, logging.INFO)
-        lines.addHandler(self._file)
-        root = re.escape(str(Path(graphfsdp.__file__).parent.parent))
-        self._logger = MLLogger(lines, root_dir=root)
-        self._num_samples = 0
+    def __init__(self, logger: Any = None) -> None:
+        self._logger = logger
+        self._num_samples = self._block_samples = 0
+        self._block_began = 0.0
         self._is_running = False
         self._one_end = threading.Lock()
-        self._on_sigterm = _OnSigterm(self._abort)
-        self._block_began = 0.0
-        self._block_samples = 0
-        self._logger.event("cache_clear", config.mllog_cache_cleared, time_ms=began_ms)
-        self._logger.start("init_start", time_ms=began_ms)
-        self._logger.event("note", f"MLPerf-style log; {UNVERIFIED}")
-        for key, value in _settings(config, ranks, device).items():
-            self._logger.event(key, value)
-        if config.target_loss is not None:
-            self._logger.event("target_accuracy", config.target_loss)
+
+    def _write(self, kind: str, key: str, value: object = None, **metadata: object) -> None:
+        if self._logger is not None:
+            getattr(self._logger, kind)(key, value, metadata=metadata)
 
     def run_starts(self, step: graphfsdp.CapturedStep) -> None:
+        """The graph is captured, everything is put back, and no data has been touched."""
         report = step.report()
-        facts = {
-            "scope": report.scope,
-            "capture_ms": report.capture_ms,
-            "graph_nodes": report.num_nodes,
-            "pool_bytes": report.pool_bytes,
-        }
-        self._logger.end("init_stop", metadata=facts)
-        self._logger.start("run_start")
+        self._write(
+            "end",
+            "init_stop",
+            scope=report.scope,
+            capture_ms=report.capture_ms,
+            graph_nodes=report.num_nodes,
+            pool_bytes=report.pool_bytes,
+        )
+        self._write("start", "run_start")
         self._is_running = True
 
     def block_starts(self, num_samples: int) -> None:
+        """Training goes on until the next validation."""
         self._num_samples = self._block_samples = num_samples
-        self._logger.start("block_start", metadata={"samples_count": num_samples})
+        self._write("start", "block_start", samples_count=num_samples)
         self._block_began = time.perf_counter()
 
     def trained(self, num_samples: int) -> None:
+        """Another iteration is done, or on its way on the device."""
         self._num_samples = num_samples
 
     def block_stops(self, num_samples: int) -> None:
+        """A validation is about to begin."""
         seconds = time.perf_counter() - self._block_began
         self._num_samples = num_samples
-        where = {"samples_count": num_samples}
         speed = {"throughput": (num_samples - self._block_samples) / seconds}
-        self._logger.event("tracked_stats", speed, metadata=where)
-        self._logger.end("block_stop", metadata=where)
-        self._logger.start("eval_start", metadata=where)
+        self._write("event", "tracked_stats", speed, samples_count=num_samples)
+        self._write("end", "block_stop", samples_count=num_samples)
+        self._write("start", "eval_start", samples_count=num_samples)
 
     def validated(self, num_samples: int, loss: float) -> None:
-        where = {"samples_count": num_samples}
-        self._logger.event("eval_accuracy", loss, metadata=where)
-        self._logger.end("eval_stop", metadata=where)
+        """A validation has ended."""
+        self._write("event", "eval_accuracy", loss, samples_count=num_samples)
+        self._write("end", "eval_stop", samples_count=num_samples)
 
     def run_stops(self, num_samples: int, *, success: bool) -> None:
+        """The target is reached, the last iteration done, or the run has ended on its way."""
         with self._one_end:
             if not self._is_running:
                 return
             self._is_running = False
         status = "success" if success else "aborted"
-        metadata: dict[str, object] = {"samples_count": num_samples, "status": status}
-        self._logger.end("run_stop", metadata=metadata)
-        self._logger.event("train_samples", num_samples)
+        self._write("end", "run_stop", samples_count=num_samples, status=status)
+        self._write("event", "train_samples", num_samples)
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
+        """Stop the clock, if it runs."""
         self.run_stops(self._num_samples, success=False)
 
-    def __enter__(self) -> Self:
-        self._on_sigterm.__enter__()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self._on_sigterm.__exit__(kind, error, traceback)
-            self._abort()
-        finally:
-            self._file.close()
-
-
-def make_run_log(
+@contextlib.contextmanager
+def open_run_log(
     config: TrainConfig, ranks: Ranks, device: torch.device, *, began_ms: int
-) -> RunLog:
-    """Return the log that a run asks for: on rank 0 with ``--mllog`` one that writes."""
+) -> Iterator[RunLog]:
+    """Open the log that a run asks for: on rank 0 with ``--mllog`` one that writes.
+
+    It begins with the start of the set-up, in ms since 1970, and with all settings. Whatever ends
+    the run after its clock has started, a failure or SIGTERM too, leaves a ``run_stop``.
+    """
     if config.mllog is None or not ranks.is_first:
-        return RunLog()
-    _refuse_unusable_log(config.mllog)
-    return MlperfLog(config, ranks, device, began_ms=began_ms)
+        yield RunLog()
+        return
+    with contextlib.closing(_open_file(config.mllog)) as file:
+        from mlperf_logging.mllog.mllog import MLLogger
+
+        # Not from logging's registry: two runs in one process share nothing.
+        lines = logging.Logger("graphfsdp.mllog", logging.INFO)
+        lines.addHandler(file)
+        root = re.escape(str(Path(graphfsdp.__file__).parent.parent))
+        logger = MLLogger(lines, root_dir=root, default_stack_offset=2)
+        logger.event("cache_clear", config.mllog_cache_cleared, time_ms=began_ms)
+        logger.start("init_start", time_ms=began_ms)
+        logger.event("note", f"MLPerf-style log; {UNVERIFIED}")
+        for key, value in _settings(config, ranks, device).items():
+            logger.event(key, value)
+        if config.target_loss is not None:
+            logger.event("target_accuracy", config.target_loss)
+        log = RunLog(logger)
+        try:
+            with _on_sigterm(log.abort):
+                yield log
+        finally:
+            log.abort()
+
+
+def _open_file(name: str) -> _LogFile:
+    if importlib.util.find_spec("mlperf_logging") is None:
+        raise ConfigError(
+            "--mllog writes through the package mlperf-logging, which is not installed: "
+            "pip install mlperf-logging, or leave --mllog out"
+        )
+    path = Path(name)
+    if path.is_dir() or (path.exists() and path.stat().st_size > 0):
+        what = "is a directory" if path.is_dir() else "holds a log already"
+        raise ConfigError(
+            f"--mllog {name} {what}; nothing is overwritten: give the name of a new file"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _LogFile(name, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--mllog {name} cannot be made ({error.strerror or error}); give a file that can"
+        ) from None
 
 
 def is_success(config: TrainConfig, loss: float) -> bool:
@@ -203,22 +178,9 @@ def reached(config: TrainConfig, loss: float | None) -> bool:
     return config.target_loss is not None and loss is not None and loss <= config.target_loss
 
 
-def _refuse_unusable_log(file: str) -> None:
-    if importlib.util.find_spec("mlperf_logging") is None:
-        raise ConfigError(
-            "--mllog writes through the package mlperf-logging, which is not installed: "
-            "pip install mlperf-logging, or leave --mllog out"
-        )
-    path = Path(file)
-    if path.is_dir() or (path.exists() and path.stat().st_size > 0):
-        what = "is a directory" if path.is_dir() else "holds a log already"
-        raise ConfigError(
-            f"--mllog {file} {what}; nothing is overwritten: give the name of a new file"
-        )
-
-
-class _OnSigterm:
-    """Runs a function once when a launcher or batch system sends SIGTERM, then ends the process.
+@contextlib.contextmanager
+def _on_sigterm(act: Callable[[], None]) -> Iterator[None]:
+    """Run a function when a launcher or batch system sends SIGTERM, then end the process.
 
     Python's own handlers run between two lines of Python, so they are late where the main thread
     waits for other ranks or for the GPU, which is where launchers end it: when another rank has
@@ -227,47 +189,34 @@ class _OnSigterm:
     It does nothing outside the main thread, which alone may handle signals, and where the program
     has its own handler.
     """
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-        self._pipe: tuple[int, int] | None = None
-        self._old_wakeup_fd = -1
-
-    def __enter__(self) -> Self:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._pipe = os.pipe()
-            os.set_blocking(self._pipe[1], False)
-            self._old_wakeup_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            # Without a handler in Python the process ends before anything is written to the pipe.
-            signal.signal(signal.SIGTERM, _leave_to_thread)
-            threading.Thread(target=self._wait, name="graphfsdp-sigterm", daemon=True).start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._pipe is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(self._old_wakeup_fd)
-            os.close(self._pipe[1])  # which ends the thread
-
-    def _wait(self) -> None:
-        assert self._pipe is not None
-        while signals := os.read(self._pipe[0], 64):
-            if signal.SIGTERM in signals:
-                try:
-                    self._act()
-                finally:
-                    os._exit(128 + signal.SIGTERM)  # as a shell reports it
-        os.close(self._pipe[0])
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    old_wakeup_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    # Without a handler in Python the process ends before anything is written to the pipe.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    threading.Thread(
+        target=_wait_for_sigterm, args=(read, act), name="graphfsdp-sigterm", daemon=True
+    ).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(old_wakeup_fd)
+        os.close(write)  # which ends the thread
 
 
-def _leave_to_thread(number: int, frame: object) -> None:
-    """The thread ends the process; until then the main thread goes on."""
+def _wait_for_sigterm(pipe: int, act: Callable[[], None]) -> None:
+    while signals := os.read(pipe, 64):
+        if signal.SIGTERM in signals:
+            try:
+                act()
+            finally:
+                os._exit(128 + signal.SIGTERM)  # as a shell reports it
+    os.close(pipe)
 
 
 def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:

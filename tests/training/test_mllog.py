@@ -22,7 +22,7 @@ from graphfsdp.training import build, loop
 from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.data import load_corpus
-from graphfsdp.training.mllog import MlperfLog, is_success
+from graphfsdp.training.mllog import is_success, open_run_log
 from graphfsdp.training.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ def write_made_up_run(config: TrainConfig, losses: list[float]) -> None:
     began_ms = time.time_ns() // 1_000_000
     with (
         graphfsdp.capture(model, optimizer, loss_fn=loss_fn, example_batch=batch) as step,
-        MlperfLog(config, ranks, torch.device("cpu"), began_ms=began_ms) as log,
+        open_run_log(config, ranks, torch.device("cpu"), began_ms=began_ms) as log,
     ):
         log.run_starts(step)
         for number, loss in enumerate(losses):
