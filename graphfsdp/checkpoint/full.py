@@ -5,7 +5,6 @@ A full state is ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}
 not serve here: it steps an optimizer that has no state yet, and takes uneven rows for even ones.
 """
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -248,9 +247,6 @@ def read_full_file(path: Path) -> FullState:
 
     Tensors are mapped: what is not looked at is not read. No other pickle than torch's own kind
     of tensors, numbers and collections is read.
-
-    Raises:
-        CheckpointError: it is neither.
     """
     if path.suffix == ".safetensors":
         return {"model": read_state(path)}
@@ -265,18 +261,3 @@ def read_full_file(path: Path) -> FullState:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
     return state
-
-
-def load_file(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    strict: bool,
-    process_group: dist.ProcessGroup | None,
-) -> tuple[str, ...]:
-    """Load a file that rank 0 reads; see ``load_full_state_dict``."""
-    members = Members.find(process_group)
-    read = functools.partial(read_full_file, path)
-    state = members.together(lambda: read() if members.rank == 0 else None)
-    return load_full_state_dict(model, state, optimizer, strict=strict, process_group=process_group)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.base.sharded import ShardedModule, sharded_roots
 from graphfsdp.checkpoint.folder import resolve
-from graphfsdp.checkpoint.full import load_file
+from graphfsdp.checkpoint.full import load_full_state_dict, read_full_file
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import read_manifest
 from graphfsdp.checkpoint.members import Members
@@ -98,8 +98,10 @@ def load(
     members = Members.find(process_group)
     check_objects(objects or {})
     if members.first(lambda: Path(path).is_file()):
-        skipped = load_file(
-            Path(path), model, optimizer, strict=strict, process_group=process_group
+        read = functools.partial(read_full_file, Path(path))
+        state = members.together(lambda: read() if members.rank == 0 else None)
+        skipped = load_full_state_dict(
+            model, state, optimizer, strict=strict, process_group=process_group
         )
         _forget_gathered(model)
         return Loaded(0, Path(path), skipped)

@@ -83,12 +83,6 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what a checkpoint holds.
-
-    Raises:
-        CheckpointError: there is none, or of a later version.
-        CheckpointDamagedError: its checksum differs.
-    """
     path = folder / MANIFEST
     try:
         content = path.read_bytes()

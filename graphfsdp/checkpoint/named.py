@@ -69,12 +69,7 @@ class NamedModel:
 
 
 def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedModel:
-    """Find everything that ``state_dict`` gives, under names without those of wrappers.
-
-    Raises:
-        CheckpointError: a unit holds whole weights at the moment.
-        ConfigError: a fused weight cannot be cut.
-    """
+    """Find everything that ``state_dict`` gives, under names without those of wrappers."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     offsets = _offsets(model)

@@ -116,11 +116,6 @@ def check_objects(objects: Mapping[str, Any]) -> None:
 
 
 def encode_objects(objects: Mapping[str, Stateful], sink: TensorSink) -> dict[str, Json]:
-    """Return the states of this rank's objects as JSON values.
-
-    Raises:
-        CheckpointError: a state could only be kept by pickling; it is named.
-    """
     found = {}
     for name, thing in objects.items():
         state = thing.state_dict()

@@ -73,11 +73,7 @@ class CheckpointFiles:
                 )
 
     def check_all(self) -> None:
-        """Compare every checksum.
-
-        Raises:
-            CheckpointDamagedError: something is not what was saved.
-        """
+        """Compare every checksum."""
         for name in self.manifest.files:
             self._content(name)
         for key, saved in self.manifest.tensors.items():
@@ -115,11 +111,7 @@ class CheckpointFiles:
         return found
 
     def raise_damage(self) -> None:
-        """Complain of all that was noted.
-
-        Raises:
-            CheckpointDamagedError: something was.
-        """
+        """Complain of all that was noted, if anything was."""
         if not self._damage:
             return
         named = "\n".join(f"  {line}" for line in self._damage[:_MAX_NAMED])
@@ -132,11 +124,7 @@ class CheckpointFiles:
 
 
 def read_parts(parts: Sequence[NamedPart], files: CheckpointFiles, members: Members) -> None:
-    """Check, then fill every rank's parts, converting dtypes; after damage no rank fills any.
-
-    Raises:
-        CheckpointDamagedError: what some rank needs is not what was saved.
-    """
+    """Check, then fill every rank's parts, converting dtypes; after damage no rank fills any."""
     found = _find_reads(parts, files.manifest)
     reads = sorted(found, key=lambda read: (read[1].file, read[1].start))  # as the disk has them
 

@@ -106,11 +106,7 @@ def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped; tied ones under each of their names.
-
-    Raises:
-        CheckpointError: the package is missing, or cannot read the file.
-    """
+    """Return the tensors of a file, mapped; tied ones under each of their names."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

@@ -67,11 +67,7 @@ def write_files(
     members: Members,
     finish: Finish,
 ) -> None:
-    """Write and sync every rank's files; then rank 0 calls ``finish`` with all that was written.
-
-    Raises:
-        CheckpointError: some rank could not; it says which and why.
-    """
+    """Write and sync every rank's files; then rank 0 calls ``finish`` with all that was written."""
     filled = [(key, part) for key, part in parts if part.local.numel() or 0 in part.whole_shape]
     boxes = [
         _Box(key, tuple(part.offsets), tuple(part.local.shape), part.dtype, part.whole_shape)

@@ -159,12 +159,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
-    """Turn the command line after ``graphfsdp train`` into a training run.
-
-    Raises:
-        ConfigError: a flag, or a combination of flags, that cannot work.
-        SystemExit: ``--help`` was asked for and printed.
-    """
+    """Turn the command line after ``graphfsdp train`` into a training run."""
     given = vars(make_parser().parse_args(arguments))
     impl = given.pop("cuda_graph_impl", None)
     if impl is not None:

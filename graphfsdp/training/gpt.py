@@ -6,7 +6,7 @@ F = width of the feed-forward layer, V = vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +20,15 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; names are those of the command line's flags.
-
-    Attributes:
-        vocab_size: Number of different tokens.
-        seq_length: Longest sequence the model accepts.
-        num_query_groups: Heads of keys and values, each shared by as many heads of queries; None
-            is one for each head of queries.
-        ffn_hidden_size: Width of the feed-forward layer; None is 4 C, or 8/3 C rounded up to a
-            multiple of 64 with ``swiglu``, which has three matrices instead of two.
-        untie_embeddings_and_output_weights: Use a matrix of its own for the output layer
-            instead of the token embedding's.
-        disable_bias_linear: No bias in any linear layer.
-        hidden_dropout: Dropout after the embedding and after each branch of a block.
-        attention_dropout: Dropout of the attention weights.
-        rotary_base: The longest wavelength of RoPE, in tokens, over 2 pi.
-        init_std: Standard deviation of the initial weights.
-    """
+    """The shape of a GPT; names are those of the command line's flags, whose help says more."""
 
     vocab_size: int
-    seq_length: int
+    seq_length: int  # of the longest sequence
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    num_query_groups: int | None = None
-    ffn_hidden_size: int | None = None
+    num_query_groups: int | None = None  # heads of keys and values; None is one for each head
+    ffn_hidden_size: int | None = None  # None is 4 C, or 8/3 C to a multiple of 64 with swiglu
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
     normalization: Normalization = "LayerNorm"
     swiglu: bool = False
@@ -53,7 +37,7 @@ class GPTConfig:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     rotary_base: float = 10_000.0
-    init_std: float = 0.02
+    init_std: float = 0.02  # of the initial weights
 
     def __post_init__(self) -> None:
         positive = ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads")
@@ -73,15 +57,13 @@ class GPTConfig:
                 f"num_query_groups {groups} does not divide num_attention_heads "
                 f"{self.num_attention_heads}; each group serves equally many heads, so change one"
             )
-        if self.position_embedding_type not in ("learned_absolute", "rope"):
-            raise ConfigError(
-                f"position_embedding_type must be 'learned_absolute' or 'rope', "
-                f"got {self.position_embedding_type!r}"
-            )
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
-            raise ConfigError(
-                f"normalization must be 'LayerNorm' or 'RMSNorm', got {self.normalization!r}"
-            )
+        for name, choices in (
+            ("position_embedding_type", get_args(PositionEmbeddingType)),
+            ("normalization", get_args(Normalization)),
+        ):
+            if getattr(self, name) not in choices:
+                known = " or ".join(repr(choice) for choice in choices)
+                raise ConfigError(f"{name} must be {known}, got {getattr(self, name)!r}")
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ConfigError(
                 f"position_embedding_type rope rotates pairs of channels, but a head has "
@@ -93,18 +75,15 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def num_groups(self) -> int:
-        """Heads of keys and values, with the default filled in."""
         groups = self.num_query_groups
         return self.num_attention_heads if groups is None else groups
 
     @property
     def ffn_size(self) -> int:
-        """Width of the feed-forward layer, with the default filled in."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
@@ -304,9 +283,6 @@ class GPT(nn.Module):
     ) -> Tensor:  # [] float32 loss in nats per token, or [B, T, V] logits without targets
         """Predict the next token at each position.
 
-        Raises:
-            ValueError: the sequence is longer than ``config.seq_length``.
-
         Capture: no host sync and no data-dependent shape; positions are a slice at a fixed
             address; dropout draws from the device's default generator.
         """
@@ -340,11 +316,7 @@ class GPT(nn.Module):
     ) -> Tensor:  # [B, T + num_tokens] int64, on the prompt's device
         """Continue a prompt, token by token, eagerly; dropout is off meanwhile.
 
-        Args:
-            num_tokens: How many tokens to add.
-            temperature: Divides the logits; lower is more predictable.
-            generator: A CPU generator to draw from, so that sampling need not disturb the
-                global one.
+        A CPU generator of its own lets sampling leave the global one alone.
         """
         was_training = self.training
         self.eval()

@@ -61,8 +61,9 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         log = ranks.decide(lambda: stack.enter_context(opened))
         run = build_run(config, ranks, device, log)
         stack.callback(run.step.close)
-        checkpoints = _open_checkpoints(run, stack)
-        start, lines = checkpoints.resume() if checkpoints is not None else (Position(), [])
+        checkpoints = RunCheckpoints(run)
+        stack.callback(checkpoints.close)
+        start, lines = checkpoints.resume()
         directory = ranks.decide(lambda: _open_directory(run, start))
         if directory is not None:
             stack.enter_context(directory)
@@ -74,8 +75,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         with out.progress:
             out.advance(start.iteration)
             metrics = _iterate(run, out, directory, checkpoints, start, log)
-        if checkpoints is not None:
-            checkpoints.close()
+        checkpoints.close()
         if config.out is not None:
             state = _whole_weights(run)
             if directory is not None:
@@ -111,14 +111,6 @@ def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
     return {name: cast.get(id(tensor), tensor) for name, tensor in state.items()}
 
 
-def _open_checkpoints(run: TrainingRun, stack: ExitStack) -> RunCheckpoints | None:
-    if run.config.save is None and run.config.load is None:
-        return None
-    checkpoints = RunCheckpoints(run)
-    stack.callback(checkpoints.close)
-    return checkpoints
-
-
 def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
     if run.config.out is None or not run.ranks.is_first:
         return None
@@ -134,7 +126,7 @@ def _iterate(
     run: TrainingRun,
     out: TrainingConsole,
     directory: RunDirectory | None,
-    checkpoints: RunCheckpoints | None,
+    checkpoints: RunCheckpoints,
     start: Position,
     log: RunLog,
 ) -> Metrics:
@@ -176,10 +168,9 @@ def _iterate(
             window = _Window(run)
         elif captured:
             window = _Window(run)  # so that the speed of replay does not include the capture
-        if checkpoints is not None:
-            began = time.perf_counter()
-            checkpoints.save_if_due(position, is_last=is_last)
-            window.leave_out(began)
+        began = time.perf_counter()
+        checkpoints.save_if_due(position, is_last=is_last)
+        window.leave_out(began)
         if is_last:
             break
     return metrics

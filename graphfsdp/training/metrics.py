@@ -14,34 +14,19 @@ from graphfsdp.training.gpt import GPT
 
 @dataclass(frozen=True)
 class Metrics:
-    """One line of ``metrics.jsonl``.
+    """One line of ``metrics.jsonl``; losses are nats per token."""
 
-    Attributes:
-        step: Iterations done, this one included.
-        loss: Nats per token of this iteration's batch, all ranks together.
-        lr: Learning rate this iteration used.
-        grad_norm: Global norm of its gradient before clipping.
-        tokens: Tokens trained on so far, all ranks together.
-        tokens_per_s: Over the iterations since the last logged step, all ranks together.
-        step_ms: Milliseconds per iteration, over the same iterations.
-        memory_bytes: Most memory used so far: of the GPU's allocator, or of this process
-            (of rank 0).
-        phase: What the step did: warmup, capture, replay or eager.
-        mfu: Share of the GPUs' peak arithmetic that the model needed, None if unknown.
-        val_loss: Nats per token of the held-out part, None where it was not measured.
-    """
-
-    step: int
-    loss: float
+    step: int  # iterations done, this one included
+    loss: float  # of this iteration's batch, all ranks together
     lr: float
-    grad_norm: float
-    tokens: int
-    tokens_per_s: float
-    step_ms: float
-    memory_bytes: int
-    phase: str
-    mfu: float | None = None
-    val_loss: float | None = None
+    grad_norm: float  # before clipping
+    tokens: int  # trained on so far, all ranks together
+    tokens_per_s: float  # since the last logged step, all ranks together
+    step_ms: float  # over the same iterations
+    memory_bytes: int  # most used so far: of the GPU's allocator, or of rank 0's process
+    phase: str  # warmup, capture, replay or eager
+    mfu: float | None = None  # of the GPUs' peak arithmetic, None if unknown
+    val_loss: float | None = None  # of the held-out part, None where it was not measured
 
     def to_json(self) -> str:
         """Return one line of JSON; floats are written so that they read back bit for bit."""

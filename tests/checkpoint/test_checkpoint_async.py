@@ -1,4 +1,4 @@
-"""Saving in the background: overlap, one consistent moment, errors, memory."""
+"""Saving in the background: overlap, one consistent moment, errors, memory, objects that fail."""
 
 import os
 import threading
@@ -64,6 +64,8 @@ def test_a_failure_in_the_background_is_raised_by_who_waits(
             saver.wait()
     saver.save(tmp_path, model, optimizer, step=3)
     saver.close()
+    with pytest.raises(graphfsdp.CheckpointError, match="was closed"):
+        saver.save(tmp_path, model, optimizer)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "latest",
         "step-00000001",
@@ -88,3 +90,42 @@ def save_while_training(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 def test_ranks_save_in_the_background_while_they_train(tmp_path: Path, ranks2: RankPool) -> None:
     for expected, got in ranks2.run(save_while_training, tmp_path):
         assert expected == got
+
+
+class Faulty:
+    """An object whose state cannot be had on one rank."""
+
+    def __init__(self, num_states: int) -> None:
+        self.num_states = num_states
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.num_states:
+            raise ValueError("no state at the moment")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_states = len(state)
+
+
+def fail_in_an_object(path: Path) -> None:
+    model, optimizer = make(Setup("optim_grads_params"))
+    objects = {"position": Faulty(1 - dist.get_rank())}
+    expected, match = (
+        (ValueError, "^no state at the moment")
+        if dist.get_rank()
+        else (graphfsdp.CheckpointError, "rank 1: ValueError: no state at the moment")
+    )
+    with pytest.raises(expected, match=match):
+        graphfsdp.save(path, model, optimizer, objects=objects)
+    with (
+        graphfsdp.AsyncSaver() as saver,
+        pytest.raises(expected, match=match),
+    ):
+        saver.save(path, model, optimizer, objects=objects)
+    graphfsdp.save(path, model, optimizer)  # nobody is left waiting
+
+
+def test_an_object_that_fails_on_one_rank_ends_the_save_on_all(
+    tmp_path: Path, ranks2: RankPool
+) -> None:
+    ranks2.run(fail_in_an_object, tmp_path)

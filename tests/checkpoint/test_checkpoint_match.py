@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphfsdp
+from checkpoint_helpers import whole_numbers
 from graphfsdp.checkpoint import (
     FusedWeight,
     fused_qkv,
@@ -152,15 +153,6 @@ def fused_run(seed: int, *, sharded: bool) -> tuple[nn.Module, FusedAdam]:
     model(torch.randn(3, 6)).backward()
     optimizer.step()
     return model, optimizer
-
-
-def whole_numbers(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        for key, value in {"": param, **optimizer.state[param]}.items():
-            full: Any = getattr(value, "full_tensor", value.detach)()
-            found[f"{name} {key}"] = full.detach().clone()
-    return found
 
 
 def fused_save_and_load(path: Path, source: str, num_ranks: int) -> dict[str, Tensor]:

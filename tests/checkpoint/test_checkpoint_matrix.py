@@ -1,24 +1,52 @@
-"""Saved on any ranks, strategy and precision, loaded on any others: the same bits.
+"""Saved on any ranks, strategy, precision and mesh, loaded on any others: the same bits.
 
-All pairs of 24 ways to save and to load take minutes; they run with GRAPHFSDP_TEST_WHOLE_MATRIX=1.
-Otherwise a set does in which every two strategies, numbers of ranks and precisions meet.
+All pairs of 24 ways to save and to load on one axis take minutes; they run with
+GRAPHFSDP_TEST_WHOLE_MATRIX=1. Otherwise a set does in which every two strategies, numbers of ranks
+and precisions meet, and with them meshes of two axes and model-parallel ranks.
 """
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from checkpoint_helpers import SETUPS, Setup, load_on_ranks, save_on_ranks
+import graphfsdp
+from checkpoint_helpers import (
+    SETUPS,
+    Setup,
+    addresses,
+    contents,
+    digests,
+    load_on_ranks,
+    save_on_ranks,
+)
+from graphfsdp.base.dtensors import local_part
+from parallel_models import adam_of, expert_parallel, plain_model, tensor_parallel
 from ranks import RankPool
 
 Way = tuple[int, Setup]  # number of ranks, and how the model is cut
 
 SAVED = tuple(zip((1, 2, 4, 1, 1, 2, 2, 1), SETUPS, strict=True))
 LOADED = tuple(zip((1, 1, 1, 1, 2, 1, 1, 4), SETUPS, strict=True))
+# Each way of loading with those of saving that it meets.
 PAIRS = {LOADED[n]: [SAVED[(n + k) % 8] for k in (6, 1, 3)] for n in range(8)}
+
+ONE_DEVICE = (1, Setup(None))
+ONE_AXIS = (2, Setup("optim_grads_params"))
+REPEATED = (4, Setup("optim_grads_params", "bf16", "no_shard"))
+CUT_TWICE = (4, Setup("optim_grads_params", "fp32", "optim"))
+ZERO_ONE = (4, Setup("optim", "bf16", "optim"))
+AXES = {
+    ONE_DEVICE: [REPEATED, CUT_TWICE],
+    ONE_AXIS: [CUT_TWICE, ZERO_ONE],
+    REPEATED: [CUT_TWICE, ONE_AXIS],
+    CUT_TWICE: [ONE_DEVICE, REPEATED],
+}
+WHOLE = tuple(itertools.product((1, 2, 4), SETUPS))
 
 
 @pytest.fixture(scope="module")
@@ -26,31 +54,20 @@ def pools(ranks1: RankPool, ranks2: RankPool, ranks4: RankPool) -> dict[int, Ran
     return {1: ranks1, 2: ranks2, 4: ranks4}
 
 
-def place(root: Path, way: Way) -> Path:
-    num_ranks, setup = way
-    return root / f"{num_ranks}-{setup.strategy}-{setup.precision}"
-
-
-def save(root: Path, ways: Sequence[Way], pools: dict[int, RankPool]) -> dict[Way, dict[str, str]]:
-    return {
-        way: pools[way[0]].run(save_on_ranks, place(root, way), way[1], limit_s=90)[0]
-        for way in ways
-    }
-
-
-def check_loads(
-    root: Path,
-    way: Way,
-    sources: Sequence[Way],
-    expected: dict[Way, dict[str, str]],
-    pools: dict[int, RankPool],
-) -> None:
-    paths = [place(root, source) for source in sources]
-    for rank, results in enumerate(pools[way[0]].run(load_on_ranks, paths, way[1], limit_s=110)):
-        for source, got in zip(sources, results, strict=True):
-            differing = [name for name, bits in expected[source].items() if got[name] != bits]
-            assert not differing, f"rank {rank}: saved as {source}: {differing}"
-            assert got.keys() == expected[source].keys()
+def check(root: Path, pairs: Mapping[Way, Iterable[Way]], pools: dict[int, RankPool]) -> None:
+    saved: dict[Way, tuple[Path, dict[str, str]]] = {}
+    for source in dict.fromkeys(way for sources in pairs.values() for way in sources):
+        path = root / str(len(saved))
+        saved[source] = path, pools[source[0]].run(save_on_ranks, path, source[1], limit_s=90)[0]
+    for way, sources in pairs.items():
+        paths = [saved[source][0] for source in sources]
+        found = pools[way[0]].run(load_on_ranks, paths, way[1], limit_s=110)
+        for rank, results in enumerate(found):
+            for source, got in zip(sources, results, strict=True):
+                expected = saved[source][1]
+                differing = [name for name, bits in expected.items() if got[name] != bits]
+                assert not differing, f"rank {rank} of {way}, saved by {source}: {differing}"
+                assert got.keys() == expected.keys()
 
 
 def test_the_set_has_every_two_strategies_ranks_and_precisions() -> None:
@@ -60,24 +77,78 @@ def test_the_set_has_every_two_strategies_ranks_and_precisions() -> None:
     assert len({(a.precision, b.precision) for (_, a), (_, b) in met}) == 4
 
 
-def test_a_checkpoint_loads_elsewhere_with_the_same_bits(
-    tmp_path: Path, pools: dict[int, RankPool]
-) -> None:
-    expected = save(tmp_path, SAVED, pools)
-    for way, sources in PAIRS.items():
-        check_loads(tmp_path, way, sources, expected, pools)
-
-
-@pytest.mark.slow
-@pytest.mark.time_limit(600)
-@pytest.mark.skipif(
-    not os.environ.get("GRAPHFSDP_TEST_WHOLE_MATRIX"),
-    reason="needs minutes; GRAPHFSDP_TEST_WHOLE_MATRIX=1 runs it",
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        PAIRS,
+        AXES,
+        pytest.param(
+            dict.fromkeys(WHOLE, WHOLE),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.time_limit(600),
+                pytest.mark.skipif(
+                    not os.environ.get("GRAPHFSDP_TEST_WHOLE_MATRIX"),
+                    reason="needs minutes; GRAPHFSDP_TEST_WHOLE_MATRIX=1 runs it",
+                ),
+            ],
+        ),
+    ],
+    ids=["every two", "axes", "all"],
 )
-def test_every_checkpoint_loads_everywhere_with_the_same_bits(
-    tmp_path: Path, pools: dict[int, RankPool]
+def test_a_checkpoint_loads_elsewhere_with_the_same_bits(
+    pairs: Mapping[Way, Iterable[Way]], tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:
-    ways = list(itertools.product((1, 2, 4), SETUPS))
-    expected = save(tmp_path, ways, pools)
-    for way in ways:
-        check_loads(tmp_path, way, ways, expected, pools)
+    check(tmp_path, pairs, pools)
+
+
+def model_of(kind: str) -> Any:
+    if kind == "tensor":
+        return tensor_parallel(sequence=True)
+    if kind == "expert":
+        return expert_parallel(outer_strategy="no_shard")
+    model = plain_model("feed" if kind.endswith("feed") else "mixture")
+    if kind.startswith("one axis"):
+        model = graphfsdp.fully_shard(model)
+    return model
+
+
+def stepped(kind: str, num_steps: int, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model and its optimizer after steps along gradients that are its own weights."""
+    model = model_of(kind)
+    optimizer = adam_of(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            local_part(param).mul_(seed)
+    for index in range(num_steps):
+        for param in model.parameters():
+            if param.requires_grad:
+                param.grad = param.detach() * (index + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_kind(path: Path, kind: str) -> dict[str, str]:
+    model, optimizer = stepped(kind, 2, 1)
+    graphfsdp.save(path, model, optimizer)
+    return digests(contents(model, optimizer))
+
+
+def load_kind(path: Path, kind: str) -> dict[str, str]:
+    model, optimizer = stepped(kind, 1, 3)
+    before = addresses(model, optimizer)
+    graphfsdp.load(path, model, optimizer)
+    assert addresses(model, optimizer) == before
+    return digests(contents(model, optimizer))
+
+
+@pytest.mark.parametrize(("kind", "plain"), [("tensor", "feed"), ("expert", "mixture")])
+def test_checkpoints_hold_whole_parameters_of_model_parallel_ranks(
+    tmp_path: Path, ranks1: RankPool, ranks2: RankPool, ranks4: RankPool, kind: str, plain: str
+) -> None:
+    (expected, *_) = ranks4.run(save_kind, tmp_path / "parallel", kind)
+    assert ranks1.run(load_kind, tmp_path / "parallel", plain) == [expected]
+    assert ranks2.run(load_kind, tmp_path / "parallel", f"one axis {plain}") == [expected] * 2
+    ranks1.run(save_kind, tmp_path / "plain", plain)
+    assert ranks4.run(load_kind, tmp_path / "plain", kind) == [expected] * 4

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
+from checkpoint_helpers import whole_numbers
 from graphfsdp.checkpoint.convert import convert
 from graphfsdp.optim import FusedAdam
 from ranks import RankPool
@@ -48,15 +49,6 @@ def step_on(model: nn.Module, optimizer: FusedAdam, num_steps: int) -> None:
         optimizer.step()
 
 
-def everything(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        for key, value in {"": param, **optimizer.state[param]}.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name} {key}"] = whole.detach().contiguous().reshape(-1).view(torch.uint8)
-    return found
-
-
 FP8, FP16 = torch.float8_e4m3fn, torch.float16
 
 
@@ -69,7 +61,8 @@ def scaled_save_and_load(path: Path, save: bool) -> dict[str, Tensor]:
     else:
         graphfsdp.load(path, model, optimizer)
     assert "exp_avg_scale" in optimizer.state[next(model.parameters())]
-    return everything(model, optimizer)
+    numbers = whole_numbers(model, optimizer)
+    return {name: n.contiguous().reshape(-1).view(torch.uint8) for name, n in numbers.items()}
 
 
 def scaled_into_float32(path: Path) -> list[float]:

@@ -38,44 +38,30 @@ def test_a_preset_is_found_by_name_and_shown_in_help(preset: object) -> None:
     assert re.search(rf"\n  {name} +\w", make_parser().format_help())
 
 
-def test_tiny_is_the_launch_bound_size() -> None:
-    tiny = find_preset("tiny")
-    batch = tiny.batch(num_ranks=1)
-    assert (tiny.num_layers, tiny.hidden_size) == (4, 64)
-    assert (batch.num_sequences, batch.seq_length) == (4, 32)
-
-
 def test_flags_override_the_preset() -> None:
     config = parse("--preset gpt2-124m --num-layers 2 --swiglu --lr 0.5 --lr-decay-style linear")
     expected = dataclasses.replace(
         find_preset("gpt2-124m"), num_layers=2, swiglu=True, lr=0.5, lr_decay_style="linear"
     )
     assert config == expected
-
-
-def test_a_switch_that_a_preset_turns_on_can_be_turned_off() -> None:
     assert find_preset("llama-160m").swiglu
     assert not parse("--preset llama-160m --no-swiglu").swiglu
 
 
-def test_global_batch_is_cut_into_micro_batches() -> None:
-    config = parse("--micro-batch-size 4 --global-batch-size 12 --seq-length 10")
-    batch = config.batch(num_ranks=1)
-    assert (batch.num_microbatches, batch.num_sequences, batch.num_tokens) == (3, 12, 120)
-    assert parse("--micro-batch-size 4").batch(num_ranks=1).num_microbatches == 1
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 6), (2, 3), (3, 2), (6, 1)])
-def test_the_global_batch_is_the_same_for_every_number_of_ranks(
-    num_ranks: int, num_microbatches: int
+@pytest.mark.parametrize(
+    ("flags", "num_ranks", "expected"),
+    [
+        ("--micro-batch-size 4 --global-batch-size 12", 1, (3, 12, 120)),
+        *(("--micro-batch-size 2 --global-batch-size 12", n, (6 // n, 12, 120)) for n in (2, 3, 6)),
+        ("--micro-batch-size 4", 1, (1, 4, 40)),
+        ("--micro-batch-size 2", 5, (1, 10, 100)),
+    ],
+)
+def test_the_global_batch_is_cut_over_ranks_and_micro_batches(
+    flags: str, num_ranks: int, expected: tuple[int, int, int]
 ) -> None:
-    batch = parse("--micro-batch-size 2 --global-batch-size 12").batch(num_ranks)
-    assert (batch.num_microbatches, batch.num_sequences) == (num_microbatches, 12)
-
-
-def test_without_a_global_batch_each_rank_runs_one_micro_batch() -> None:
-    batch = parse("--micro-batch-size 2 --seq-length 10").batch(num_ranks=5)
-    assert (batch.num_microbatches, batch.num_sequences, batch.num_tokens) == (1, 10, 100)
+    batch = parse(f"{flags} --seq-length 10").batch(num_ranks)
+    assert (batch.num_microbatches, batch.num_sequences, batch.num_tokens) == expected
 
 
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
@@ -97,6 +83,7 @@ def test_a_strategy_has_a_name_and_a_number(strategy: ShardingStrategy) -> None:
 def test_both_spellings_of_the_scope_mean_the_same(flag: str) -> None:
     assert parse(f"{flag} forward_backward").scope is Scope.FORWARD_BACKWARD
     assert parse("--cuda-graph-scope none --cuda-graph-impl none").scope is Scope.NONE
+    assert parse("--cuda-graph-scope none --cuda-graph-warmup-steps 0").scope is Scope.NONE
 
 
 def test_precision_flags_become_a_policy() -> None:
@@ -147,10 +134,6 @@ def test_bad_input_is_refused_by_the_flag_s_name(line: str, message: str) -> Non
     with pytest.raises(ConfigError, match=message) as caught:
         parse(line)
     assert "\n" not in str(caught.value)
-
-
-def test_no_warmup_is_fine_where_nothing_is_captured() -> None:
-    assert parse("--cuda-graph-scope none --cuda-graph-warmup-steps 0").scope is Scope.NONE
 
 
 def test_help_shows_the_default_of_each_flag() -> None:

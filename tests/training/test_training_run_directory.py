@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""What a run leaves behind, and the arithmetic that MFU counts."""
 
 import dataclasses
 import importlib.util
@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.metrics import Metrics
+from graphfsdp.training.metrics import Metrics, describe_mfu, flops_per_token, peak_tflops
 from graphfsdp.training.run_directory import RunDirectory, plot_loss
 
 METRICS = Metrics(
@@ -26,6 +28,9 @@ METRICS = Metrics(
     step_ms=math.pi,
     memory_bytes=2**40 + 1,
     phase="replay",
+)
+CONFIG = GPTConfig(
+    vocab_size=100, seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=4
 )
 
 
@@ -116,10 +121,7 @@ def test_every_dtype_and_shape_is_read_by_safetensors(tmp_path: Path) -> None:
 
 def test_tied_weights_are_written_once_and_load_again(tmp_path: Path, device: torch.device) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    config = GPTConfig(
-        vocab_size=30, seq_length=8, num_layers=1, hidden_size=16, num_attention_heads=2
-    )
-    model, other = GPT(config).to(device), GPT(config).to(device)
+    model, other = GPT(CONFIG).to(device), GPT(CONFIG).to(device)
     path = tmp_path / "model.safetensors"
     write_state(path, model.state_dict(keep_vars=True))
     assert "output.weight" not in safetensors.load_file(path)
@@ -133,3 +135,35 @@ def test_buffers_are_written_too(tmp_path: Path) -> None:
     write_state(tmp_path / "model", nn.BatchNorm1d(3).state_dict(keep_vars=True))
     expected = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     assert safetensors.load_file(tmp_path / "model").keys() == expected
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_formula_agrees_with_counting_matrix_products(untied: bool) -> None:
+    config = dataclasses.replace(
+        CONFIG, untie_embeddings_and_output_weights=untied, disable_bias_linear=True, swiglu=untied
+    )
+    model = GPT(config)
+    tokens = torch.randint(100, (2, 32))
+    # The math kernel is made of plain products, which the counter knows on every device.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    counted = counter.get_total_flops() / tokens.numel()
+    # The formula also counts the norms' weights, which are in no product.
+    assert counted == pytest.approx(flops_per_token(model), rel=0.01)
+
+
+def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_tflops("NVIDIA H200", torch.bfloat16) == 989.0
+    assert peak_tflops("NVIDIA H100 PCIe", torch.bfloat16) == 756.0
+    assert peak_tflops("Unknown GPU", torch.bfloat16) is None
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert peak_tflops("NVIDIA H200", torch.float32) == 67.0
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_tflops("NVIDIA H200", torch.float32) == 494.0
+
+
+def test_the_banner_states_formula_and_peak() -> None:
+    line = describe_mfu(GPT(CONFIG), "NVIDIA H200", torch.bfloat16)
+    assert "989 TFLOP/s" in line
+    assert "6 N + 12 L C T" in line
+    assert "not known" in describe_mfu(GPT(CONFIG), "Unknown GPU", torch.bfloat16)
