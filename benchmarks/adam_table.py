@@ -1,7 +1,4 @@
-"""Makes the tables in docs/fused_adam.md: bytes per parameter and kernel launches per step.
-
-Nothing is measured: every figure follows from dtypes, shapes and documented launch rules.
-"""
+"""Makes the table of bytes per parameter in docs/fused_adam.md, which follows from dtypes alone."""
 
 import pathlib
 import re
@@ -12,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layout_table import Shapes, decoder_layer
+from benchmarks.layout_table import Shapes
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.settings import bytes_per_param
 
@@ -88,61 +85,6 @@ def gpt2_124m() -> Shapes:
     return ((50257, width), (1024, width), *layer * 12, (width,), (width,))
 
 
-def llama3_8b() -> Shapes:
-    """Return the shapes of Llama-3-8B's 291 tensors."""
-    layers = decoder_layer(4096, 1024, 14336) * 32
-    return ((128256, 4096), *layers, (4096,), (128256, 4096))
-
-
-MODELS: Mapping[str, Shapes] = MappingProxyType(
-    {"GPT-2-124M": gpt2_124m(), "Llama-3-8B": llama3_8b()}
-)
-
-
-class LaunchRule(NamedTuple):
-    """How a multi-tensor kernel packs chunks into launches, which its arguments' size limits.
-
-    Attributes:
-        max_tensors: Tensors of one launch.
-        max_blocks: Chunks of one launch.
-    """
-
-    max_tensors: int
-    max_blocks: int
-
-
-_CHUNK_NUMEL = 65536
-RULES: Mapping[str, LaunchRule] = MappingProxyType(
-    {
-        "torch fused, CUDA 13": LaunchRule(252, 2240),
-        "Transformer Engine, apex": LaunchRule(36, 320),
-        "the same with main weights": LaunchRule(30, 320),
-    }
-)
-
-
-def num_elements(shapes: Shapes) -> list[int]:
-    """Return the number of elements of each tensor."""
-    return [torch.Size(shape).numel() for shape in shapes]
-
-
-def num_launches(numels: Sequence[int], rule: LaunchRule) -> int:
-    """Return the launches of a multi-tensor kernel for tensors of these sizes."""
-    launches = tensors = blocks = 0
-    for index, numel in enumerate(numels):
-        tensors += 1
-        num_chunks = -(-numel // _CHUNK_NUMEL)
-        for chunk in range(num_chunks):
-            blocks += 1
-            ends_tensor = chunk == num_chunks - 1
-            full = (tensors == rule.max_tensors and ends_tensor) or blocks == rule.max_blocks
-            if full or (ends_tensor and index == len(numels) - 1):
-                launches += 1
-                blocks = 0
-                tensors = 0 if ends_tensor else 1
-    return launches
-
-
 def bytes_table() -> str:
     """Return the table of bytes per parameter as Markdown."""
     rows = []
@@ -153,35 +95,20 @@ def bytes_table() -> str:
     return _markdown(("weights", "FusedAdam", "TE, capturable", "torch fused"), rows)
 
 
-def launch_table() -> str:
-    """Return the table of launches of the update kernel as Markdown."""
-    rows = [
-        (
-            f"{name}, {len(shapes)} tensors",
-            "1",
-            *(str(num_launches(num_elements(shapes), rule)) for rule in RULES.values()),
-        )
-        for name, shapes in MODELS.items()
-    ]
-    return _markdown(("model", "FusedAdam", *RULES), rows)
-
-
 def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rule = ("---", *("---:" for _ in heading[1:]))
     return "\n".join("| " + " | ".join(line) + " |" for line in (heading, rule, *rows))
 
 
 def updated(text: str) -> str:
-    """Return ``text`` with the present tables between their markers."""
-    for name, table in (("bytes", bytes_table()), ("launches", launch_table())):
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        text = pattern.sub(f"{begin}\n{table}\n{end}", text)
-    return text
+    """Return ``text`` with the present table between its markers."""
+    begin, end = "<!-- bytes: begin -->", "<!-- bytes: end -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    return pattern.sub(f"{begin}\n{bytes_table()}\n{end}", text)
 
 
 def main() -> int:
-    """Rewrite the tables in the document."""
+    """Rewrite the table in the document."""
     DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
