@@ -86,7 +86,6 @@ def gpt2_124m() -> Shapes:
 
 
 def bytes_table() -> str:
-    """Return the table of bytes per parameter as Markdown."""
     rows = []
     for name, case in CASES.items():
         settings = FusedAdam([torch.zeros(1)], **case.settings).settings
@@ -101,14 +100,12 @@ def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def updated(text: str) -> str:
-    """Return ``text`` with the present table between its markers."""
     begin, end = "<!-- bytes: begin -->", "<!-- bytes: end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     return pattern.sub(f"{begin}\n{bytes_table()}\n{end}", text)
 
 
 def main() -> int:
-    """Rewrite the table in the document."""
     DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 

@@ -247,7 +247,6 @@ def described(facts: dict[str, Any]) -> str:
 
 
 def table_of(document: dict[str, Any]) -> Table:
-    """Return everything for a terminal."""
     table = Table(title=f"graphfsdp, {described(document['environment'])}")
     table.add_column("part", no_wrap=True)
     table.add_column("what")
@@ -312,7 +311,6 @@ def check(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, print, write."""
     parser = argparse.ArgumentParser(
         prog="python3 -m benchmarks.gpu_check",
         description=__doc__,

@@ -259,7 +259,6 @@ LARGEST_COPY_BYTES = 4 * 2**30
 
 
 def parameters_of(shape: GPTConfig, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Return random parameters in the shapes of a GPT, with random gradients."""
     with torch.device("meta"):
         sizes = [param.shape for param in GPT(shape).parameters()]
     generator = torch.Generator(device).manual_seed(0)
@@ -394,7 +393,6 @@ def offload(name: str, device: torch.device) -> Iterator[Row]:
 
 
 def run_part(name: str, device: torch.device) -> Iterator[Row]:
-    """Yield what the part of that name sees."""
     rehearsal = device.type == "cpu"
     small = ("gpt-tiny",) if rehearsal else ("gpt-tiny", "llama-tiny", "gpt-11m")
     large = "gpt-tiny" if rehearsal else "gpt2-124m"

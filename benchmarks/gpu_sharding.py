@@ -352,7 +352,6 @@ def overlap(name: str, device: torch.device) -> list[Row]:
 
 
 def overlap_rows(found: Mapping[str, Mapping[str, Any]], what: str) -> list[Row]:
-    """Judge what was measured of each variant."""
     base, plain = found[FSDP2], found[PLAIN]
     rows = []
     for name, numbers in found.items():

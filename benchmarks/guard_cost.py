@@ -57,7 +57,6 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write the result file."""
     torch.set_num_threads(1)
     results = [measure(planned.case) for planned in suite("zoo")]
     worst = max(results, key=lambda result: result["share"])

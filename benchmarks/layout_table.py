@@ -71,7 +71,6 @@ UNITS: Mapping[str, Shapes] = MappingProxyType(
 
 
 def content_numel(shapes: Shapes) -> int:
-    """Return the number of elements of the parameters."""
     return sum(math.prod(shape) for shape in shapes)
 
 
@@ -114,7 +113,6 @@ def megatron_v2_numel(shapes: Shapes, num_ranks: int) -> int:
 
 
 def rows() -> list[tuple[str, ...]]:
-    """Return the cells of the table, line by line."""
     found = []
     for name, shapes in UNITS.items():
         for num_ranks in NUM_RANKS:
@@ -131,7 +129,6 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def table() -> str:
-    """Return the table as Markdown."""
     heading = (
         *("unit", "ranks", "graphfsdp, %", "its buffers"),
         *("FSDP2, %", "Megatron-FSDP v1, %", "Megatron-FSDP v2, %"),
@@ -142,13 +139,11 @@ def table() -> str:
 
 
 def updated(text: str) -> str:
-    """Return ``text`` with the present table between its markers."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
 
 
 def main() -> int:
-    """Rewrite the table in the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     if BEGIN not in text:
         print(f"{DOCUMENT} has no place for the table; put this in: {BEGIN} {END}")

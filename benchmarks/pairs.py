@@ -105,7 +105,6 @@ def adam(shapes: Sequence[tuple[int, ...]], num_rounds: int = 5, num_placements:
 
 
 def checkpoint(num_rounds: int = 12, num_layers: int = 8, width: int = 384) -> Record:
-    """Compare saving and loading the same tensors."""
     model = GPT(
         GPTConfig(
             vocab_size=8192,
@@ -160,7 +159,6 @@ QUESTIONS: Mapping[str, tuple[str, Callable[[], Record]]] = {
 
 
 def main() -> int:
-    """Measure, print, write."""
     if len(sys.argv) != 2 or sys.argv[1] not in QUESTIONS:
         print(f"{__doc__}\nexpected one of: {', '.join(QUESTIONS)}", file=sys.stderr)
         return 2

@@ -128,7 +128,6 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
 
 
 def updated(text: str, results: pathlib.Path = RESULTS) -> str:
-    """Return ``text`` with the present numbers between its markers."""
     for name, make in SECTIONS.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
@@ -155,7 +154,6 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite the README's tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_table")
     parser.add_argument("--keep", metavar="DIR", help="a result directory of graphfsdp bench")
     folder = parser.parse_args(arguments).keep

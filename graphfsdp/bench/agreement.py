@@ -64,7 +64,6 @@ def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
 
 
 def exchange(mine: Any, ranks: Ranks) -> list[Any]:
-    """Return what each rank says; a collective."""
     everyone = [mine]
     if ranks.size > 1:
         everyone = [None] * ranks.size
@@ -73,7 +72,6 @@ def exchange(mine: Any, ranks: Ranks) -> list[Any]:
 
 
 def first_says(mine: T, ranks: Ranks) -> T:
-    """Return what rank 0 says; a collective."""
     said: T = exchange(mine, ranks)[0]
     return said
 

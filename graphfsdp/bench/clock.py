@@ -71,8 +71,6 @@ def _window(step_ms: Sequence[float], host_ms: float, cpu_ns: int) -> Window:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many rounds there are, and how many steps each window of a round has."""
-
     num_rounds: int
     num_steps: int
 

@@ -244,7 +244,6 @@ def with_unasked(found: CaseResult) -> CaseResult:
 
 
 def _talk(progress: Progress, task: TaskID, key: str) -> Say:
-    """Return what puts the doings of a case into the progress bar."""
     return lambda phase, name: progress.update(task, description=f"{key}: {phase} {name}")
 
 

@@ -43,8 +43,6 @@ _NUM_RESAMPLES = 2000
 
 
 class Verdict(StrEnum):
-    """What has become of a contender."""
-
     SAME = "same"
     FASTER = "faster"
     SLOWER = "slower"

@@ -54,7 +54,6 @@ class Setting:
 
     @property
     def bf16(self) -> bool:
-        """Forward and backward compute in bfloat16."""
         return self.case.torch_dtype == torch.bfloat16
 
 

@@ -164,7 +164,6 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFacts:
 
 
 def operator_roofline(operator_us: Sequence[float], step_ms: float) -> RooflineRecord:
-    """Compare a step on a CPU with the sum over its operators."""
     kernel_ms = sum(operator_us) / 1e3
     count = sum(1 for time in operator_us if time > 0)
     return RooflineRecord(OPERATORS, kernel_ms, float(count), step_ms / kernel_ms)

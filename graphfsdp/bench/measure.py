@@ -245,8 +245,6 @@ def measure_case(
 
 
 class _CaseBench:
-    """The contenders of a case while they run."""
-
     def __init__(
         self,
         setting: Setting,
@@ -340,7 +338,6 @@ class _CaseBench:
         return None
 
     def _probe(self) -> Schedule:
-        """Time a few steps of each contender to find out how many to run."""
         step_ms = []
         for item in list(self._running):
             self._say("probe", item.spec.name)
@@ -387,7 +384,6 @@ class _CaseBench:
         return window.mean_ms
 
     def _rooflines(self) -> dict[str, RooflineRecord]:
-        """Return what is known of kernels, by contender."""
         found: dict[str, RooflineRecord] = {}
         if not self._options.roofline:
             return found
@@ -456,7 +452,6 @@ class _CaseBench:
 
 
 def case_folder(profiles: str, key: str) -> Path:
-    """Return where the profiles of a case are kept."""
     return Path(profiles) / key.replace(" ", "-")
 
 
@@ -464,7 +459,6 @@ def compare_losses(
     reference: Tensor,  # [K] float32
     own: Tensor,  # [K] float32
 ) -> ParityRecord:
-    """Compare the losses of all steps."""
     apart = (reference.double() - own.double()).abs()
     differs = ~((reference == own) | (reference.isnan() & own.isnan()))
     places = differs.nonzero().flatten().tolist()

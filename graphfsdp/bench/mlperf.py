@@ -181,7 +181,6 @@ def score(
     command: str,
     environment: Environment,
 ) -> TimeToTarget:
-    """Return the runs with their olympic mean, or with the reason why they have none."""
     mean_s, no_score = None, ""
     refused = [run.log for run in runs if run.converged and not run.accepted]
     if refused:

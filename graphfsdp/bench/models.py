@@ -116,8 +116,6 @@ class MoEBlock(nn.Module):
 
 
 class MoEModel(nn.Module):
-    """A decoder-only transformer with mixtures of experts; returns its loss."""
-
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config

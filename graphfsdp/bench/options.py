@@ -102,7 +102,6 @@ class BenchOptions:
             ShardingStrategy.parse(self.strategy)
 
     def cases(self, device_type: str) -> tuple[PlannedCase, ...]:
-        """Return what to measure on such a device."""
         if self.workload:
             return plan_cases(
                 self.workload,

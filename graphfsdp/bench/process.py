@@ -115,7 +115,6 @@ def child_main(tells: Connection, log: str, job: Job) -> None:
 
 
 def _run_child(job: Job, say: Say, deadline: float) -> object:
-    """Return what the child found, or an _Ending."""
     context = multiprocessing.get_context("spawn")
     hears, tells = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as folder:

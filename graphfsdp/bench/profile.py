@@ -269,7 +269,6 @@ class _Busy:
 
 
 def _busy(kernels: Sequence[Event], window: tuple[float, float]) -> list[_Busy]:
-    """Return the stretches in which something ran, all threads and streams together."""
     found: list[_Busy] = []
     for event in kernels:
         start, end = max(event.start, window[0]), min(event.end, window[1])
@@ -285,7 +284,6 @@ def _busy(kernels: Sequence[Event], window: tuple[float, float]) -> list[_Busy]:
 
 
 def busy_us(kernels: Sequence[Event], window: tuple[float, float]) -> float:
-    """Return how long at least one of them ran."""
     return sum(stretch.end - stretch.start for stretch in _busy(kernels, window))
 
 
@@ -315,7 +313,6 @@ def range_name(event: Event) -> str:
 
 
 def range_totals(ranges: Sequence[Event], num_steps: int) -> tuple[RangeTotal, ...]:
-    """Return the named stretches, the longest first."""
     times, calls = defaultdict[str, float](float), defaultdict[str, int](int)
     for event in ranges:
         times[range_name(event)] += event.us

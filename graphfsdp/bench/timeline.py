@@ -104,7 +104,6 @@ def outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def steps_of(events: Sequence[Event]) -> list[Event]:
-    """Return the steps, as the host saw them."""
     return [e for e in events if e.name == STEP and e.category == "user_annotation"]
 
 
@@ -188,7 +187,6 @@ def name_replays(trace: dict[str, Any], events: Sequence[Event], nodes: Sequence
 def _slices(
     pairs: Sequence[tuple[Event, GraphNode]], names: Sequence[str | None], track: int
 ) -> list[dict[str, Any]]:
-    """Return a slice for each run of events with the same name."""
     found = []
     labelled = zip(names, (event for event, _ in pairs), strict=True)
     for name, group in itertools.groupby(labelled, key=lambda pair: pair[0]):

@@ -24,8 +24,6 @@ from graphfsdp.training.gpt import GPT, GPTConfig
 
 @dataclass(frozen=True)
 class ZooConfig:
-    """One of the twelve small architectures, by name."""
-
     name: str
 
     @property
@@ -64,7 +62,6 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """What throughput counts."""
         if isinstance(self.model, ConvConfig):
             return "images"
         return "tokens" if self.items_per_sample > 1 else "samples"
@@ -152,7 +149,6 @@ def _llama(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -
 
 
 def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
-    """Return the shape of one of the trainer's presets."""
     config = find_preset(name)
     assert config.vocab_size is not None
     shape = config.gpt(config.vocab_size)
@@ -164,7 +160,6 @@ def _bert(layers: int, width: int, seq_length: int, vocab_size: int) -> BertConf
 
 
 def workloads() -> Iterator[Workload]:
-    """Yield every workload, smaller ones of a family first."""
     yield Workload("gpt-tiny", "gpt", "GPT-2 style, 4 layers, width 64", _gpt(4, 64, 32), 4)
     yield Workload("gpt-3m", "gpt", "GPT-2 style, 4 layers, width 256", _gpt(4, 256, 128), 8)
     yield Workload("gpt-11m", "gpt", "GPT-2 style, 6 layers, width 384", _gpt(6, 384, 128), 8)

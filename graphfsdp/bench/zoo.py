@@ -65,8 +65,6 @@ class Classifier(nn.Module):
 
 
 class TokenModel(nn.Module):
-    """Embeddings, a body, and logits for every position."""
-
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -79,8 +77,6 @@ class TokenModel(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder with cross attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -117,8 +113,6 @@ class MixtureLayer(nn.Module):
 
 
 class MixerLayer(nn.Module):
-    """Mixes tokens, then channels."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
@@ -145,8 +139,6 @@ class Patches(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm beside the identity."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.convs = nn.ModuleList(

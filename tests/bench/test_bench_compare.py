@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import bench_results
 from graphfsdp.bench.compare import (
     Change,
     Comparison,
@@ -26,8 +27,6 @@ from graphfsdp.bench.records import (
     BenchResult,
     CaseResult,
     ContenderResult,
-    Environment,
-    InitRecord,
     MemoryRecord,
     NotRun,
     ParityRecord,
@@ -38,21 +37,8 @@ from graphfsdp.bench.records import (
 )
 from graphfsdp.errors import ConfigError
 
-ENVIRONMENT = Environment(
-    date="2026-01-01T00:00:00Z",
-    commit="abc",
-    python="3.11",
-    torch="2.13.0",
-    versions={"rich": "15"},
-    system="Linux",
-    cpu="a CPU",
-    num_cpus=2,
-    num_threads=1,
-)
-WORKLOAD = WorkloadFacts(
-    name="tiny", family="gpt", dtype="fp32", batch_size=4, items_per_sample=32, unit="tokens",
-    data="text", num_parameters=1000, flops_per_step=1e9, flops_formula="6 N",
-)  # fmt: skip
+ENVIRONMENT = bench_results.result().environment
+WORKLOAD = dataclasses.replace(bench_results.case().workload, name="tiny")
 # Each round is slow or fast for all contenders alike: what the ratios have to see through.
 WEATHER = (1.0, 3.0, 1.5, 0.7, 2.0, 1.1, 1.0, 5.0)
 
@@ -62,10 +48,8 @@ def contender(
 ) -> ContenderResult:
     generator = random.Random(name)
     windows = [ms * mood * (1 + jitter * generator.uniform(-1, 1)) for mood in WEATHER]
-    return ContenderResult(
-        name=name,
-        description=name,
-        init=InitRecord(build_ms=1, warmup_ms=1, num_warmup_steps=3),
+    return dataclasses.replace(
+        bench_results.contender(name),
         timing=TimingRecord(
             step_ms=tuple((window, window) for window in windows),
             host_ms=tuple(windows),
@@ -173,7 +157,7 @@ def test_another_base_and_memory_beside_it() -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"cpu": "another CPU"}, "cpu a CPU -> another CPU"),
+        ({"cpu": "another CPU"}, "cpu some CPU -> another CPU"),
         ({"num_threads": 2}, "num_threads 1 -> 2"),
         ({"device": "cuda", "gpu": "H200"}, "device cpu -> cuda; gpu None -> H200"),
         ({"num_ranks": 2, "backend": "gloo"}, "num_ranks 1 -> 2; backend None -> gloo"),

@@ -147,20 +147,8 @@ def test_the_environment_is_told_in_one_sentence() -> None:
 
 
 def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> None:
-    options = parse_bench_arguments(
-        [
-            "--workload",
-            "gpt-tiny",
-            "bert-tiny",
-            "--dtype",
-            "fp32",
-            "bf16",
-            "--batch-size",
-            "1",
-            "4",
-            "--no-memory",
-        ]
-    )
+    flags = "--workload gpt-tiny bert-tiny --dtype fp32 bf16 --batch-size 1 4 --no-memory"
+    options = parse_bench_arguments(flags.split())
     planned = options.cases("cpu")
     assert [each.case.key for each in planned][:4] == [
         *("gpt-tiny fp32 x1", "gpt-tiny fp32 x4", "gpt-tiny bf16 x1", "gpt-tiny bf16 x4")
