@@ -70,7 +70,6 @@ class CudaDriver:
             self._demangle.restype = ctypes.c_void_p
 
     def capturing_graph(self, stream: int) -> int | None:
-        """See GraphNodes."""
         # Nothing is asked about dependencies: edges of kernels that begin before others are over
         # (cuBLAS on Hopper) make the older form fail where it is.
         status, graph = ctypes.c_int(0), ctypes.c_void_p()
@@ -82,13 +81,11 @@ class CudaDriver:
         return None
 
     def count(self, graph: int) -> int | None:
-        """See GraphNodes."""
         count = ctypes.c_size_t(0)
         code = self._cuda.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
         return int(count.value) if code == 0 else None
 
     def nodes(self, graph: int) -> tuple[int, ...] | None:
-        """See GraphNodes."""
         known = self.count(graph)
         if not known:
             return None if known is None else ()
@@ -98,7 +95,6 @@ class CudaDriver:
         return tuple(item or 0 for item in found)
 
     def name(self, node: int) -> str:
-        """See GraphNodes."""
         kind = ctypes.c_int(-1)
         code = self._cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
         if code != 0 or not 0 <= kind.value < len(_TYPES):

@@ -13,6 +13,7 @@ class CudaCaptureError:
     Attributes:
         code: Number in CUDA's driver_types.h.
         name: Name there.
+        text: Part of what cudaGetErrorString says, for builds that print no code.
         meaning: What CUDA says, in words.
         remedy: What to change in a training loop.
         kind: What sort of thing it mostly is.
@@ -20,6 +21,7 @@ class CudaCaptureError:
 
     code: int
     name: str
+    text: str
     meaning: str
     remedy: str
     kind: HazardKind
@@ -32,6 +34,7 @@ _ERRORS = (
     CudaCaptureError(
         900,
         "cudaErrorStreamCaptureUnsupported",
+        "not permitted when stream is capturing",
         "an operation that is not permitted while a stream is capturing, mostly a host read "
         "(.item(), bool(tensor)), a copy between pageable host memory and the device "
         "(torch.tensor(x, device='cuda')), or a synchronize",
@@ -41,6 +44,7 @@ _ERRORS = (
     CudaCaptureError(
         901,
         "cudaErrorStreamCaptureInvalidated",
+        "due to a previous error during capture",
         "the capture was invalidated by an earlier error, by an illegal call on another thread, "
         "or by running out of memory",
         "look at the first error; check that the model fits with warmup_steps done",
@@ -49,6 +53,7 @@ _ERRORS = (
     CudaCaptureError(
         902,
         "cudaErrorStreamCaptureMerge",
+        "merge of two independent capture",
         "two independent captures would be merged",
         "capture one step at a time, and do not wait on events of another capture",
         HazardKind.STREAM,
@@ -56,6 +61,7 @@ _ERRORS = (
     CudaCaptureError(
         903,
         "cudaErrorStreamCaptureUnmatched",
+        "capture was not initiated in this stream",
         "the capture was not initiated in this stream",
         "do not change the current stream inside the iteration without changing it back",
         HazardKind.STREAM,
@@ -63,6 +69,7 @@ _ERRORS = (
     CudaCaptureError(
         904,
         "cudaErrorStreamCaptureUnjoined",
+        "unjoined work",
         "a stream that was forked from the capture was not joined to it",
         "end each use of a side stream with current_stream().wait_stream(side_stream)",
         HazardKind.STREAM,
@@ -70,6 +77,7 @@ _ERRORS = (
     CudaCaptureError(
         905,
         "cudaErrorStreamCaptureIsolation",
+        "dependency created on uncaptured work",
         "a dependency crosses the border of the capture: an event from before it was waited on",
         "record and wait on events inside one iteration only; start collectives inside it",
         HazardKind.STREAM,
@@ -77,6 +85,7 @@ _ERRORS = (
     CudaCaptureError(
         906,
         "cudaErrorStreamCaptureImplicit",
+        "implicit dependency",
         "a disallowed dependency on the legacy default stream, mostly an autograd node that was "
         "made on the default stream",
         "delete losses and outputs of forward passes that ran before graphfsdp.capture",
@@ -85,6 +94,7 @@ _ERRORS = (
     CudaCaptureError(
         907,
         "cudaErrorCapturedEvent",
+        "operation not permitted on an event last recorded in a capturing stream",
         "an event that was last recorded in a capturing stream was queried",
         "do not time or query events inside the iteration",
         HazardKind.SYNCHRONIZE,
@@ -92,23 +102,11 @@ _ERRORS = (
     CudaCaptureError(
         908,
         "cudaErrorStreamCaptureWrongThread",
+        "attempted to terminate a thread-local capture sequence from another thread",
         "the capture was ended from another thread",
         "call the captured step from one thread only",
         HazardKind.THREAD,
     ),
-)
-
-# Texts of cudaGetErrorString, for builds that print no code.
-_TEXTS = (
-    ("not permitted when stream is capturing", 900),
-    ("due to a previous error during capture", 901),
-    ("merge of two independent capture", 902),
-    ("capture was not initiated in this stream", 903),
-    ("unjoined work", 904),
-    ("dependency created on uncaptured work", 905),
-    ("implicit dependency", 906),
-    ("operation not permitted on an event last recorded in a capturing stream", 907),
-    ("attempted to terminate a thread-local capture sequence from another thread", 908),
 )
 
 
@@ -118,15 +116,11 @@ def find_capture_error(text: str) -> CudaCaptureError | None:
     Args:
         text: Message of an exception.
     """
-    by_code = {error.code: error for error in _ERRORS}
-    for error in _ERRORS:
-        if error.name in text:
-            return error
-    for part, code in _TEXTS:
-        if part in text:
-            return by_code[code]
     match = re.search(r"CUDA error:? \(?(90[0-8])\b", text)
-    return by_code[int(match[1])] if match else None
+    found = [error for error in _ERRORS if error.name in text]
+    found += [error for error in _ERRORS if error.text in text]
+    found += [error for error in _ERRORS if match and error.code == int(match[1])]
+    return found[0] if found else None
 
 
 def explain(error: BaseException) -> CudaCaptureError | None:
