@@ -1,6 +1,6 @@
 """Everything that an iteration needs, and one iteration of it over given inputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -8,17 +8,15 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
-from graphfsdp._capture.guards.optimizer import has_code_behind_step
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.attempt import Attempt
-from graphfsdp._capture.undo.held_back import CHECKED_STEPS, FUSED_STEPS
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import main_grads_of, sharded_roots
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope, UndoReplays
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import CaptureError
 
 # After such a change there are other gradients to keep.
@@ -70,7 +68,6 @@ class Engine:
         self._make_iteration = make_iteration
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
-        self._undoes_all = options.undo_replays is UndoReplays.ALWAYS
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
 
@@ -144,7 +141,9 @@ class Engine:
         count = self.optimizer.skipped_steps()
         return None if count is None else count.clone()
 
-    def evaluate(self, recording: Recording, watch: AbstractContextManager[None]) -> list[Tensor]:
+    def evaluate(
+        self, recording: Recording, watch: AbstractContextManager[None] | None = None
+    ) -> list[Tensor]:
         """Run the forward pass alone; return its results as a flat list.
 
         Args:
@@ -154,7 +153,7 @@ class Engine:
         Capture: everything in here.
         """
         self._replayed = None
-        with watch:
+        with watch or nullcontext():
             output = self._iteration.forward(recording.inputs, recording.num_microbatches)
         return recording.results.flatten(output)
 
@@ -169,19 +168,6 @@ class Engine:
         """Whether the user's iteration steps the optimizers."""
         return self._iteration.steps_inside
 
-    def waiting_steps(self, *, is_first: bool) -> Sequence[str]:
-        """Return the optimizers' operators that may wait until all else of an iteration stands.
-
-        None where code of the user's runs behind them, or where he wants everything undone.
-
-        Args:
-            is_first: No iteration has shown yet that the optimizers can step on these tensors.
-        """
-        runs_on = self.steps_inside or any(map(has_code_behind_step, self.optimizer.optimizers))
-        if runs_on or self._undoes_all:
-            return ()
-        return CHECKED_STEPS if is_first else FUSED_STEPS
-
     def constant_watch(self, *, trains: bool = True) -> ConstantWatch:
         """Return what compares the numbers of a warm-up and of the capture after it."""
         stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
@@ -189,7 +175,22 @@ class Engine:
 
     def attempt(self) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails."""
-        return Attempt(self.model, self.optimizer, self.gradients, self.backend)
+        return Attempt(
+            self.model,
+            self.optimizer.optimizers,
+            self.backend.begin_undo(self._state(), self.gradients.unseen()),
+            device=self.backend.device,
+            restore_gradients=self.gradients.save_bindings(),
+        )
+
+    def _state(self) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for module in self.model.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+        yield from (param.grad for param in self.model.parameters() if param.grad is not None)
+        yield from self.gradients.storages()
+        yield from (tensor for _, tensor in self.optimizer.state_tensors())
 
     def guards(self, *, trains: bool = True) -> Guards:
         """Return what is to be armed when an iteration, or its forward alone, was recorded."""
@@ -206,24 +207,16 @@ class Engine:
         """Return the optimizer's numbers that are not as recordings have baked them in."""
         return self.optimizer.changes() if self.full else ()
 
-    def save_bindings(self, recording: Recording) -> Callable[[], None]:
-        """Return a function that takes back what ``before_replay`` is about to bind."""
-        restore_gradients = self.gradients.save_bindings()
-        replayed = self._replayed
-        kept = [(vars(module), name, vars(module).get(name)) for module, name, _ in recording.kept]
-
-        def restore() -> None:
-            restore_gradients()
-            self._replayed = replayed
-            for attributes, name, value in kept:
-                attributes[name] = value
-
-        return restore
-
     def changes(self, recording: Recording) -> list[Change]:
         """Return what is not as it was when the graph was made."""
         assert recording.guards is not None
         return [*recording.guards.changes(), *self.baked_changes()]
+
+    def before_capture(self) -> None:
+        """Have the optimizer note the numbers that the graph is going to hold."""
+        if self.full:
+            self.optimizer.before_replay()
+            self.optimizer.bake()
 
     def before_replay(self, recording: Recording) -> None:
         """Bring what a replay reads up to date, and put the gradients where the user looks.

@@ -1,17 +1,16 @@
 """Forward passes in evaluation mode, each kind of batch with a graph of its own."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from graphfsdp._capture.attempts import Attempts
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.inputs import StaticInputs
-from graphfsdp._capture.ranks.agreement import Agreement, WarmUpAgainError
+from graphfsdp._capture.ranks.agreement import Agreement
+from graphfsdp._capture.ranks.failure import RankFailures
 from graphfsdp._capture.recording import Recording, Recordings
-from graphfsdp._capture.undo.attempt import Attempt
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp._capture.undo.random_state import save_random_states
 from graphfsdp.base.changes import Change, ChangeKind
@@ -27,22 +26,21 @@ class Evaluator:
     every generator the state that it had.
     """
 
-    def __init__(self, engine: Engine, agreement: Agreement, max_graphs: int) -> None:
+    def __init__(
+        self, engine: Engine, failures: RankFailures, agreement: Agreement, max_graphs: int
+    ) -> None:
         """Prepare; nothing is recorded before the first call.
 
         Args:
             engine: The model.
+            failures: Of the other ranks.
             agreement: With the other ranks.
             max_graphs: Kinds of batches that have graphs at a time.
         """
         self._engine = engine
-        self._agreement = agreement
+        self._failures = failures
         self._recordings = Recordings(max_graphs)
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs at present."""
-        return self._recordings.num_graphs
+        self._attempts = Attempts(engine, agreement, self._recordings, trains=False)
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int, *, eager: bool
@@ -55,21 +53,12 @@ class Evaluator:
             num_microbatches: Parts that it is split into.
             eager: Make no graph.
         """
-        engine = self._engine
-        restore = save_random_states(engine.model, engine.backend.device)
+        restore = save_random_states(self._engine.model, self._engine.backend.device)
         try:
             with nvtx_range("evaluate"):
                 recording = self._recording_for(args, kwargs, num_microbatches)
-                if recording.graph is not None and self._changes(recording):
-                    _LOG.info("evaluation: another graph, %s", self._changes(recording)[0])
-                    recording.close()
-                if recording.graph is not None:
-                    with DeferredInterrupts():
-                        results = recording.graph.replay()
-                else:
-                    results = self._attempt(
-                        recording, captures=not eager and recording.num_eager > 0
-                    )
+                with self._failures.call("evaluation"):
+                    results = self._results(recording, eager=eager)
         finally:
             restore()
         return recording.results.unflatten(results)[0]
@@ -77,6 +66,16 @@ class Evaluator:
     def close(self) -> None:
         """Give the graphs back."""
         self._recordings.close()
+
+    def _results(self, recording: Recording, *, eager: bool) -> list[Tensor]:
+        if recording.graph is not None and self._changes(recording):
+            _LOG.info("evaluation: another graph, %s", self._changes(recording)[0])
+            recording.close()
+        if recording.graph is not None:
+            with DeferredInterrupts():
+                return recording.graph.replay()
+        captures = not eager and recording.num_eager > 0
+        return self._attempts.run(recording, captures=captures, notes=True)
 
     def _recording_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
@@ -95,77 +94,3 @@ class Evaluator:
         assert recording.guards is not None
         changes = recording.guards.changes()
         return [change for change in changes if change.kind is not ChangeKind.MODE]
-
-    def _attempt(self, recording: Recording, *, captures: bool) -> list[Tensor]:
-        attempt = self._engine.attempt()
-        self._agreement.begin()
-        try:
-            with attempt.watching(), _evaluating(self._engine.model) as trained:
-                if captures:
-                    return self._capture(recording, attempt, trained)
-                return self._warm_up(recording)
-        except BaseException as error:  # whatever ends it, it must leave no trace
-            with DeferredInterrupts():
-                attempt.roll_back()
-                recording.drop_graph()
-                refused = recording.refused_values(error)
-                waits = (refused or isinstance(error, WarmUpAgainError)) and recording.wait_once()
-                if not waits:
-                    self._recordings.remove(recording)
-            if not waits:
-                self._agreement.fail(error)
-                raise
-            if refused:  # no rank warms up once more unless all do
-                self._agreement.settle(again=True)
-            _LOG.info("evaluation: warming up once more: %s", error)
-        return self._attempt(recording, captures=False)
-
-    def _warm_up(self, recording: Recording) -> list[Tensor]:
-        engine = self._engine
-        watch = recording.noting(engine.constant_watch(trains=False))
-        with engine.backend.on_capture_stream():
-            results = engine.evaluate(recording, watch)
-        self._agreement.settle()
-        recording.num_eager += 1
-        return results
-
-    def _capture(
-        self, recording: Recording, attempt: Attempt, trained: Callable[[], None]
-    ) -> list[Tensor]:
-        engine = self._engine
-        recording.guards = guards = engine.guards(trains=False)
-
-        def check(was_read: Callable[[Tensor], bool]) -> None:
-            attempt.host_state.check_unchanged(was_read)
-            recording.check_memory()
-            trained()  # the modes that every later call will find
-            guards.arm(was_read)
-            if self._agreement.settle():
-                raise WarmUpAgainError("another rank was given other numbers")
-
-        with guards.recording():
-            recording.graph, results = engine.backend.record(
-                lambda: engine.evaluate(recording, recording.comparing()),
-                engine.model,
-                check,
-                collective=self._agreement.is_collective,
-                scratch=recording.inputs.tensors(),
-            )
-        recording.constants = None
-        return results
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Put a model into evaluation mode; hand out what gives every module its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-
-    def restore() -> None:
-        for module, training in modes:
-            module.training = training
-
-    model.eval()
-    try:
-        yield restore
-    finally:
-        restore()

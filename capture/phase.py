@@ -21,7 +21,7 @@ class Phase(enum.Enum):
         Raises:
             PhaseError: the transition is not legal.
         """
-        if target is not Phase.CLOSED and (self, target) not in _LEGAL:
+        if target not in dict(_LEGAL)[self]:
             raise PhaseError(f"a captured step cannot go from {self.value} to {target.value}")
         return target
 
@@ -29,13 +29,12 @@ class Phase(enum.Enum):
 # WARMUP follows CAPTURE when a capture failed: everything was rolled back, another may be tried.
 # CAPTURE follows REPLAY when another kind of batch gets its graph, WARMUP and EAGER when something
 # has changed that all graphs have baked in.
+# BROKEN follows where a replay stopped in the middle, or another rank has failed.
 _LEGAL = (
-    (Phase.WARMUP, Phase.CAPTURE),
-    (Phase.CAPTURE, Phase.REPLAY),
-    (Phase.REPLAY, Phase.CAPTURE),
-    (Phase.CAPTURE, Phase.WARMUP),
-    (Phase.REPLAY, Phase.BROKEN),
-    (Phase.WARMUP, Phase.BROKEN),
-    (Phase.REPLAY, Phase.WARMUP),
-    (Phase.WARMUP, Phase.EAGER),
+    (Phase.WARMUP, (Phase.CAPTURE, Phase.EAGER, Phase.BROKEN, Phase.CLOSED)),
+    (Phase.CAPTURE, (Phase.REPLAY, Phase.WARMUP, Phase.CLOSED)),
+    (Phase.REPLAY, (Phase.CAPTURE, Phase.WARMUP, Phase.BROKEN, Phase.CLOSED)),
+    (Phase.EAGER, (Phase.BROKEN, Phase.CLOSED)),
+    (Phase.BROKEN, (Phase.CLOSED,)),
+    (Phase.CLOSED, ()),
 )

@@ -3,34 +3,30 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
+from graphfsdp._capture.attempts import Attempts
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
-from graphfsdp._capture.outputs import Results
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.ranks.agreement import Agreement, WarmUpAgainError
-from graphfsdp._capture.ranks.rank_watch import RankWatch, TogetherError
-from graphfsdp._capture.ranks.standing_in import StandIn
-from graphfsdp._capture.recording import Recording, Recordings, kept_by, new_of
-from graphfsdp._capture.replay import Replayer
+from graphfsdp._capture.ranks.agreement import Agreement
+from graphfsdp._capture.ranks.failure import RankFailures
+from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import Tally, latest_graph, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
-from graphfsdp._capture.undo.attempt import Attempt
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp._capture.verify import Verifier
-from graphfsdp._capture.warmup import WarmUps
 from graphfsdp.base.changes import Change, refuse
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, OnChange, Scope
+from graphfsdp.errors import VerificationError
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -64,17 +60,15 @@ class StepRunner:
         self._backend = engine.backend
         self._options = options
         self.groups = [g for root in sharded_roots(engine.model) for g in root.process_groups()]
-        self._agreement = Agreement(self.groups)
+        self._failures = RankFailures(self.groups)
+        agreement = Agreement(self._failures)
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs)
-        self._evaluator = Evaluator(engine, self._agreement, options.max_graphs)
-        self._verifier = Verifier(engine, self._agreement)
-        self._watch = RankWatch(self.groups)
-        shared = (engine, self._agreement, self._watch)
-        self._others = StandIn(*shared)
-        self._replayer = Replayer(*shared, self._others, self._verifier, options)
+        self._attempts = Attempts(engine, agreement, self._recordings, trains=True)
+        self._evaluator = Evaluator(engine, self._failures, agreement, options.max_graphs)
+        self._verifier = Verifier(engine, agreement)
         self._tally = Tally()
-        self._warm_ups = WarmUps(self._recordings, options.warmup_steps)
+        self._num_warm_ups = 0  # that have taken effect
         self._first_states: FirstStates | None = None
 
     @property
@@ -89,26 +83,25 @@ class StepRunner:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Train on one batch; see ``CapturedStep.__call__``."""
-        self._watch.next_call()
+        if self.phase is Phase.EAGER:
+            return self._run(args, kwargs)
         try:
-            recording = self._prepare(args, kwargs)
-        except BaseException as error:  # of the batch, or of a guard, maybe on this rank only
-            self._tell_others(error)
-            raise
+            with self._failures.call():
+                return self._run(args, kwargs)
+        finally:
+            self._break(self._failures.lost)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recording = self._prepare(args, kwargs)
         if self._first_states is not None and self._first_states.are_missing:
             return self._finish_first(recording, self._first_states)
         if recording.graph is not None:
-            try:
-                with DeferredInterrupts():
-                    return self._engine.unpack(recording, self._replay(recording))
-            except TogetherError:  # with another rank, which has no graph for this call
-                recording = recording.again()
-                return self._engine.unpack(recording, self._attempt(recording))
+            with DeferredInterrupts():
+                return self._engine.unpack(recording, self._replay(recording, recording.graph))
         if self.phase is Phase.EAGER:
             self._engine.follow()
         if self.phase is Phase.EAGER or recording not in self._recordings:
             return self._engine.unpack(recording, self._run_eagerly(recording))
-        self._others.call_together()
         return self._engine.unpack(recording, self._attempt(recording))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -133,13 +126,6 @@ class StepRunner:
             self._after_changes(recording, self._engine.baked_changes())  # graphs of other kinds
         return recording
 
-    def _tell_others(self, error: BaseException) -> None:
-        """Let ranks that have begun an iteration out of it: this one cannot."""
-        latest = self._recordings.latest
-        if latest is not None and self.phase is not Phase.EAGER and self._agreement.is_collective:
-            runs = self.device.type == "cpu" or not self._warm_ups.capture_follows(latest)
-            self._others.stand_in(latest, error, runs=runs)  # a capture on a GPU runs nothing
-
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture on made-up data; see ``example_batch`` of ``graphfsdp.capture``."""
         if self.phase is Phase.EAGER:
@@ -153,8 +139,8 @@ class StepRunner:
             self._first_states = capture_ahead(self._engine, capture)
         except BaseException:  # whatever ends it, it must leave no trace
             self._recordings.close()
-            self.phase = Phase.WARMUP
-            self._warm_ups.num = 0
+            self._go_to(Phase.WARMUP)
+            self._num_warm_ups = 0
             raise
         finally:
             self._tally.num_calls.clear()
@@ -170,7 +156,10 @@ class StepRunner:
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate one batch; see ``CapturedStep.evaluate``."""
         eager = self.phase is Phase.EAGER
-        return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
+        try:
+            return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
+        finally:
+            self._break(self._failures.lost)
 
     def verify(self, num_iterations: int) -> None:
         """Compare replays with eager runs; see ``CapturedStep.verify``."""
@@ -178,7 +167,11 @@ class StepRunner:
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording))
-        self._verifier.run(recording, num_iterations)
+        try:
+            with self._failures.call("verification"):
+                self._verifier.run(recording, num_iterations)
+        finally:
+            self._break(self._failures.lost)
 
     def report(self, *, measure: bool) -> CaptureReport:
         """Return the facts of this step; see ``CapturedStep.report``."""
@@ -204,8 +197,8 @@ class StepRunner:
         """Give everything back, the graphs first, then their pool and inputs."""
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
-        self.phase = Phase.CLOSED
-        self._watch.stop()
+        self._go_to(Phase.CLOSED)
+        self._failures.close()
         self._evaluator.close()
         self._recordings.close()
         self._engine.close()
@@ -225,7 +218,7 @@ class StepRunner:
             return recording.again()
         self._give_up_graphs(what)
         if self._options.on_change is OnChange.EAGER:  # there is no graph to go back to
-            self.phase = self.phase.to(Phase.EAGER)
+            self._go_to(Phase.EAGER)
         return recording
 
     def _give_up_graphs(self, why: str) -> None:
@@ -235,7 +228,7 @@ class StepRunner:
             entry.num_eager = 0
         self._engine.refresh()
         if self.phase is Phase.REPLAY:
-            self.phase = self.phase.to(Phase.WARMUP)
+            self._go_to(Phase.WARMUP)
 
     def _run_eagerly(self, recording: Recording) -> list[Tensor]:
         try:
@@ -249,97 +242,64 @@ class StepRunner:
         return results
 
     def _attempt(self, recording: Recording) -> list[Tensor]:
-        """Warm up or capture; undo everything if that fails, here or on another rank."""
-        attempt = self._engine.attempt()
-        grad_norm, results = self._engine.grad_norm, recording.results
-        recording.results = Results()
-        self._agreement.begin()
-        self._watch.start()
-        captures = recording in self._recordings and self._warm_ups.capture_follows(recording)
-        count = partial(self._count, recording, time.perf_counter())
-        # What fails here alone, other ranks would have kept.
-        alone = not self._agreement.is_collective
-        waiting = self._engine.waiting_steps(is_first=not self._warm_ups.num) if alone else ()
+        """Warm up or capture."""
+        self._failures.begin_attempt()
+        started = time.perf_counter()
+        captures = self._capture_follows(recording)
+        is_last = self._capture_follows(recording, 1) or len(self._recordings) > 1
+        if captures:
+            self._go_to(Phase.CAPTURE)
         try:
-            with attempt.keeping(waiting=waiting, count=count):
-                return self._capture(recording, attempt) if captures else self._warm_up(recording)
-        except BaseException as first:  # whatever ends it, it must leave no trace
-            if attempt.effect is not Effect.NONE:  # it failed at its end, or a signal has waited
-                self._break(attempt.breakage(first))
-                raise
-            with DeferredInterrupts():
-                attempt.roll_back()
-                self._engine.grad_norm, recording.results = grad_norm, results
-                recording.drop_graph()
-                self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
-            refused = recording.refused_values(first)
-            error = self._agreement.repeat(first) if refused and not recording.has_waited else first
-            waits = isinstance(error, WarmUpAgainError) and recording.wait_once()
-            # Where there are others, the ones that were not refused keep theirs.
-            begins_anew = refused and not self._agreement.is_collective
-            if not waits and (begins_anew or not recording.num_eager):
-                self._recordings.remove(recording)
-            if not waits:
-                raise self._others.attempt_failed(error)  # noqa: B904, mostly the same one
-            _LOG.info("warming up once more: %s", error)
-        return self._attempt(recording)
-
-    def _count(self, recording: Recording, started: float) -> None:
-        took_ms = (time.perf_counter() - started) * 1e3
-        self._tally.add(recording.graph, took_ms, self._warm_ups.count(recording))
-
-    def _warm_up(self, recording: Recording) -> list[Tensor]:
-        watch = None
-        is_next = self._warm_ups.capture_follows(recording, 1) or len(self._recordings) > 1
-        if is_next or self._engine.steps_inside:
-            watch = recording.noting(self._engine.constant_watch())
-        with nvtx_range("warm-up"), self._backend.on_capture_stream():
-            results = self._engine.iterate(recording, watch)
-        self._others.settle_beside_captures()
-        return results
-
-    def _capture(self, recording: Recording, attempt: Attempt) -> list[Tensor]:
-        self.phase = self.phase.to(Phase.CAPTURE)
-        engine = self._engine
-        recording.guards = guards = engine.guards()
-
-        def check(was_read: Callable[[Tensor], bool]) -> None:
-            attempt.host_state.check_unchanged(was_read)
-            recording.check_memory()
-            guards.arm(was_read)
-            if self._agreement.settle():
-                raise WarmUpAgainError("another rank was given other numbers")
-
-        if engine.full:
-            engine.optimizer.before_replay()
-            engine.optimizer.bake()
-        before = kept_by(engine.model)
-        with nvtx_range("capture"), guards.recording():
-            graph, results = self._backend.record(
-                lambda: engine.iterate(recording, recording.comparing()),
-                engine.model,
-                check,
-                collective=self._agreement.is_collective,
-                scratch=[*engine.gradients.storages(), *recording.inputs.tensors()],
-                undo=self._options.undo_replays,
+            results = self._attempts.run(
+                recording, captures=captures, notes=is_last or self._engine.steps_inside
             )
-        self._replayer.prepare(graph)
-        recording.graph, recording.landed = graph, engine.gradients.landed()
-        recording.kept, recording.constants = new_of(kept_by(engine.model), before), None
-        if not engine.full:
-            engine.step_outside()
-            self._agreement.settle()
-        self.phase = self.phase.to(Phase.REPLAY)
+        finally:
+            self._go_to(Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP)
+        self._num_warm_ups += recording.graph is None
+        took_ms = (time.perf_counter() - started) * 1e3
+        self._tally.add(recording.graph, took_ms, True)
         return results
 
-    def _replay(self, recording: Recording) -> list[Tensor]:
+    def _capture_follows(self, recording: Recording, num_more: int = 0) -> bool:
+        """Tell whether so many warm-ups from now the next call with such a batch captures.
+
+        Each kind of batch has one warm-up at least, unless none are wanted.
+        """
+        num_wanted = self._options.warmup_steps
+        is_warm = self._num_warm_ups + num_more >= num_wanted
+        return is_warm and recording.num_eager + num_more >= min(num_wanted, 1)
+
+    def _replay(self, recording: Recording, graph: Graph) -> list[Tensor]:
+        self._failures.note_replay()
+        self._engine.before_replay(recording)
+        verifies = recording.num_verified < self._options.verify
         try:
-            results = self._replayer.run(recording)
-        finally:
-            self._break(self._replayer.breakage)
+            with nvtx_range("replay"):
+                results = self._verifier.replay(recording) if verifies else graph.replay()
+        except VerificationError:
+            raise
+        except BaseException as error:  # of an operator, of a collective, or no memory
+            self._after_failure(graph.effect, error)
+            raise
+        recording.num_verified += verifies
+        self._engine.after_replay()
         self._tally.num_calls["replay"] += 1
         return results
 
+    def _after_failure(self, effect: Effect, error: BaseException) -> None:
+        again = ""
+        if effect is Effect.NONE:
+            self._engine.gradients.drop()
+            again = "" if self._failures.is_collective else ". The step can be called again"
+        elif effect is Effect.PART:
+            self._break(f"{type(error).__name__}: {effect.value}")
+        error.add_note(f"graphfsdp: {effect.value}{again}")
+
     def _break(self, why: str) -> None:
-        if why:
-            self.phase, self.breakage = self.phase.to(Phase.BROKEN), why
+        if why and self.phase is not Phase.BROKEN:
+            self.breakage = why
+            self._go_to(Phase.BROKEN)
+
+    def _go_to(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            self.phase = self.phase.to(phase)

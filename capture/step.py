@@ -59,13 +59,10 @@ class CapturedStep:
                 in its own ``loss_fn``), or belongs to another process.
 
         Whatever a warm-up or a capture raises, parameters, buffers, gradients, optimizer state
-        and generators are as they were before the call (but for a defect in a fused optimizer's
-        operator, which runs last, where there is no room for copies: it leaves the step broken).
-        A replay that fails before it has begun to update weights is undone too, but for the
-        gradients, which are None then; one that fails later is undone where
-        ``report().undoes_all``, else the step is broken. A step that was made with
-        ``undo_replays=True`` undoes every replay, gradients included. Signals that Python handles,
-        Ctrl-C among them, wait until a replay is over.
+        and generators are as they were before the call. A replay that fails before it has begun
+        to update weights is undone too, but for the gradients, which are None then; one that
+        fails later leaves the step broken, and the way back is the last checkpoint. Signals that
+        Python handles, Ctrl-C among them, wait until a replay is over.
         """
         self._gate.enter("called")
         try:

@@ -111,7 +111,6 @@ def make_report(
         gradient_bytes=engine.gradients.num_bytes,
         pool_bytes=0 if facts is None else facts.pool_bytes,
         num_escapes=0 if facts is None else facts.num_escapes,
-        undoes_all=facts is not None and facts.undoes_all,
         inputs={} if inputs is None else inputs.describe(),
         without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
         node_us=node_us,

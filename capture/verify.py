@@ -52,7 +52,6 @@ class Verifier:
         """
         graph = recording.graph
         assert graph is not None
-        self._agreement.begin()
         attempt = self._engine.attempt()
         try:
             expected = self._run_eagerly(recording)
@@ -64,9 +63,8 @@ class Verifier:
                 return results
             attempt.roll_back()
             raise _error(difference, self._first_other_node(recording, graph))
-        except BaseException as error:  # also Ctrl-C: nothing may stay half done
+        except BaseException:  # also Ctrl-C: nothing may stay half done
             attempt.roll_back()
-            self._agreement.fail(error)
             raise
 
     def run(self, recording: Recording, num_iterations: int) -> None:

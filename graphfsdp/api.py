@@ -16,7 +16,7 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, UndoReplays
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
@@ -85,7 +85,6 @@ def capture(
     max_graphs: int = 16,
     example_batch: object = None,
     verify: int = 0,
-    undo_replays: bool | str = "auto",
     backend: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> CapturedStep:
@@ -128,12 +127,6 @@ def capture(
             since only their first step knows how their state begins.
         verify: Compare this many replays of each graph with an eager run from the same state, bit
             for bit; see ``CapturedStep.verify``.
-        undo_replays: Undo a replay that fails while it writes weights (before that, every failure
-            is undone). True: on all ranks, bit for bit, gradients included, with copies of
-            everything that it writes on a CPU, of all state in host memory on a GPU, and a
-            question to the other ranks after each replay. "auto": on a CPU without other ranks,
-            where the copies are small beside the iteration; ``report()`` tells. Where it is not
-            undone, and with False, such a failure leaves the step BROKEN.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
         mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
 
@@ -153,7 +146,6 @@ def capture(
         on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
         verify=verify,
-        undo_replays=UndoReplays.parse(undo_replays),
     )
     together = one_module(model)
     inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]

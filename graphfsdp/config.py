@@ -43,28 +43,6 @@ class OnChange(_Choice):
     EAGER = "eager"  # run this call without a graph, and keep the graph
 
 
-class UndoReplays(enum.Enum):
-    """Which failed replays are undone, also behind the point where weights are written."""
-
-    ALWAYS = True
-    AUTO = "auto"  # where the copies that it takes cost next to nothing
-    NEVER = False
-
-    @classmethod
-    def parse(cls, value: "bool | str | UndoReplays") -> "UndoReplays":
-        """Return the policy of that value.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        if isinstance(value, cls):
-            return value
-        for policy in cls:
-            if type(value) is type(policy.value) and value == policy.value:
-                return policy
-        raise ConfigError(f"unknown undo_replays {value!r}; expected True, False or 'auto'")
-
-
 class ShardingStrategy(enum.Enum):
     """What is cut into one part per rank. The numbers are those of the ZeRO stages."""
 
@@ -174,7 +152,6 @@ class CaptureOptions:
     on_change: OnChange = OnChange.RAISE
     max_graphs: int = 16
     verify: int = 0
-    undo_replays: UndoReplays = UndoReplays.AUTO
 
     def __post_init__(self) -> None:
         minimum = 1 if self.scope is Scope.FULL_ITERATION else 0

@@ -1,10 +1,11 @@
 """The CPU backend: the same capture semantics without a GPU."""
 
+import ctypes
 import gc
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,12 @@ from graphfsdp._capture.cpu.measure import measure_replay
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu.recorder import Recorder
-from graphfsdp._capture.ranks.collective_order import CollectiveOrder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.storages import refuse_dropped_tensors
-from graphfsdp._capture.trace.values import Value
+from graphfsdp._capture.trace.values import Value, materialise
+from graphfsdp._capture.undo.commit_point import ReplayUndo, find_commit_point
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
-from graphfsdp._capture.undo.replay_undo import ReplayUndo
-from graphfsdp._capture.undo.undo_arena import give_back_freed_pages
-from graphfsdp._capture.undo.undo_plan import plan_undo
 from graphfsdp.base.collector import without_collector
-from graphfsdp.config import UndoReplays
 from graphfsdp.errors import CaptureError, PhaseError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
@@ -32,12 +29,9 @@ _RELEASE_S = 0.1
 class CpuGraph:
     """A replayable program over operators."""
 
-    def __init__(
-        self, replay: Replay, undo: ReplayUndo, order: CollectiveOrder, facts: GraphFacts
-    ) -> None:
+    def __init__(self, replay: Replay, undo: ReplayUndo, facts: GraphFacts) -> None:
         self._replay: Replay | None = replay
         self._undo = undo
-        self.order: CollectiveOrder | None = order
         self.facts = facts
 
     @property
@@ -50,8 +44,6 @@ class CpuGraph:
 
         Below autograd and autocast: both have done their part when the operators were recorded.
         """
-        if self.order is not None:
-            self.order.begin()
         self._undo.begin()
         try:
             results = self._run()
@@ -60,19 +52,6 @@ class CpuGraph:
             raise
         self._undo.effect = Effect.ALL
         return results
-
-    @property
-    def can_be_taken_back(self) -> bool:
-        """Whether ``take_back`` undoes every replay."""
-        return self._undo.is_whole
-
-    def take_back(self) -> None:
-        """Undo the last replay, also one that is over; twice is once."""
-        self._undo.roll_back()
-
-    def keep(self) -> None:
-        """Let the last replay stand."""
-        self._undo.keep()
 
     def measure(self) -> tuple[float, ...]:
         """Replay with a clock at each operator, and undo it; see Graph.measure."""
@@ -98,7 +77,7 @@ class CpuGraph:
 
     def close(self) -> None:
         """Drop the program and with it every tensor that it holds."""
-        self._replay = self.order = None
+        self._replay = None
         self._undo = ReplayUndo([], [])
 
 
@@ -134,14 +113,11 @@ class CpuGraphBackend:
         *,
         collective: bool,
         scratch: Sequence[Tensor],
-        undo: UndoReplays = UndoReplays.NEVER,
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration while it runs; see GraphBackend.record."""
         # A call of its own, so that the recording itself is freed before its pages are given back.
-        recorded = self._record(
-            iterate, model, check, collective=collective, scratch=scratch, undo=undo
-        )
-        give_back_freed_pages()
+        recorded = self._record(iterate, model, check, collective=collective, scratch=scratch)
+        _give_back_freed_pages()
         return recorded
 
     def _record(
@@ -152,7 +128,6 @@ class CpuGraphBackend:
         *,
         collective: bool,
         scratch: Sequence[Tensor],
-        undo: UndoReplays,
     ) -> tuple[Graph, list[Tensor]]:
         # A rank that stopped in the middle would leave the others waiting in a collective.
         recorder = Recorder(model, self.device, defers_refusals=collective)
@@ -160,22 +135,14 @@ class CpuGraphBackend:
         # Cyclic garbage would look like tensors that somebody keeps.
         gc.collect()
         _await_release(recorder)
-        give_back_freed_pages()  # of the iteration: what undoes it is still in memory
+        _give_back_freed_pages()  # of the iteration: what undoes it is still in memory
         refuse_dropped_tensors(recorder.storages)
-        always = undo is UndoReplays.ALWAYS
-        free = () if always else scratch
-        builder = ProgramBuilder(recorder, values, free, self.arena, poisons=self._poisons)
+        builder = ProgramBuilder(recorder, values, scratch, self.arena, poisons=self._poisons)
         recorder.forget_tensors()  # before the program is compiled, which takes as much again
-        # What this rank alone has undone, the others have not.
-        if_cheap = undo is UndoReplays.AUTO and not collective
-        undone, commit_node = plan_undo(builder, scratch, always=always, if_cheap=if_cheap)
-        order = CollectiveOrder(builder.nodes, commit_node)
-
-        def commit() -> None:
-            order.commit()
-            undone.commit()
-
-        replay = builder.build(commit, commit_node, order.counted)
+        point = find_commit_point(builder.nodes, scratch)
+        kept = [materialise(value, value.storage.get()) for value in point.kept]
+        undone = ReplayUndo(kept, point.generators)
+        replay = builder.build(undone.commit, point.node)
         program = builder.describe(recorder.sites.sites())
         check(recorder.has_touched)
         counts = Counter(str(node.op) for node in builder.nodes)
@@ -186,10 +153,9 @@ class CpuGraphBackend:
             num_escapes=len(builder.escapes),
             pool_bytes=self.arena.num_bytes,
             num_calls=builder.num_calls,
-            undoes_all=undone.undoes_all,
             program=program,
         )
-        return CpuGraph(replay, undone, order, facts), results
+        return CpuGraph(replay, undone, facts), results
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
@@ -199,6 +165,13 @@ def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value
     values = [recorder.value_of(tensor, "output") for tensor in outputs]
     # Copies, so that the recorded results die here and do not look like escapes.
     return [tensor.clone() for tensor in outputs], values
+
+
+def _give_back_freed_pages() -> None:
+    """Let the system have the heap's pages that nobody uses, where it keeps them otherwise."""
+    # glibc only; elsewhere the peak is a little higher.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _await_release(recorder: Recorder) -> None:

@@ -166,17 +166,6 @@ class ProgramMemory:
             if life.end == step and life.num_bytes
         ]
 
-    def free_from(self, step: int) -> list[Tensor]:
-        """Return the memory, as bytes, in which nothing is alive from a step on."""
-        lives = zip(self._lives.values(), self.plan.offsets, strict=True)
-        taken = sorted((at, at + life.num_bytes) for life, at in lives if life.end >= step)
-        gaps, start = [], 0
-        for first, end in [*taken, (self.plan.num_bytes, self.plan.num_bytes)]:
-            if first > start:
-                gaps.append(self.pool[start:first])
-            start = max(start, end)
-        return gaps
-
     def _fold(self, nodes: Sequence[Node]) -> set[int]:
         """Run the nodes that compute the same from constants in every replay, once and for all."""
         written = {id(v.storage) for node in nodes if node.effects for v in _values_of(node)}

@@ -14,7 +14,6 @@ from torch import Tensor
 from graphfsdp._capture.cpu.calls import call, call_into
 from graphfsdp._capture.cpu.memory import Arena, ProgramMemory
 from graphfsdp._capture.cpu.recorder import Recorder
-from graphfsdp._capture.ranks.collective_order import is_collective
 from graphfsdp._capture.report.description import Description, region
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.source import Site
@@ -22,7 +21,6 @@ from graphfsdp._capture.trace.values import Node, Value, materialise, values_in
 
 Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
-Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _PART_LINES = 64
 _Held = list[Any]  # what one part of a program hands to the next
@@ -138,19 +136,14 @@ class ProgramBuilder:
         self.nodes = _without_dead(recorder.nodes, [*outputs, *self.escapes])
         self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena)
         self.num_calls = 0
-        self._counted: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
-    def build(self, commit: Commit, commit_node: int | None, counted: Counted) -> Replay:
+    def build(self, commit: Commit, commit_node: int | None) -> Replay:
         """Return the function; each call runs the program once and returns fresh outputs.
 
         Args:
             commit: Called by each replay when it cannot be undone any more.
-            commit_node: The node before which it is called; None is the end of all nodes.
-            counted: What is to be called instead of a collective's operator.
+            commit_node: The node before which it is called; None where everything is undone.
         """
-        self._counted = {
-            node.op: counted(node.op._op) for node in self.nodes if is_collective(node.op)
-        }
         source = ProgramSource(self._namespace)
         call_commit = f"{self._constant(commit, 'commit')}()"
         self._add_poison(source, -1)
@@ -165,8 +158,6 @@ class ProgramBuilder:
             dead = last_use.get(index, [])
             if dead:
                 source.drop(map(self._name, dead))
-        if commit_node is None:
-            source.add(call_commit)
         for value, tensor in zip(self.escapes, self.escaped, strict=True):
             source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
         return source.finish(map(self._name, self._outputs))
@@ -253,7 +244,7 @@ class ProgramBuilder:
             outs = [self._name(value) for value in node.outputs if value is not None]
             source.add(call_into(node.op, args, kwargs, outs, self._constant))
             return
-        line = call(node.op, args, kwargs, self._constant, self._counted.get(node.op))
+        line = call(node.op, args, kwargs, self._constant)
         inputs = {id(value) for value in values_in(node)}
         targets = [
             self._name(value)

@@ -15,7 +15,6 @@ from graphfsdp._capture.cuda.driver import find_driver
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp._capture.cuda.host_copies import HostCopies
 from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
-from graphfsdp._capture.ranks.collective_order import CollectiveOrder
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import has_compiled_regions, user_line_of
@@ -24,7 +23,6 @@ from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import forked
-from graphfsdp.config import UndoReplays
 from graphfsdp.errors import CaptureError, PhaseError
 
 
@@ -47,7 +45,6 @@ class CudaGraph:
         self._external = external
         self.facts = facts
         self.effect = Effect.NONE
-        self.order: CollectiveOrder | None = None  # a launch is all or nothing
 
     def replay(self) -> list[Tensor]:
         """Launch the graph on the current stream; return copies of its results."""
@@ -68,22 +65,6 @@ class CudaGraph:
     def is_open(self) -> bool:
         """Whether it can be replayed and holds its pool."""
         return self._graph is not None
-
-    @property
-    def can_be_taken_back(self) -> bool:
-        """A launch is all or nothing; who wants it undone has to keep copies."""
-        return False
-
-    def take_back(self) -> None:
-        """Refuse.
-
-        Raises:
-            PhaseError: always.
-        """
-        raise PhaseError("the launch of a CUDA graph cannot be taken back")
-
-    def keep(self) -> None:
-        """Do nothing: it cannot be taken back anyway."""
 
     def measure(self) -> tuple[float, ...]:
         """Refuse: a launch is one call, which only a profiler can look into.
@@ -157,7 +138,6 @@ class CudaGraphBackend:
         *,
         collective: bool,
         scratch: Sequence[Tensor],
-        undo: UndoReplays = UndoReplays.NEVER,
     ) -> tuple[Graph, list[Tensor]]:
         """Capture one iteration, then launch it once; see GraphBackend.record."""
         if not has_compiled_regions(model):

@@ -1,6 +1,6 @@
 """Undoes an iteration on a GPU: copies of all state in host memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -33,20 +33,9 @@ class HostCopies:
         self._saved = [(_as_bytes(storage), storage) for storage in storages.values()]
         self._copies = [contents.to("cpu", copy=True) for contents, _ in self._saved]
 
-    def watching(self, *, waiting: Sequence[str] = ()) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Return nothing to enter: everything has been copied already."""
         return nullcontext()
-
-    def copy_for_waiting(self) -> bool:
-        """Tell that all can be undone: nothing has waited."""
-        return True
-
-    def keep(self) -> None:
-        """Do nothing: nothing has waited."""
-
-    def forget(self) -> None:
-        """Drop the copies."""
-        self._saved, self._copies = [], []
 
     def roll_back(self) -> None:
         """Write everything back, at the addresses that it had."""

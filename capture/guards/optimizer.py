@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from graphfsdp._capture.guards.modules import same_objects
 from graphfsdp._capture.guards.tensors import TensorGuard
@@ -123,15 +122,6 @@ class OptimizerGuard:
 def _counts(own: object, *steps: object) -> bool:
     """Tell whether a step is what a scheduler has wrapped one of these in, to count its calls."""
     return hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) in steps
-
-
-def has_code_behind_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether code of the user may run in an optimizer's step after the step itself."""
-    own, of_class = vars(optimizer).get("step"), type(optimizer).step
-    replaced = own is not None and not _counts(own, of_class)
-    known = of_class.__module__.startswith(("graphfsdp.", "torch."))
-    hooks = (_global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks)
-    return replaced or not known or any(hooks)
 
 
 def _classes_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int] | None:

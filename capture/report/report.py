@@ -45,8 +45,6 @@ class CaptureReport:
         gradient_bytes: Bytes of the persistent gradient buffers.
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_escapes: Tensors that the model kept from the recorded iteration; replays update them.
-        undoes_all: A replay that fails is undone wherever it fails, not only before it has begun
-            to write weights; see ``undo_replays`` of ``capture``.
         inputs: Every leaf of the batch and its metadata.
         without_gradient: Trainable parameters that no gradient reached; the optimizer skips them.
         node_us: Median microseconds of each node in measured replays; empty if none was measured.
@@ -67,7 +65,6 @@ class CaptureReport:
     gradient_bytes: int = 0
     pool_bytes: int = 0
     num_escapes: int = 0
-    undoes_all: bool = False
     inputs: Mapping[str, str] = field(default_factory=dict)
     without_gradient: tuple[str, ...] = ()
     node_us: tuple[float, ...] = ()
@@ -219,8 +216,6 @@ class CaptureReport:
             )
             lines.append(f"  baked numbers:     {len(self.baked_constants)} (baked_constants)")
         lines.append(f"  kept by the model: {self.num_escapes} tensors, updated by replays")
-        undone = "wherever it fails" if self.undoes_all else "until weights are written"
-        lines.append(f"  failed replay:     undone {undone}")
         return lines
 
 

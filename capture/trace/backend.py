@@ -4,13 +4,12 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.trace.program_facts import ProgramFacts
-from graphfsdp.config import UndoReplays
 
 Iterate = Callable[[], list[Tensor]]  # runs one iteration, returns its detached results
 Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the recording touch it?"
@@ -27,7 +26,6 @@ class GraphFacts:
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
-        undoes_all: A replay that fails is undone wherever it fails.
         program: Every node and every stretch of memory.
     """
 
@@ -37,7 +35,6 @@ class GraphFacts:
     pool_bytes: int = 0
     num_calls: int = 0
     num_escapes: int = 0
-    undoes_all: bool = False
     program: ProgramFacts | None = None
 
 
@@ -50,9 +47,8 @@ class Effect(enum.Enum):
     )
     PART = (
         "the replay stopped while it updated weights: some parameters and their optimizer state "
-        "may have been stepped and others not. Remedy: load model and optimizer from a "
-        "checkpoint, close this step, and capture again; with undo_replays=True such a failure is "
-        "undone"
+        "may have been stepped and others not. Remedy: load model and optimizer from the last "
+        "checkpoint, close this step, and capture again"
     )
     ALL = "the iteration took effect as a whole; only its results are lost"
 
@@ -62,11 +58,9 @@ class Graph(Protocol):
 
     Attributes:
         facts: What was recorded.
-        order: Its collectives; None where a launch cannot be stopped between two of them.
     """
 
     facts: GraphFacts
-    order: Any  # of ranks.collective_order
 
     @property
     def effect(self) -> Effect:
@@ -75,19 +69,6 @@ class Graph(Protocol):
 
     def replay(self) -> list[Tensor]:
         """Run the recording once; the results are the caller's to keep."""
-        ...
-
-    @property
-    def can_be_taken_back(self) -> bool:
-        """Whether ``take_back`` undoes every replay."""
-        ...
-
-    def take_back(self) -> None:
-        """Undo the last replay, also one that is over, bit for bit; twice is once."""
-        ...
-
-    def keep(self) -> None:
-        """Let the last replay stand: it cannot be taken back any more."""
         ...
 
     def measure(self) -> tuple[float, ...]:
@@ -114,24 +95,8 @@ class Graph(Protocol):
 class Undo(Protocol):
     """What it takes to put memory back after a failed iteration that ran for real."""
 
-    def watching(self, *, waiting: Sequence[str] = ()) -> AbstractContextManager[None]:
-        """Run the body, the iteration, so that it can be undone.
-
-        Args:
-            waiting: Operators that may wait for ``keep``.
-        """
-        ...
-
-    def copy_for_waiting(self) -> bool:
-        """Prepare for ``keep``; tell whether that can be undone too."""
-        ...
-
-    def keep(self) -> None:
-        """Run what has waited."""
-        ...
-
-    def forget(self) -> None:
-        """Drop all copies: nothing can be undone any more."""
+    def watching(self) -> AbstractContextManager[None]:
+        """Run the body, the iteration, so that it can be undone."""
         ...
 
     def roll_back(self) -> None:
@@ -171,7 +136,6 @@ class GraphBackend(Protocol):
         *,
         collective: bool,
         scratch: Sequence[Tensor],
-        undo: UndoReplays = UndoReplays.NEVER,
     ) -> tuple[Graph, list[Tensor]]:
         """Record one iteration, which also takes effect exactly once.
 
@@ -182,8 +146,6 @@ class GraphBackend(Protocol):
                 that a replay could not repeat. The last thing that can fail.
             collective: Other ranks run the same iteration at the same time.
             scratch: Tensors whose old contents a replay that fails need not put back.
-            undo: ALWAYS makes a graph that can be taken back, AUTO one that undoes replays that
-                fail anywhere if that is cheap; where the backend has such graphs.
 
         Returns:
             The graph and the results of this first iteration.

@@ -1,12 +1,12 @@
 """How far a replay on a CPU can be undone: up to the first write that nobody can put back."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.trace.backend import Effect
 from graphfsdp._capture.trace.op_tensors import written_arguments
 from graphfsdp._capture.trace.storages import StorageInfo
 from graphfsdp._capture.trace.values import Node, Value
@@ -14,6 +14,8 @@ from graphfsdp._capture.trace.values import Node, Value
 _MAX_KEPT_BYTES = 1 << 20
 _MIN_KEPT = 8
 _NODES_PER_KEPT = 8  # a copy costs less than a tenth of what eight operators do
+# Namespaces whose operators draw from a generator only where their tags say so.
+_QUIET = ("aten", "prims", "graphfsdp", "_c10d_functional")
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,7 @@ class CommitPoint:
     much time and memory as the optimizer itself. But weights and optimizer state are written at
     the end, gradients belong to an iteration that did not happen, and what else is written before
     is small: running statistics and the state of generators. These are kept, and with them every
-    failure before the optimizer step is undone. What the optimizer writes is copied too where
-    that is cheap beside the rest (see Note [Late copies]). Who wants every replay undone pays for
-    it (``undo_replays=True``).
+    failure before the optimizer step is undone. After a later one the way back is a checkpoint.
 
     Attributes:
         node: Index of the first node that writes what is not kept; None if no node does.
@@ -47,22 +47,6 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
         scratch: Tensors whose old contents nobody needs.
     """
     max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
-    return _scan(nodes, scratch, _MAX_KEPT_BYTES, max_kept)
-
-
-def find_everything_written(nodes: Sequence[Node], scratch: Sequence[Tensor] = ()) -> CommitPoint:
-    """Return what a replay writes and draws from in all, with a commit point behind its end.
-
-    Args:
-        nodes: The program.
-        scratch: Tensors whose old contents nobody needs.
-    """
-    return _scan(nodes, scratch, math.inf, math.inf)
-
-
-def _scan(
-    nodes: Sequence[Node], scratch: Sequence[Tensor], max_bytes: float, max_kept: float
-) -> CommitPoint:
     free = {tensor.untyped_storage()._cdata for tensor in scratch}
     kept: dict[int, Value] = {}
     generators: dict[int, torch.Generator] = {}
@@ -74,7 +58,7 @@ def _scan(
             if info.external and id(value) not in kept and _identity(info) not in free:
                 found[id(value)] = value
         num_bytes += sum(map(_num_bytes, found.values()))
-        if found and (num_bytes > max_bytes or len(kept) + len(found) > max_kept):
+        if found and (num_bytes > _MAX_KEPT_BYTES or len(kept) + len(found) > max_kept):
             # None of what it writes is kept: a part of it could not undo it.
             return CommitPoint(index, list(kept.values()), list(generators.values()))
         kept.update(found)
@@ -84,8 +68,44 @@ def _scan(
     return CommitPoint(None, list(kept.values()), list(generators.values()))
 
 
-# Namespaces whose operators draw from a generator only where their tags say so.
-_QUIET = ("aten", "prims", "graphfsdp", "_c10d_functional")
+class ReplayUndo:
+    """What a replay writes before its commit point, as it was (see Note [Undo of a replay]).
+
+    Attributes:
+        effect: What the last replay has done.
+    """
+
+    effect: Effect
+
+    def __init__(self, kept: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
+        self._kept = list(kept)
+        self._copies = [torch.empty_like(tensor) for tensor in kept]
+        self._generators = list(generators)
+        self._states: list[Tensor] = []
+        self._is_ready = False
+        self.effect = Effect.NONE
+
+    def begin(self) -> None:
+        """Copy; called before each replay."""
+        self.effect, self._is_ready = Effect.NONE, False
+        if self._kept:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self._kept)
+        self._states = [generator.get_state() for generator in self._generators]
+        self._is_ready = True
+
+    def commit(self) -> None:
+        """Note that from here on nothing can be put back; called before the first such write."""
+        self.effect = Effect.PART
+
+    def roll_back(self) -> None:
+        """Put everything back, unless it is too late."""
+        if not self._is_ready or self.effect is not Effect.NONE:
+            return
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._copies)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
 
 def _values(item: object) -> Iterator[Value]:

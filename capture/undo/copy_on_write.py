@@ -15,18 +15,9 @@ from graphfsdp._capture.trace.op_tensors import (
     may_write,
 )
 from graphfsdp._capture.trace.storages import identity_of, span, storage_of
-from graphfsdp._capture.undo.held_back import HeldBack
-from graphfsdp._capture.undo.undo_arena import (
-    UndoArena,
-    give_back_freed_pages,
-    refuse_without_memory,
-    resident_bytes,
-)
 from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last
-_OPS_PER_TRIM = 64  # see Note [Undo memory]
-_FREE_BYTES = 2 << 20  # memory that copies for steps that wait may take in any case
 
 
 class CopyOnWrite:
@@ -38,7 +29,6 @@ class CopyOnWrite:
 
     Attributes:
         free: Identities of storages that need no copy.
-        held: What has not run yet.
     """
 
     def __init__(self, scratch: Iterable[Tensor] = ()) -> None:
@@ -48,60 +38,15 @@ class CopyOnWrite:
             scratch: Tensors whose contents nobody has seen.
         """
         self.free = set(map(identity_of, scratch))
-        self._arena = UndoArena()
-        self._peak_bytes = 0  # resident memory of the process, as far as it was looked at
         self._saved: list[tuple[StorageWeakRef, int, Tensor]] = []  # storage, first byte, contents
         self._ranges: dict[int, set[_Range]] = {}  # by identity of the storage
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        self.held = HeldBack()
 
     @contextmanager
-    def watching(self, *, waiting: Sequence[str] = ()) -> Iterator[None]:
-        """Copy what operators in the body are about to write, if it existed before.
-
-        Args:
-            waiting: Operators that may wait for ``keep``; see Note [Steps held back].
-        """
-        self.held.names = waiting
+    def watching(self) -> Iterator[None]:
+        """Copy what operators in the body are about to write, if it existed before."""
         with _UndoMode(self):
             yield
-
-    def copy_for_waiting(self) -> bool:
-        """Copy what the waiting steps will write, unless that raised the peak of memory.
-
-        Returns:
-            Whether ``keep`` can be undone.
-
-        Raises:
-            RuntimeError: there is no memory for what the steps may allocate by themselves; none of
-                them has begun.
-        """
-        give_back_freed_pages()
-        written = self.held.written()
-        num_bytes = sum(tensor.nbytes for tensor in written)
-        resident = resident_bytes()
-        if resident is not None and num_bytes > max(_FREE_BYTES, self._peak_bytes - resident):
-            refuse_without_memory(num_bytes)
-            return False
-        for tensor in written:
-            self.save(tensor)
-        return True
-
-    def keep(self) -> None:
-        """Run what has waited."""
-        self.held.run()
-        give_back_freed_pages()  # the iteration's, which would stay until the next one
-
-    def forget(self) -> None:
-        """Drop the copies: there is no way back."""
-        self._saved.clear()
-        self._generators.clear()
-        self._arena = UndoArena()
-
-    def trim(self) -> None:
-        """Give back what the iteration has freed, and note how much memory it had before."""
-        self._peak_bytes = max(self._peak_bytes, resident_bytes() or 0)
-        give_back_freed_pages()
 
     def save(self, tensor: Tensor) -> None:
         """Keep the contents of the memory that a tensor looks at and that is about to change.
@@ -115,13 +60,7 @@ class CopyOnWrite:
         if any(first <= start and end <= last for first, last in ranges):
             return
         reference = StorageWeakRef(storage)  # keeps the identity from being used again
-        contents = _as_bytes(storage)
-        first = start
-        while first < end:
-            piece = self._arena.take(end - first)
-            piece.copy_(contents[first : first + piece.numel()])
-            self._saved.append((reference, first, piece))
-            first += piece.numel()
+        self._saved.append((reference, start, _as_bytes(storage)[start:end].clone()))
         ranges.add((start, end))  # only when all of it is safe
 
     def save_generators(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -133,7 +72,6 @@ class CopyOnWrite:
 
     def roll_back(self) -> None:
         """Write everything back, at the addresses that it had."""
-        self.held.let_go()
         # Newest first: where ranges overlap, the copy that was made first is the oldest contents.
         for reference, first, old in reversed(self._saved):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -152,28 +90,11 @@ class _UndoMode(OperatorMode):
         # Storages that the iteration has made, by identity; a reference keeps that from being used
         # again, for state that an optimizer makes where no mode sees it.
         self._made: dict[int, StorageWeakRef] = {}
-        self._num_ops = 0
 
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Copy what an operator is about to overwrite, and run it, unless it can wait."""
-        given = flat_tensors(args) + flat_tensors(kwargs.values())
-        self._num_ops += 1
-        if not self._num_ops % _OPS_PER_TRIM:
-            self._undo.trim()
-        held = self._undo.held
-        if held.take(op, args, kwargs, self._made.keys()):
-            self._undo.trim()
-            return None
-        if held.is_touched_by(op, given, may_write(op, args, kwargs)):
-            for call in held.let_go():
-                self._run(*call)
-        return self._run(op, args, kwargs)
-
-    def _run(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+        """Copy what an operator is about to overwrite, and run it."""
         given = flat_tensors(args) + flat_tensors(kwargs.values())
         self._save(op, args, kwargs)
         result = op(*args, **kwargs)

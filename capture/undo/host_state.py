@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.rules.host_counters import (
     decisions_in_classes,
     plain_values,
@@ -28,7 +27,7 @@ class HostState:
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        gradients: PersistentGradients,
+        restore_gradients: Callable[[], None],
     ) -> None:
         self._model = model
         self._optimizers = [HostOptimizer(optimizer) for optimizer in optimizers]
@@ -44,7 +43,7 @@ class HostState:
             if _is_plain(tensor)
         }
         self._plain = [(module, plain_values(module)) for module in model.modules()]
-        self._restore_gradients = gradients.save_bindings()
+        self._restore_gradients = restore_gradients
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
         """Refuse an iteration that re-pointed or created state.

@@ -12,10 +12,18 @@ takes it off again, so nothing outlives the iteration and no table of handles is
 what operators touch keeps both until then. On a CPU the handle is gloo's Work. On CUDA it is an
 event on the stream that the collective was issued on, and the wait is the current stream's.
 
+Note [Waiting for gloo]: nothing ends a collective of gloo from inside the process, and the thread
+that waits for it runs no Python. So inside ``interruptible`` the wait is made in slices: after
+each one somebody is asked who may raise. The collective itself stays under way.
+
 Shapes: R = ranks of the group; S = elements of one rank's shard.
 """
 
-from collections.abc import Callable, Generator
+import datetime
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -27,6 +35,8 @@ from graphfsdp.base.streams import Lane
 from graphfsdp.errors import ConfigError, PhaseError
 
 _REDUCTIONS = ("sum", "mean", "max")
+_SLICE_S = 0.1
+_asked: ContextVar[Callable[[], None] | None] = ContextVar("asked", default=None)
 
 # A registration lives as long as its library object.
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")
@@ -84,10 +94,13 @@ def _all_reduce(tensor: Tensor, group: str, reduction: str, ticket: Tensor | Non
     _issue(partial(dist.all_reduce, tensor, op=operation, group=_group_of(group)), ticket)
 
 
-def _issue(collective: Callable[..., Any], ticket: Tensor | None) -> None:
+def _issue(collective: partial[Any], ticket: Tensor | None) -> None:
     """Run a collective, or begin it and leave on the ticket what is to be waited for."""
     if ticket is None:
-        collective()
+        if _asked.get() is None or not collective.args[0].is_cpu:
+            collective()
+        else:
+            _wait_for(collective(async_op=True))
         return
     handle: Any = ticket
     if ticket.is_cuda:
@@ -105,11 +118,44 @@ def _wait(output: Tensor, input: Tensor, ticket: Tensor) -> None:  # noqa: A002
     if ticket.is_cuda:
         torch.cuda.current_stream(ticket.device).wait_event(under_way)
     else:
-        under_way.wait()
+        _wait_for(under_way)
+
+
+@contextmanager
+def interruptible(ask: Callable[[], None]) -> Iterator[None]:
+    """Ask now and then while the body waits for a collective on a CPU; see Note [Waiting for gloo].
+
+    Args:
+        ask: May raise; then the wait ends, and what was waited for is lost.
+    """
+    token = _asked.set(ask)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def _wait_for(work: Any) -> None:
+    ask = _asked.get()
+    if ask is None or work is None:
+        if work is not None:
+            work.wait()
+        return
+    while True:
+        started = time.monotonic()
+        try:
+            work.wait(datetime.timedelta(seconds=_SLICE_S))
+        except RuntimeError:
+            if time.monotonic() - started < _SLICE_S:  # not this slice's end, but a failure
+                ask()
+                raise
+        else:
+            return
+        ask()
 
 
 def _broadcast(tensor: Tensor, group: str, source: int) -> None:
-    dist.broadcast(tensor, group_src=source, group=_group_of(group))
+    _issue(partial(dist.broadcast, tensor, group_src=source, group=_group_of(group)), None)
 
 
 for _key in ("CPU", "CUDA"):

@@ -1,48 +1,165 @@
-"""What fails on one rank fails on all: told before the others wait in a collective for ever."""
+"""What fails on one rank fails on all: told before the others wait in a collective for ever.
 
-from collections.abc import Sequence
+Note [Agreement through the store]: ranks talk through the key-value store of the process group and
+not by a collective. A rank that failed in the middle of an iteration cannot take part in one: the
+others are still in a collective of the iteration, with which it would be mixed up.
+"""
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
+_FIRST_PAUSE_S = 0.0005
+_LONGEST_PAUSE_S = 0.05
 
-class RankAgreement:
-    """Ranks of a grid, each of whose axes is a process group, that go on together or not at all.
+
+class RankStore:
+    """The part of the store that belongs to the ranks of some groups; all of them make it alike.
 
     Attributes:
         groups: A group of each axis that this rank is in, in the same order on every rank.
+        is_shared: Whether there are other ranks.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        self.groups = tuple(groups)
-        self._device = device
+    def __init__(self, groups: Iterable[dist.ProcessGroup], purpose: str) -> None:
+        """Prepare; talks to nobody.
+
+        Args:
+            groups: Those that this rank is in, maybe one for each axis of a mesh.
+            purpose: Tells apart who uses the store; the n-th use on one rank is the n-th on all.
+        """
+        self.groups = tuple(dict.fromkeys(group for group in groups if group.size() > 1))
+        self.is_shared = bool(self.groups)
+        self._purpose = purpose
+        self._prefix = ""
+        self._ranks: list[int] = []
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks, by number in the world; asked for first, it may wait for the others."""
+        if not self._ranks:
+            ranks = sorted(self._connected())
+            digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+            prefix = f"graphfsdp/{self._purpose}/{digest}"
+            self._prefix = f"{prefix}/{_store().add(f'{prefix}/uses/{dist.get_rank()}', 1)}"
+            self._ranks = ranks
+        return self._ranks
+
+    def _connected(self) -> set[int]:
+        """Return the members of the groups, of their groups, and so on."""
+        members = {group.group_name: dist.get_process_group_ranks(group) for group in self.groups}
+        known = {rank for ranks in members.values() for rank in ranks}
+        if len({frozenset(ranks) for ranks in members.values()}) == 1:
+            return known
+        for name in members:  # each rank tells what other groups the members of a group are in
+            _store().set(f"graphfsdp/peers/{name}/{dist.get_rank()}", json.dumps(members))
+        asked, waiting = set(), dict(members)
+        while waiting:
+            name, ranks = waiting.popitem()
+            asked.add(name)
+            known.update(ranks)
+            for rank in ranks:
+                theirs = json.loads(bytes(_store().get(f"graphfsdp/peers/{name}/{rank}")))
+                waiting.update({key: theirs[key] for key in theirs if key not in asked})
+        return known
+
+    def name_of(self, rank: int) -> str:
+        """Return what people call a rank."""
+        return f"rank {rank} of {dist.get_world_size()}"
+
+    def put(self, key: str, text: str) -> None:
+        """Put a text."""
+        _store().set(self._key(key), text)
+
+    def put_first(self, key: str, text: str) -> str:
+        """Put a text unless there is one; return the one that is there then."""
+        return bytes(_store().compare_set(self._key(key), "", text)).decode()
+
+    def get(self, key: str) -> str | None:
+        """Return a text, None if there is none; does not wait."""
+        return bytes(_store().get(self._key(key))).decode() if self.has([key]) else None
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Tell whether there are texts under all of some keys."""
+        return bool(_store().check([self._key(key) for key in keys]))
+
+    def _key(self, key: str) -> str:
+        assert self.ranks  # which sets the prefix
+        return f"{self._prefix}/{key}"
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a collective of the groups waits for a rank."""
+        return min(_timeout(group).total_seconds() for group in self.groups)
+
+
+class RankAgreement:
+    """Ranks that go on together or not at all."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], purpose: str) -> None:
+        self.store = RankStore(groups, purpose)
+        self._num_stages = 0
+
+    def exchange(
+        self, mine: str, *, stage: str = "", heard: Callable[[], None] = lambda: None
+    ) -> dict[int, str]:
+        """Wait until every rank has come as far; return by rank what each has told.
+
+        Args:
+            mine: What this one tells.
+            stage: Name of this exchange, where ranks may have made different numbers of them.
+            heard: Called now and then while this waits; may raise.
+
+        Raises:
+            GraphFSDPError: a rank has not come within the process group's timeout.
+        """
+        store = self.store
+        if not store.is_shared:
+            return {_global_rank(): mine}
+        if not stage:
+            self._num_stages += 1
+            stage = str(self._num_stages)
+        keys = {rank: f"{stage}/{rank}" for rank in store.ranks}
+        store.put(keys[_global_rank()], mine)
+        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + store.timeout_s
+        while not store.has(keys.values()):
+            heard()
+            if time.monotonic() > deadline:
+                raise GraphFSDPError(
+                    "some rank has not answered within the process group's timeout"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return {rank: store.get(key) or "" for rank, key in keys.items()}
 
     def go_on(self, failure: BaseException | None) -> None:
-        """Go on if no rank has failed; a collective.
+        """Go on if no rank has failed; every rank must call it.
 
         Raises:
             ConfigError: some rank has failed with one; or
             GraphFSDPError: with anything else. Every rank raises, and names the ranks.
         """
-        failed = torch.full((1,), float(failure is not None), device=self._device)
-        for group in self.groups:  # the second axis spreads what the first has found
-            all_reduce_(failed, group, reduction="max")
-        if not failed.item():
+        mine = "" if failure is None else _told(failure)
+        told = {rank: json.loads(text) for rank, text in self.exchange(mine).items() if text}
+        if not told:
             return
-        said: dict[int, tuple[bool, str]] = {}
-        if failure is not None:
-            said[_global_rank()] = (isinstance(failure, ConfigError), _words(failure))
-        for group in self.groups:
-            everyone: list[dict[int, tuple[bool, str]]] = [{} for _ in range(group.size())]
-            dist.all_gather_object(everyone, said, group)
-            said = {rank: what for part in everyone for rank, what in part.items()}
-        raise _together(said) from failure
+        texts = {text for _, text in told.values()}
+        message = "; ".join(f"rank {rank}: {told[rank][1]}" for rank in sorted(told))
+        if len(texts) == 1 and len(told) == _num_ranks():
+            message = texts.pop()
+        kind = ConfigError if all(is_config for is_config, _ in told.values()) else GraphFSDPError
+        raise kind(message) from failure
 
     def refuse_differences(self, what: str, mine: Sequence[str]) -> None:
-        """Check that a list of names is the same on every rank; a collective.
+        """Check that a list of names is the same on every rank; all must call it.
 
         Args:
             what: It is a list of, for the message.
@@ -51,42 +168,32 @@ class RankAgreement:
         Raises:
             ConfigError: a rank has another one.
         """
-        failure = None
-        for group in self.groups:
-            everyone: list[list[str]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(everyone, list(mine), group)
-            for place, theirs in enumerate(everyone):
-                if theirs != everyone[0] and failure is None:
-                    rank = dist.get_global_rank(group, place)
-                    first = dist.get_global_rank(group, 0)
-                    extra = sorted(set(theirs) ^ set(everyone[0])) or ["another order"]
-                    failure = ConfigError(
-                        f"rank {rank} has other {what} than rank {first}: {_few(extra)}. Remedy: "
-                        "build and load the same model on every rank"
-                    )
-        self.go_on(failure)
+        told = self.exchange(json.dumps(list(mine)))
+        first = min(told)
+        expected = json.loads(told[first])
+        for rank in sorted(told):
+            theirs = json.loads(told[rank])
+            if theirs != expected:
+                extra = sorted(set(theirs) ^ set(expected)) or ["another order"]
+                raise ConfigError(
+                    f"rank {rank} has other {what} than rank {first}: {_few(extra)}. Remedy: "
+                    "build and load the same model on every rank"
+                )
 
 
-def _together(said: dict[int, tuple[bool, str]]) -> GraphFSDPError:
-    """Return one error for what several ranks have met: whether it is of ConfigError, and text."""
-    texts = {text for _, text in said.values()}
-    if len(texts) == 1 and len(said) == _num_ranks():
-        message = texts.pop()
-    else:
-        message = "; ".join(f"rank {rank}: {said[rank][1]}" for rank in sorted(said))
-    kind = ConfigError if all(is_config for is_config, _ in said.values()) else GraphFSDPError
-    return kind(message)
-
-
-def _words(failure: BaseException) -> str:
-    if isinstance(failure, GraphFSDPError):
-        return str(failure)
-    return f"{type(failure).__name__}: {failure}"
+def _told(failure: BaseException) -> str:
+    is_ours = isinstance(failure, GraphFSDPError)
+    text = str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
+    return json.dumps([isinstance(failure, ConfigError), text])
 
 
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(repr(name) for name in names[:5]) + more
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _global_rank() -> int:
@@ -95,3 +202,14 @@ def _global_rank() -> int:
 
 def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    for device_type in ("cpu", "cuda"):
+        try:
+            backend = group._get_backend(torch.device(device_type))
+            timeout: datetime.timedelta = backend.options._timeout
+        except (AttributeError, RuntimeError):  # no backend for this device, or none with options
+            continue
+        return timeout
+    return dist.distributed_c10d.default_pg_timeout

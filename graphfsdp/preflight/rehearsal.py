@@ -73,7 +73,7 @@ class Rehearsal:
                     if failed:
                         failed = self._attempt(runs, iterate, judged=False) is not None
                         rewind()
-                state = HostState(self._model, self._optimizers, self._gradients)
+                state = HostState(self._model, self._optimizers, self._gradients.save_bindings())
                 self._around.values()
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]

@@ -119,7 +119,6 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
     with graphfsdp.capture(model, optimizer, **options) as step:
         for _ in range(3):
             step(torch.randn(6, 5, device=device))
-        assert step.report().undoes_all is (device.type == "cpu")
         factor.number = 0.5
         with pytest.raises(graphfsdp.VerificationError, match="'average'") as info:
             step(torch.randn(6, 5, device=device))

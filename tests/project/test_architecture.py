@@ -56,11 +56,6 @@ SEAMS = frozenset(
     {
         ("graphfsdp._capture.guards.functions", "graphfsdp._capture.rules.outer_counters"),
         ("graphfsdp._capture.guards.guards", "graphfsdp._capture.gradients"),
-        ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.engine"),
-        ("graphfsdp._capture.ranks.standing_in", "graphfsdp._capture.recording"),
-        ("graphfsdp._capture.undo.attempt", "graphfsdp._capture.gradients"),
-        ("graphfsdp._capture.undo.host_state", "graphfsdp._capture.gradients"),
-        ("graphfsdp._capture.undo.undo_plan", "graphfsdp._capture.cpu.program"),
     }
 )
 CROWDED = frozenset({"graphfsdp._capture"})

@@ -152,7 +152,7 @@ class _Materialization:
         self._units = units
         self._shards = shards
         self._device = device
-        self._agreement = RankAgreement(_groups(units), device)
+        self._agreement = RankAgreement(_groups(units), "materialize")
         self._failure: Exception | None = None
         self._open: dict[int, _WholeUnit] = {}
         self._setters = {id(stop.module) for stop in order.stops}
@@ -178,7 +178,7 @@ class _Materialization:
             self._attempt("", self._check_plain)
             self._agree()
             for entry in self._order.plain.values():
-                _broadcast(entry.tensor(), self._agreement.groups)
+                _broadcast(entry.tensor(), self._agreement.store.groups)
             finished = True
         finally:
             if not finished:

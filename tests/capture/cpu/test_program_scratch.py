@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import graphfsdp
 from graphfsdp._capture.cpu import graph as cpu_graph
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.op_digests import OpDigests
-from graphfsdp._capture.undo import copy_on_write
-from graphfsdp._capture.undo.undo_arena import give_back_freed_pages
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.step import fused_adam_
 from helpers import quick_garbage_collection
@@ -84,27 +82,9 @@ def test_a_recording_is_freed_with_its_last_use_and_not_by_the_collector(
 
     def noting_trim() -> None:
         trimmed.append(len(freed))
-        give_back_freed_pages()
 
-    monkeypatch.setattr(cpu_graph, "give_back_freed_pages", noting_trim)
+    monkeypatch.setattr(cpu_graph, "_give_back_freed_pages", noting_trim)
     x = torch.ones(8)
     graph, _ = record(lambda: [x.sin().cos()])
     assert trimmed[-1] == 1, "its pages are given back while it is still there"
     assert torch.equal(graph.replay()[0], x.sin().cos())
-
-
-def test_freed_pages_are_given_back_while_a_long_iteration_is_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nodes_at: list[None] = []
-    monkeypatch.setattr(copy_on_write, "give_back_freed_pages", lambda: nodes_at.append(None))
-    x = torch.ones(8)
-
-    def iterate() -> list[Tensor]:
-        y = x
-        for _ in range(200):
-            y = y.sin()
-        return [y]
-
-    record(iterate)
-    assert len(nodes_at) >= 200 // 64

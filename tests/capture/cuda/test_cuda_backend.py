@@ -53,7 +53,6 @@ def run_on(
         ("gpt", {"max_grad_norm": 1.0}),
         ("conv_net", {"microbatches": 2, "skip_nonfinite": True}),
         ("keywords", {"optimizer": "sgd"}),
-        ("moving_average", {"undo_replays": True}),
     ],
 )
 def test_replays_are_what_eager_iterations_are(

@@ -1,0 +1,154 @@
+"""Warm-ups and captures, of whole iterations or of forward passes alone."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor, nn
+
+from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.ranks.agreement import Agreement, WarmUpAgainError
+from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
+from graphfsdp._capture.undo.attempt import Attempt
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp.base.nvtx import nvtx_range
+
+_LOG = logging.getLogger("graphfsdp")
+
+
+class Attempts:
+    """Runs iterations so that everything is undone if one fails, here or on another rank."""
+
+    def __init__(
+        self, engine: Engine, agreement: Agreement, recordings: Recordings, *, trains: bool
+    ) -> None:
+        """Prepare.
+
+        Args:
+            engine: Runs iterations.
+            agreement: With the other ranks.
+            recordings: Those that are kept.
+            trains: Whole iterations run; otherwise forward passes in evaluation mode.
+        """
+        self._engine = engine
+        self._agreement = agreement
+        self._recordings = recordings
+        self._trains = trains
+
+    def run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
+        """Warm up, or capture.
+
+        Args:
+            recording: Has the inputs, and gets the graph.
+            captures: Make the graph.
+            notes: Note the numbers of this warm-up, for the capture that may be next.
+
+        Returns:
+            The results of the iteration, which has taken effect once.
+        """
+        engine = self._engine
+        attempt = engine.attempt()
+        grad_norm, results = engine.grad_norm, recording.results
+        recording.results = Results()
+        try:
+            with attempt.watching(), self._modes() as own_modes:
+                if captures:
+                    return self._capture(recording, attempt, own_modes)
+                return self._warm_up(recording, notes=notes)
+        except BaseException as first:  # whatever ends it, it must leave no trace
+            with DeferredInterrupts():
+                attempt.roll_back()
+                engine.grad_norm, recording.results = grad_norm, results
+                recording.drop_graph()
+            refused = recording.refused_values(first)
+            error = self._agreement.repeat(first) if refused and not recording.has_waited else first
+            waits = isinstance(error, WarmUpAgainError) and recording.wait_once()
+            # Where there are others, the ones that were not refused keep theirs.
+            begins_anew = refused and not self._agreement.is_collective
+            if not waits and (begins_anew or not recording.num_eager):
+                self._recordings.remove(recording)
+            if not waits and error is first:
+                raise
+            if not waits:
+                raise error from first
+            _LOG.info("warming up once more: %s", error)
+        return self.run(recording, captures=False, notes=True)
+
+    def _warm_up(self, recording: Recording, *, notes: bool) -> list[Tensor]:
+        engine = self._engine
+        watch = recording.noting(engine.constant_watch(trains=self._trains)) if notes else None
+        with nvtx_range("warm-up"), engine.backend.on_capture_stream():
+            results = self._iterate(recording, watch)
+        self._agreement.settle()
+        self._step_outside()
+        recording.num_eager += 1
+        return results
+
+    def _capture(
+        self, recording: Recording, attempt: Attempt, own_modes: Callable[[], None]
+    ) -> list[Tensor]:
+        engine = self._engine
+        recording.guards = guards = engine.guards(trains=self._trains)
+
+        def check(was_read: Callable[[Tensor], bool]) -> None:
+            attempt.host_state.check_unchanged(was_read)
+            recording.check_memory()
+            own_modes()  # those that every later call will find
+            guards.arm(was_read)
+            self._agreement.settle()
+
+        scratch = recording.inputs.tensors()
+        if self._trains:
+            engine.before_capture()
+            scratch += engine.gradients.storages()
+        before = kept_by(engine.model)
+        with nvtx_range("capture"), guards.recording():
+            recording.graph, results = engine.backend.record(
+                lambda: self._iterate(recording, recording.comparing()),
+                engine.model,
+                check,
+                collective=self._agreement.is_collective,
+                scratch=scratch,
+            )
+        recording.constants = None
+        if self._trains:
+            recording.landed = engine.gradients.landed()
+            recording.kept = new_of(kept_by(engine.model), before)
+        self._step_outside()
+        return results
+
+    def _iterate(
+        self, recording: Recording, watch: AbstractContextManager[None] | None
+    ) -> list[Tensor]:
+        iterate = self._engine.iterate if self._trains else self._engine.evaluate
+        return iterate(recording, watch)
+
+    def _step_outside(self) -> None:
+        """Step an optimizer that is not in the graph; a rank that captures does so at once."""
+        if self._trains and not self._engine.full:
+            self._engine.step_outside()
+            self._agreement.settle()
+
+    @contextmanager
+    def _modes(self) -> Iterator[Callable[[], None]]:
+        """Put the model into its mode; hand out what gives every module its own mode back."""
+        if self._trains:
+            yield lambda: None
+            return
+        with _evaluating(self._engine.model) as own_modes:
+            yield own_modes
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[Callable[[], None]]:
+    modes = [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, training in modes:
+            module.training = training
+
+    model.eval()
+    try:
+        yield restore
+    finally:
+        restore()

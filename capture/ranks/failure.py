@@ -1,0 +1,263 @@
+"""A rank that fails: the others hear who and why within seconds, also in a collective."""
+
+import datetime
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphfsdp._capture.ranks.gloo_threads import await_gloo_threads
+from graphfsdp.base.collectives import interruptible
+from graphfsdp.base.rank_agreement import RankStore
+from graphfsdp.errors import CaptureError, RankFailedError
+
+_PAUSE_S = 0.05
+_PAUSE_S_PER_RANK = 0.001  # all ranks together ask the store a thousand times in a second
+_CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to say so
+_GRACE_S = 2.0  # after a failure, for the other ranks to come out of the call as well
+_AFTERWARDS = datetime.timedelta(seconds=1)
+_ITERATION = "iteration"
+_LOST = (
+    "The process groups were aborted. Remedy: mend the cause, start all ranks again, and load the "
+    "last checkpoint"
+)
+
+
+class RankFailures:
+    """One rank's ear for the failures of the others, and its voice.
+
+    Note [A rank that fails] writes who, why and when into the store. Then it waits a moment for
+    the others: if all come out of the same call, because they failed alike, or have heard at the
+    end of a capture, and have issued equally many collectives, the process groups are as good as
+    before and training can go on. If not, some rank waits in a collective for one that never
+    comes. So the groups are given up: the failing rank says so in the store and aborts its groups,
+    a small thread on each other rank, which looks into the store, aborts those, as torch does
+    for errors of NCCL, and whoever comes out of a collective finds the reason in the store.
+
+    NCCL's communicators are aborted from any thread. gloo's cannot be (torch 2.13: ``abort``
+    returns, and a collective that is under way goes on waiting; only a closed connection, which
+    is the end of the other process, or the timeout ends it). So our own collectives wait for gloo
+    in slices and ask in between (see Note [Waiting for gloo]); those that the user's code issues
+    through torch end when the failed process does. Later ones time out after a second.
+
+    Attributes:
+        groups: Those of the ranks that share the model.
+        is_collective: There are other ranks.
+        name: Of the present call, the same on all ranks.
+        lost: Why no rank can go on; empty while all is well.
+    """
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self.groups = groups
+        self._store = RankStore(groups, "failures")
+        self.is_collective = self._store.is_shared
+        self.lost = ""
+        self._heard = ""  # the failure for which the groups were aborted
+        self._calls: Counter[str] = Counter()
+        self.name = ""
+        self._num_attempted = self._num_replayed = 0  # the last iteration that was
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def call(self, kind: str = _ITERATION) -> AbstractContextManager[None]:
+        """Run the body, which all ranks run together; tell them if it fails here.
+
+        Args:
+            kind: What it does, for messages; every rank makes the same calls of each kind.
+        """
+        return self._calling(kind) if self.is_collective else nullcontext()
+
+    @contextmanager
+    def _calling(self, kind: str) -> Iterator[None]:
+        self._calls[kind] += 1
+        self.name = f"{kind} {self._calls[kind]}"
+        try:
+            self._listen()
+            with interruptible(self.check):
+                self.check()
+                yield
+        except BaseException as error:
+            raised = self._ended(error)
+            if raised is error:
+                raise
+            raise raised from error
+
+    def check(self) -> None:
+        """Raise if the groups were given up.
+
+        Raises:
+            RankFailedError: they were.
+        """
+        if self._heard:
+            raise RankFailedError(self._heard)
+
+    def refuse_failure(self) -> None:
+        """Raise if another rank has failed in this call.
+
+        Raises:
+            CaptureError: it has; it is named.
+            RankFailedError: it has, and the groups were given up.
+        """
+        self.check()
+        failed = self._store.get(f"{self.name}/failure")
+        if failed is not None:
+            raise CaptureError(
+                f"{failed}. So no rank keeps this iteration; everything is as it was before"
+            )
+
+    def begin_attempt(self) -> None:
+        """Say that this iteration is a warm-up or a capture, which ranks make together."""
+        if self.is_collective:
+            self._num_attempted = self._calls[_ITERATION]
+            self._store.put("attempt", str(self._num_attempted))
+
+    def note_replay(self) -> None:
+        """Note that this iteration is a replay."""
+        self._num_replayed = self._calls[_ITERATION]
+
+    def close(self) -> None:
+        """Listen no more, and leave gloo's threads idle; idempotent."""
+        if self.is_collective:
+            await_gloo_threads()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stop.set()
+            thread.join(10 * _GRACE_S)
+
+    def _listen(self) -> None:
+        if self._thread is None and not self._stop.is_set():
+            pause_s = max(_PAUSE_S, _PAUSE_S_PER_RANK * len(self._store.ranks))
+            name = "graphfsdp ranks"
+            self._thread = threading.Thread(
+                target=self._watch, args=(pause_s,), name=name, daemon=True
+            )
+            self._thread.start()
+
+    def _watch(self, pause_s: float) -> None:
+        """Look into the store until the groups are given up."""
+        while not self._stop.wait(pause_s):
+            try:
+                lost = self._store.get("lost")
+                attempt = int(self._store.get("attempt") or 0)
+                if lost is None and self._num_attempted < attempt <= self._num_replayed:
+                    lost = self._store.put_first("lost", _other_kinds(self._me, attempt))
+            except (RuntimeError, ValueError):  # the group is destroyed, or the host has ended
+                return
+            if lost is not None:
+                self._heard = lost
+                _abort()
+                return
+
+    def _ended(self, error: BaseException) -> BaseException:
+        """Tell of a failure, and hear whether training can go on; return what is to be raised."""
+        mine = f"{self._me} failed in {self.name}: {type(error).__name__}: {error}"
+        try:
+            first = self._meet(error, mine)
+        except (RuntimeError, ValueError) as broken:  # no store: the process that hosts it ended
+            first = self.lost = (
+                f"{mine}; and the store of the process group does not answer: the process that "
+                f"hosts it (rank 0, unless a launcher does) has ended ({type(broken).__name__})"
+            )
+            _abort()
+        if not self.lost:
+            if first not in str(error) and first.partition(": ")[2] != mine.partition(": ")[2]:
+                error.add_note(f"graphfsdp: {first}")
+            return error
+        self.lost = f"{self.lost}. {_LOST}"
+        if first == mine and self.lost.startswith(mine):
+            error.add_note(f"graphfsdp: the other ranks could not go on without this one. {_LOST}")
+            return error
+        return RankFailedError(self.lost)
+
+    def _meet(self, error: BaseException, mine: str) -> str:
+        """Wait for the other ranks to come out of the call as well; return who failed first."""
+        store, me = self._store, dist.get_rank()
+        failure = f"{self.name}/failure"
+        if _may_follow(error):
+            self._until(lambda: store.has([failure]) or store.has(["lost"]), _CAUSE_S)
+        first = store.put_first(failure, mine)
+        store.put(f"{self.name}/out/{me}", json.dumps(self._issued()))
+        outs = [f"{self.name}/out/{rank}" for rank in store.ranks]
+        self._until(lambda: store.has(["lost"]) or store.has(outs), _GRACE_S)
+        if not store.has(["lost"]) and store.has(outs) and _are_in_step(map(store.get, outs)):
+            return first
+        first = store.put_first("lost", first)
+        self._heard = first
+        _abort()
+        store.put(f"left/{me}", "yes")
+        left = [f"left/{rank}" for rank in store.ranks]
+        self._until(lambda: store.has(left), _GRACE_S)
+        ended = [rank for rank in store.ranks if not store.has([f"left/{rank}"])]
+        self.lost = first
+        if ended and _may_follow(error):
+            names = " and ".join(map(store.name_of, ended))
+            self.lost = f"{names} ended, or did not answer for {_GRACE_S:g} seconds: {first}"
+        return first
+
+    @property
+    def _me(self) -> str:
+        return self._store.name_of(dist.get_rank())
+
+    def _issued(self) -> dict[str, int]:
+        """Return how many collectives this rank has issued in each group of these ranks."""
+        ranks = set(self._store.ranks)
+        return {
+            group.group_name: int(backend._get_sequence_number_for_group())
+            for group in _all_groups()
+            if ranks.issuperset(dist.get_process_group_ranks(group))
+            for backend in _backends(group)
+        }
+
+    def _until(self, holds: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds() and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S / 5)
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Tell whether an error may come from a collective in which another rank was missing."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError | RankFailedError)
+
+
+def _are_in_step(told: Iterator[str | None]) -> bool:
+    """Tell whether ranks have issued equally many collectives in the groups that they share."""
+    counts: dict[str, set[int]] = {}
+    for text in told:
+        for name, count in json.loads(text or "{}").items():
+            counts.setdefault(name, set()).add(count)
+    return all(len(found) == 1 for found in counts.values())
+
+
+def _other_kinds(name: str, iteration: int) -> str:
+    return (
+        f"{name} replayed iteration {iteration}, for whose batch another rank has no graph yet; "
+        "every rank must see the same kinds of batches in the same calls. Remedy: choose buckets "
+        "by a rule that all ranks share, or on_change='eager'"
+    )
+
+
+def _abort() -> None:
+    """Abort all process groups of this process."""
+    for group in _all_groups():
+        for backend in _backends(group):
+            with suppress(RuntimeError):  # it is destroyed, or cannot be aborted
+                if backend.name() == "gloo":
+                    backend._set_default_timeout(_AFTERWARDS)
+                else:
+                    backend.abort()
+
+
+def _all_groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
+    for device_type in ("cpu", "cuda"):
+        with suppress(RuntimeError):  # none for this device
+            yield group._get_backend(torch.device(device_type))
