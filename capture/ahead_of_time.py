@@ -86,10 +86,6 @@ def _move(state: _State, target: _State) -> bool:
 def capture_ahead(engine: Engine, capture: Callable[[], None]) -> FirstStates:
     """Run warm-up and capture on made-up data, then put everything back.
 
-    Args:
-        engine: The training program.
-        capture: Runs iterations until there is a graph.
-
     Returns:
         What became of the optimizers' state.
 

@@ -22,14 +22,6 @@ class Attempts:
     def __init__(
         self, engine: Engine, agreement: Agreement, recordings: Recordings, *, trains: bool
     ) -> None:
-        """Prepare.
-
-        Args:
-            engine: Runs iterations.
-            agreement: With the other ranks.
-            recordings: Those that are kept.
-            trains: Whole iterations run; otherwise forward passes in evaluation mode.
-        """
         self._engine = engine
         self._agreement = agreement
         self._recordings = recordings
@@ -37,11 +29,6 @@ class Attempts:
 
     def run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
         """Warm up, or capture.
-
-        Args:
-            recording: Has the inputs, and gets the graph.
-            captures: Make the graph.
-            notes: Note the numbers of this warm-up, for the capture that may be next.
 
         Returns:
             The results of the iteration, which has taken effect once.

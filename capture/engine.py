@@ -49,17 +49,7 @@ class Engine:
         policy: MixedPrecisionPolicy,
         options: CaptureOptions,
     ) -> None:
-        """Take over the gradients.
-
-        Args:
-            model: The model.
-            optimizer: Its optimizer.
-            backend: Records, and knows the device.
-            find_params: Returns the trainable parameters by full name, as they are now.
-            make_iteration: Returns what is to run, given where gradients land.
-            policy: Precision of the gradients.
-            options: What the user has chosen.
-        """
+        """Take over the gradients."""
         self.model = model
         self.optimizer = optimizer
         self.backend = backend
@@ -104,10 +94,6 @@ class Engine:
     ) -> list[Tensor]:
         """Run what a graph holds; return its results as a flat list, the gradient norm last.
 
-        Args:
-            recording: Has the inputs.
-            watch: Entered around everything but our own step of the optimizer.
-
         Capture: everything in here.
         """
         self._replayed = None
@@ -145,10 +131,6 @@ class Engine:
         self, recording: Recording, watch: AbstractContextManager[None] | None = None
     ) -> list[Tensor]:
         """Run the forward pass alone; return its results as a flat list.
-
-        Args:
-            recording: Has the inputs.
-            watch: Entered around the forward pass.
 
         Capture: everything in here.
         """

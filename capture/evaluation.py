@@ -29,14 +29,6 @@ class Evaluator:
     def __init__(
         self, engine: Engine, failures: RankFailures, agreement: Agreement, max_graphs: int
     ) -> None:
-        """Prepare; nothing is recorded before the first call.
-
-        Args:
-            engine: The model.
-            failures: Of the other ranks.
-            agreement: With the other ranks.
-            max_graphs: Kinds of batches that have graphs at a time.
-        """
         self._engine = engine
         self._failures = failures
         self._recordings = Recordings(max_graphs)
@@ -45,14 +37,7 @@ class Evaluator:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int, *, eager: bool
     ) -> Any:
-        """Evaluate one batch; see ``CapturedStep.evaluate``.
-
-        Args:
-            args: The batch.
-            kwargs: The batch.
-            num_microbatches: Parts that it is split into.
-            eager: Make no graph.
-        """
+        """Evaluate one batch; see ``CapturedStep.evaluate``."""
         restore = save_random_states(self._engine.model, self._engine.backend.device)
         try:
             with nvtx_range("evaluate"):

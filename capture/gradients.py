@@ -191,9 +191,6 @@ class PersistentGradients:
     def begin(self, *, bind_at_once: bool = False) -> None:
         """Start an iteration: whatever was in the gradients is over.
 
-        Args:
-            bind_at_once: Optimizers step before ``finish``, maybe several times.
-
         Capture: Python only; no kernel.
         """
         self._landed = None
@@ -218,11 +215,7 @@ class PersistentGradients:
         return [(e.param, e.view, e) for e in self._entries if e.landed and e.bound]
 
     def rebind(self, landed: Landed) -> None:
-        """Bind what a replay is about to write; ``zero_grad`` or another graph has taken it off.
-
-        Args:
-            landed: What the recorded iteration reached.
-        """
+        """Bind what a replay is about to write; ``zero_grad`` or another graph has taken it off."""
         if self._landed is not landed:
             reached = {id(entry) for _, _, entry in landed}
             for entry in self._entries:

@@ -57,12 +57,6 @@ class StaticInputs:
     ) -> None:
         """Allocate inputs like the first batch, and copy it in.
 
-        Args:
-            args: Positional arguments of the first call.
-            kwargs: Keyword arguments of the first call.
-            device: Where the model lies; a batch from elsewhere is copied there.
-            num_microbatches: Parts that dim 0 of every tensor must divide into.
-
         Raises:
             ConfigError: a leaf cannot be a static input or be split.
         """

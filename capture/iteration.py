@@ -1,7 +1,7 @@
-"""The Python that is captured: microbatches, forward, backward, norm, clip, optimizer step."""
+"""The Python that is captured: forward, backward, norm, clip and step, or the user's own."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,11 +12,12 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.dtensors import num_meshes
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.norms import clip_coefficient, global_norm
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import sharded_roots
-from graphfsdp.errors import InvalidLossError
+from graphfsdp.errors import ConfigError, InvalidLossError
 
 LossFunction = Callable[..., Any]
 
@@ -79,10 +80,6 @@ class Iteration:
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
         """Run forward and backward of every microbatch.
 
-        Args:
-            inputs: The batch.
-            num_microbatches: Parts that dim 0 of each of its tensors is split into.
-
         Returns:
             What the loss function returned, detached: the loss as the mean over microbatches;
             other results stacked on a new dim 0 if there are several microbatches.
@@ -93,9 +90,7 @@ class Iteration:
         Capture: no host sync; gradients land in the persistent buffers.
         """
         self._gradients.begin()
-        if torch.is_autocast_enabled(_device_type(self._model)):
-            # The cache of casted weights outlives an iteration if autocast does: stale weights.
-            torch.clear_autocast_cache()
+        _clear_autocast_cache()
         outputs = []
         for index in range(num_microbatches):
             for root in self._roots:
@@ -119,12 +114,11 @@ class Iteration:
         """
         outputs = []
         with torch.no_grad(), nvtx_range("forward"):
-            if torch.is_autocast_enabled(_device_type(self._model)):
-                torch.clear_autocast_cache()
+            _clear_autocast_cache()
             for index in range(num_microbatches):
                 args, kwargs = microbatch(inputs, index, num_microbatches)
                 output = self._loss_fn(self._model, *args, **kwargs)
-                self._check_tensors(output)
+                _check_tensors(output, "loss_fn returned", self._loss_source())
                 outputs.append(pytree.tree_map(own, output))
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
@@ -171,18 +165,9 @@ class Iteration:
                 "loss_fn the model must return the loss, or an output with .loss",
                 source=self._loss_source(),
             )
-        self._check_tensors(output)
+        _check_tensors(output, "loss_fn returned", self._loss_source())
         scalar: Tensor = loss
         return scalar
-
-    def _check_tensors(self, output: Any) -> None:
-        for leaf in pytree.tree_leaves(output):
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise InvalidLossError(
-                    f"loss_fn returned a {type(leaf).__name__} beside the loss; expected tensors "
-                    "only, since a replay recomputes nothing else. Remedy: return it as a tensor",
-                    source=self._loss_source(),
-                )
 
     def _loss_source(self) -> SourceLine | None:
         return definition_of(self._model if self._loss_fn is default_loss else self._loss_fn)
@@ -198,6 +183,97 @@ class Iteration:
         if grad_norm is None or self._max_grad_norm is None or math.isinf(self._max_grad_norm):
             return None
         return clip_coefficient(grad_norm, self._max_grad_norm)
+
+
+class CustomIteration:
+    """Runs the user's function over static inputs. The same Python runs eagerly and recorded."""
+
+    steps_inside = True
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        models: nn.Module | Sequence[nn.Module],
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        gradients: PersistentGradients,
+        *,
+        loss_fn: LossFunction,
+    ) -> None:
+        """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them."""
+        self._function = function
+        self.functions: tuple[Callable[..., Any], ...] = (function, loss_fn)
+        self._models = models
+        self._optimizers = optimizers
+        self._gradients = gradients
+        self._loss_fn = loss_fn
+
+    def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+        """Run the whole iteration.
+
+        Returns:
+            What the function returned, detached.
+
+        Raises:
+            InvalidLossError: it returned something else than tensors.
+            ConfigError: it gives torch a list of tensors that lie on several meshes.
+
+        Capture: no host sync of ours; gradients land in the persistent buffers, and optimizers
+            find them there at once.
+        """
+        self._gradients.begin(bind_at_once=True)
+        _clear_autocast_cache()
+        with torch.enable_grad(), nvtx_range("iteration"):
+            output = self._run(inputs)
+        self._gradients.finish()
+        return self._owned(output)
+
+    def _run(self, inputs: StaticInputs) -> Any:
+        try:
+            return self._function(self._models, self._optimizers, *inputs.args, **inputs.kwargs)
+        except RuntimeError as error:
+            if "DTensor" in str(error) and self._has_several_meshes():
+                raise ConfigError(
+                    f"the iteration gives torch a list of tensors on several device meshes, or "
+                    f"DTensors beside plain ones, which it refuses: {error} Ways out: an optimizer "
+                    "of graphfsdp.optim (FusedAdam, FusedSGD, FusedLion), which steps on this "
+                    "rank's parts; graphfsdp.clip_grad_norm_(model, max_norm) instead of torch's; "
+                    "or the default iteration, which takes torch's AdamW and SGD as well"
+                ) from error
+            raise
+
+    def _has_several_meshes(self) -> bool:
+        models = [self._models] if isinstance(self._models, nn.Module) else self._models
+        return num_meshes(param for model in models for param in model.parameters()) > 1
+
+    def optimizer_step(self) -> Tensor | None:
+        """Do nothing: the function has stepped."""
+        return None
+
+    def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+        """Run the loss function without gradients; return what it returned."""
+        with torch.no_grad(), nvtx_range("forward"):
+            _clear_autocast_cache()
+            return self._owned(self._loss_fn(self._models, *inputs.args, **inputs.kwargs))
+
+    def _owned(self, output: Any) -> Any:
+        _check_tensors(output, "the iteration returned", definition_of(self._function))
+        return pytree.tree_map(own, output)
+
+
+def _clear_autocast_cache() -> None:
+    # The cache of casted weights outlives an iteration if autocast does: stale weights.
+    torch.clear_autocast_cache()
+
+
+def _check_tensors(output: Any, returned: str, source: SourceLine | None) -> None:
+    for leaf in pytree.tree_leaves(output):
+        if leaf is not None and not isinstance(leaf, Tensor):
+            beside = " beside the loss" if returned.startswith("loss_fn") else ""
+            raise InvalidLossError(
+                f"{returned} a {type(leaf).__name__}{beside}; expected tensors only, since a "
+                "replay recomputes nothing else. Remedy: return it as a tensor",
+                source=source,
+            )
 
 
 def microbatch(
@@ -217,10 +293,6 @@ def microbatch(
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _device_type(model: nn.Module) -> str:
-    return _device(model).type
 
 
 def own(leaf: Any) -> Any:

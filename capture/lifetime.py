@@ -24,9 +24,6 @@ class CallGate:
     def enter(self, what: str) -> None:
         """Enter, or refuse.
 
-        Args:
-            what: "called" or "closed".
-
         Raises:
             PhaseError: another call is under way, or this is a forked child.
         """

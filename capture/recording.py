@@ -159,11 +159,6 @@ class Recordings:
     """The recordings of a step, the least recently used of them first to go."""
 
     def __init__(self, max_graphs: int) -> None:
-        """Prepare.
-
-        Args:
-            max_graphs: Recordings that are kept at a time.
-        """
         self._max_graphs = max_graphs
         self._entries: OrderedDict[int, Recording] = OrderedDict()  # oldest use first
         self._num_unused = 0  # that had to go before they had a graph

@@ -139,7 +139,8 @@ class StepRunner:
             self._first_states = capture_ahead(self._engine, capture)
         except BaseException:  # whatever ends it, it must leave no trace
             self._recordings.close()
-            self._go_to(Phase.WARMUP)
+            if self.phase is not Phase.BROKEN:
+                self._go_to(Phase.WARMUP)
             self._num_warm_ups = 0
             raise
         finally:

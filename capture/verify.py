@@ -1,17 +1,20 @@
 """Replays beside eager runs from the same state, compared bit for bit."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from graphfsdp._capture.comparison import Difference, copy_state, first_difference
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.ranks.agreement import Agreement
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.trace.backend import Graph
 from graphfsdp._capture.trace.op_digests import OpDigest, OpDigests, base_name, first_other
 from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
+from graphfsdp._capture.undo.random_state import generators_of
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import VerificationError
 
 _UNDO = "_foreach_copy"
@@ -20,6 +23,27 @@ _REMEDY = (
     "a closure, a counter) is baked into the graph. If it does, this is a bug of graphfsdp: please "
     "report it with this message. Everything is as it was before this call"
 )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same in two runs.
+
+    Attributes:
+        name: What it is.
+        num_unequal: Elements that differ.
+        numel: Elements that it has.
+        max_difference: Largest absolute difference; NaN where only one side is NaN, or absent.
+    """
+
+    name: str
+    num_unequal: int
+    numel: int
+    max_difference: float
+
+    def __str__(self) -> str:
+        size = "a NaN" if math.isnan(self.max_difference) else f"up to {self.max_difference:.3g}"
+        return f"{self.name} differs in {self.num_unequal} of {self.numel} elements, by {size}"
 
 
 class Verifier:
@@ -32,12 +56,6 @@ class Verifier:
     """
 
     def __init__(self, engine: Engine, agreement: Agreement) -> None:
-        """Prepare.
-
-        Args:
-            engine: Runs iterations.
-            agreement: With the other ranks, which verify at the same time.
-        """
         self._engine = engine
         self._agreement = agreement
 
@@ -57,7 +75,7 @@ class Verifier:
             expected = self._run_eagerly(recording)
             with attempt.watching():
                 results = graph.replay()
-            difference = first_difference(expected, self._state(results))
+            difference = first_difference(expected, _state_of(self._engine, results))
             if difference is None:
                 self._agreement.settle()
                 return results
@@ -83,17 +101,11 @@ class Verifier:
         finally:
             attempt.roll_back()
 
-    def _state(self, results: list[Tensor]) -> dict[str, Tensor]:
-        engine = self._engine
-        return copy_state(
-            engine.model, engine.optimizer, engine.gradients, results, engine.backend.device
-        )
-
     def _run_eagerly(self, recording: Recording) -> dict[str, Tensor]:
         attempt = self._engine.attempt()
         try:
             with attempt.watching(), self._engine.backend.on_capture_stream():
-                return self._state(self._engine.iterate(recording.again()))
+                return _state_of(self._engine, self._engine.iterate(recording.again()))
         finally:
             attempt.roll_back()
 
@@ -152,3 +164,62 @@ def _error(difference: Difference, node: NodeFacts | None) -> VerificationError:
         module_path=None if node is None else node.site.module,
         source=None if node is None else node.site.source,
     )
+
+
+def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return copies of results, gradients, buffers, optimizer state, parameters and generators.
+
+    In the order in which an iteration computes them, so that the first that differs is the one
+    nearest to the cause.
+    """
+    model, optimizer = engine.model, engine.optimizer
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for index, result in enumerate(results):
+            yield f"result {index}", result
+        for name, view in engine.gradients.named_views():
+            yield f"the gradient of {name!r}", view
+        for name, buffer in model.named_buffers():
+            yield f"buffer {name!r}", buffer
+        for path, module in model.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    yield f"attribute {f'{path}.{key}'.lstrip('.')!r}", value
+        for name, state in optimizer.state_tensors():
+            yield f"optimizer state, {name}", state
+        for name, param in model.named_parameters():
+            yield f"parameter {name!r}", param
+        for index, generator in enumerate(generators_of(model, engine.backend.device)):
+            yield f"the state of generator {index} on {generator.device}", generator.get_state()
+
+    return {name: local_part(tensor).detach().clone() for name, tensor in tensors()}
+
+
+def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Difference | None:
+    """Compare bit for bit, NaN being equal to NaN.
+
+    Returns:
+        The first tensor that differs, or is on one side only; None if there is none.
+    """
+    for name in (*left, *(name for name in right if name not in left)):
+        one, other = left.get(name), right.get(name)
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            numel = (one if one is not None else right[name]).numel()
+            return Difference(name, numel, numel, math.nan)
+        unequal = _unequal(one, other)
+        if unequal.any():
+            gap = (_wide(one)[unequal] - _wide(other)[unequal]).abs().max()
+            return Difference(name, int(unequal.sum()), one.numel(), float(gap))
+    return None
+
+
+def _unequal(left: Tensor, right: Tensor) -> Tensor:
+    bits = [t.contiguous().reshape(*t.shape, 1).view(torch.uint8) for t in (left, right)]
+    unequal = (bits[0] != bits[1]).any(dim=-1)
+    if left.is_floating_point() or left.is_complex():
+        unequal &= ~(_wide(left).isnan() & _wide(right).isnan())
+    return unequal
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from graphfsdp._capture.choose_backend import make_backend
-from graphfsdp._capture.custom_iteration import CustomIteration
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
+from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt

@@ -31,9 +31,6 @@ class Agreement:
     def settle(self, *, again: bool = False) -> None:
         """Wait until every rank has come as far as this one.
 
-        Args:
-            again: This rank wants the attempt undone and repeated.
-
         Raises:
             CaptureError: another rank failed; the message names it and says why.
             WarmUpAgainError: a rank wants the attempt repeated; all ranks raise it.
@@ -51,9 +48,6 @@ class Agreement:
 
     def repeat(self, error: BaseException) -> BaseException:
         """Propose to all ranks to repeat an attempt: none does unless all do.
-
-        Args:
-            error: Why.
 
         Returns:
             A WarmUpAgainError, or what another rank has failed of.

@@ -66,11 +66,7 @@ class RankFailures:
         self._stop = threading.Event()
 
     def call(self, kind: str = _ITERATION) -> AbstractContextManager[None]:
-        """Run the body, which all ranks run together; tell them if it fails here.
-
-        Args:
-            kind: What it does, for messages; every rank makes the same calls of each kind.
-        """
+        """Run the body, which all ranks run together; tell them if it fails here."""
         return self._calling(kind) if self.is_collective else nullcontext()
 
     @contextmanager

@@ -27,15 +27,6 @@ class Attempt:
         device: torch.device,
         restore_gradients: Callable[[], None],
     ) -> None:
-        """Remember the present state.
-
-        Args:
-            model: The model.
-            optimizers: Its optimizers.
-            undo: Puts memory back.
-            device: Where the model lies.
-            restore_gradients: Binds today's gradients again.
-        """
         self.host_state = HostState(model, optimizers, restore_gradients)
         self._restore_random_states = save_random_states(model, device)
         self._undo = undo

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from graphfsdp._capture.trace.backend import Effect
 from graphfsdp._capture.trace.op_tensors import written_arguments
-from graphfsdp._capture.trace.storages import StorageInfo
 from graphfsdp._capture.trace.values import Node, Value
 
 _MAX_KEPT_BYTES = 1 << 20
@@ -40,12 +39,7 @@ class CommitPoint:
 
 
 def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> CommitPoint:
-    """Find the first write that a failed replay could not put back.
-
-    Args:
-        nodes: The program.
-        scratch: Tensors whose old contents nobody needs.
-    """
+    """Find the first write that cannot be put back; nobody needs old contents of ``scratch``."""
     max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
     free = {tensor.untyped_storage()._cdata for tensor in scratch}
     kept: dict[int, Value] = {}
@@ -55,7 +49,7 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
         found: dict[int, Value] = {}
         for value in _values(written_arguments(node.op, node.args, node.kwargs)):
             info = value.storage
-            if info.external and id(value) not in kept and _identity(info) not in free:
+            if info.external and id(value) not in kept and info.get()._cdata not in free:
                 found[id(value)] = value
         num_bytes += sum(map(_num_bytes, found.values()))
         if found and (num_bytes > _MAX_KEPT_BYTES or len(kept) + len(found) > max_kept):
@@ -120,10 +114,6 @@ def _generators(node: Node) -> list[torch.Generator]:
     items = (*node.args, *node.kwargs.values())
     given = [item for item in items if isinstance(item, torch.Generator)]
     return given or [torch.default_generator]
-
-
-def _identity(info: StorageInfo) -> int:
-    return int(info.get()._cdata)
 
 
 def _num_bytes(value: Value) -> int:

@@ -24,19 +24,15 @@ class CopyOnWrite:
     """Old contents of everything that an iteration has written outside itself.
 
     A warm-up and a recording on a CPU run for real, so a failed one must be taken back; a copy is
-    made only of what is written, just before. Storages are held weakly: whoever holds the memory
-    of an iteration changes what autograd does with it.
+    made only of what is written, just before, and not of ``scratch``, which nobody has seen.
+    Storages are held weakly: whoever holds the memory of an iteration changes what autograd does
+    with it.
 
     Attributes:
         free: Identities of storages that need no copy.
     """
 
     def __init__(self, scratch: Iterable[Tensor] = ()) -> None:
-        """Prepare.
-
-        Args:
-            scratch: Tensors whose contents nobody has seen.
-        """
         self.free = set(map(identity_of, scratch))
         self._saved: list[tuple[StorageWeakRef, int, Tensor]] = []  # storage, first byte, contents
         self._ranges: dict[int, set[_Range]] = {}  # by identity of the storage
@@ -49,11 +45,7 @@ class CopyOnWrite:
             yield
 
     def save(self, tensor: Tensor) -> None:
-        """Keep the contents of the memory that a tensor looks at and that is about to change.
-
-        Args:
-            tensor: What will be written.
-        """
+        """Keep the contents of the memory that a tensor looks at and that is about to change."""
         storage = storage_of(tensor, "save")
         start, end = byte_range(tensor)
         ranges = self._ranges.setdefault(storage._cdata, set())

@@ -48,9 +48,6 @@ class HostState:
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
         """Refuse an iteration that re-pointed or created state.
 
-        Args:
-            was_read: Tells whether the recording touched a tensor's storage.
-
         Raises:
             CaptureError: a module holds another tensor than before, or the optimizer made new
                 state, or counted on the host, while it was recorded.
@@ -59,11 +56,7 @@ class HostState:
             raise change
 
     def changes(self, was_read: Callable[[Tensor], bool]) -> Iterator[CaptureError]:
-        """Yield a refusal of each thing that an iteration re-pointed or created.
-
-        Args:
-            was_read: Tells whether the recording touched a tensor's storage.
-        """
+        """Yield a refusal of each thing that an iteration re-pointed or created."""
         for (module_name, name), (module, before) in self._attributes.items():
             if _lookup(module, name) is before:
                 if self._has_new_data((module_name, name)):

@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from graphfsdp._capture.choose_backend import make_backend
-from graphfsdp._capture.custom_iteration import CustomIteration
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
-from graphfsdp._capture.iteration import AnyIteration, Iteration, default_loss
+from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.base.sharded import main_grads_of

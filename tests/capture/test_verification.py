@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp._capture.comparison import first_difference
+from graphfsdp._capture.verify import first_difference
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from ranks import RankPool
