@@ -58,7 +58,7 @@ SEAMS = frozenset(
         ("graphfsdp._capture.guards.guards", "graphfsdp._capture.gradients"),
     }
 )
-CROWDED = frozenset({"graphfsdp._capture"})
+CROWDED: frozenset[str] = frozenset()
 
 MAX_MODULES = 20
 MAX_LINES = 600
