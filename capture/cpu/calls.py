@@ -102,7 +102,6 @@ def call(
     args: Sequence[str],
     kwargs: Mapping[str, str],
     constant: Constant,
-    called: Callable[..., Any] | None = None,
 ) -> str:
     """Return Python source that calls an operator for its results.
 
@@ -111,15 +110,13 @@ def call(
         args: Source of its positional arguments.
         kwargs: Source of its keyword arguments.
         constant: Gives an object a name in the program.
-        called: What is to be called instead of the operator.
     """
     name = short_name(op)
     function = op._schema.name.removeprefix("aten::")
     if name in _METHODS and not kwargs:
         return f"{args[0]}.{function}({', '.join(args[1:])})"
-    if called is None:
-        direct = name in _BINDINGS and not kwargs
-        called = getattr(torch._C._VariableFunctions, function) if direct else op._op
+    direct = name in _BINDINGS and not kwargs
+    called = getattr(torch._C._VariableFunctions, function) if direct else op._op
     named = [f"{key}={value}" for key, value in kwargs.items()]
     return f"{constant(called, 'f')}({', '.join([*args, *named])})"
 
