@@ -79,7 +79,7 @@ misbehaves = partial(refused, cpu_only=True, target="cuda", keeps_state=True)
 HOST_READ, SHAPE = HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE
 HIDDEN_WRITE, MEMORY, THREAD = HazardKind.HIDDEN_WRITE, HazardKind.MEMORY, HazardKind.THREAD
 HOST_TENSOR, BAKED, STATE = HazardKind.HOST_TENSOR, HazardKind.BAKED_NUMBER, HazardKind.STATE
-GENERATOR = HazardKind.GENERATOR
+GENERATOR, CONTROL_FLOW = HazardKind.GENERATOR, HazardKind.CONTROL_FLOW
 
 SCALAR = "aten._local_scalar_dense.default"
 READ = "reads a value of the iteration on the host"
@@ -438,10 +438,23 @@ def dropout_that_is_recomputed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@misbehaves(STATE, None, "replaced 'body.inner.gate'", "in place", has_line=False)
+@refused(STATE, None, "replaced 'body.inner.gate'", "in place (copy_", has_line=False, driver=False)
 def replaced_buffer(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     self.gate = self.gate * 0.9 + h.detach().mean(dim=0)  # refused
     return h * self.gate
+
+
+@refused(STATE, None, "replaced 'body.inner.attribute'", "copy_", has_line=False, driver=False)
+def replaced_attribute(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    self.attribute = self.attribute * 0.9 + h.detach().mean(dim=0)  # refused
+    return h * self.attribute
+
+
+@refused(CONTROL_FLOW, "cond", "higher-order operator", "torch.where", by="capture", cpu_only=True)
+def higher_order(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    branches = (lambda h: h * 2, torch.clone)
+    out: Tensor = torch.ops.higher_order.cond(x.sum() > 0, *branches, (h.detach(),))  # refused
+    return h + out
 
 
 @misbehaves(STATE, None, "gave 'body.inner.gate' new", "in place", has_line=False)
@@ -474,7 +487,7 @@ def numpy_randomness(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * float(numpy.random.default_rng().random())  # refused
 
 
-@misbehaves(HazardKind.CONTROL_FLOW, "aten..*", "one path for ever", "torch.where", by="check")
+@misbehaves(CONTROL_FLOW, "aten..*", "one path for ever", "torch.where", by="check")
 def alternating_branch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     turn: int = vars(self).get("turn", 0) + 1
     vars(self)["turn"] = turn
