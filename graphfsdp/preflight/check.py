@@ -1,13 +1,11 @@
 """`graphfsdp.check`: runs one iteration under the rules of a capture and changes nothing."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.gradients import PersistentGradients
@@ -175,17 +173,6 @@ def _kind(name: HazardKind | str) -> HazardKind:
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
 
 
-@dataclass
-class _Setup:
-    """What an iteration needs, and whether the optimizer can take part."""
-
-    device: torch.device
-    named_params: dict[str, nn.Parameter]
-    adapted: CapturableOptimizer
-    policy: MixedPrecisionPolicy
-    steps: bool
-
-
 class _Preflight:
     """One check.
 
@@ -216,80 +203,19 @@ class _Preflight:
 
     def run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note everything that a graph could not hold of an iteration with this batch."""
-        setup = self._settle()
-        if setup is None:
-            return
-        self.device = str(setup.device)
-        try:
-            gradients = PersistentGradients(
-                setup.named_params,
-                dtype_of=lambda param: setup.adapted.main_grad_dtype(param, setup.policy),
-                use_decoupled_grad=setup.adapted.use_decoupled_grad,
-                sharded=main_grads_of(self._model),
-            )
-        except ConfigError as error:
-            self.note(error, HazardKind.PRECISION)
-            return
-        try:
-            inputs = StaticInputs(
-                batch, kwargs, device=setup.device, num_microbatches=self._options.microbatches
-            )
-            self._rehearse(setup, gradients, inputs)
-        except ConfigError as error:  # a batch that cannot be an input
-            self.note(error, HazardKind.CONFIG)
-        finally:
-            gradients.close()
+        with self._noting(HazardKind.CONFIG):  # what leaves nothing to go on with
+            self._run(batch, kwargs)
 
-    def _rehearse(
-        self, setup: _Setup, gradients: PersistentGradients, inputs: StaticInputs
-    ) -> None:
-        iteration = self._make_iteration(setup.adapted, gradients)
-
-        def iterate() -> None:
-            iteration.forward_backward(inputs, self._options.microbatches)
-            if setup.steps:
-                iteration.optimizer_step()
-
-        rehearsal = Rehearsal(
-            self._model,
-            self._optimizers,
-            gradients,
-            self.hazards,
-            functions=iteration.functions,
-            device=setup.device,
-            for_cuda=self._target == "cuda",
-        )
-        with make_backend("auto", setup.device).on_capture_stream():
-            self.num_ops = rehearsal.run(iterate)
-
-    def _settle(self) -> _Setup | None:
-        """Check all settings; return None if the iteration cannot even be set up."""
-        lazy = [
-            n for n, p in self._model.named_parameters() if isinstance(p, UninitializedParameter)
-        ]
-        if lazy:
-            message = f"parameter {lazy[0]!r} has no shape before the model has run once"
-            self.note(ConfigError(f"{message}. Remedy: run it once"), HazardKind.CONFIG)
-            return None
-        try:
-            refuse_parallel_wrapper(self._model)
-            for optimizer in self._optimizers:
-                adopt_sharded_parameters(self._model, optimizer)
-            named_params = trainable_of_all(self._model, self._optimizers)
-            device = only_device(self._model, named_params)
-            make_backend("auto", device)
-        except ConfigError as error:
-            self.note(error, HazardKind.CONFIG)
-            return None
-        try:
+    def _run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_parallel_wrapper(self._model)
+        for optimizer in self._optimizers:
+            adopt_sharded_parameters(self._model, optimizer)
+        named_params = trainable_of_all(self._model, self._optimizers)
+        device = only_device(self._model, named_params)
+        backend = make_backend("auto", device)
+        with self._noting(HazardKind.CONFIG):
             refuse_unreduced_parameters(self._model, named_params)
-        except ConfigError as error:
-            self.note(error, HazardKind.CONFIG)
-        try:
-            adapted, steps = self._adapt()
-        except ConfigError as error:  # optimizers that cannot be together
-            self.note(error, HazardKind.CONFIG)
-            return None
+        adapted, steps = self._adapt()
         policy = self._policy(adapted)
         scope = Scope.FULL_ITERATION if self._options.scope is Scope.NONE else self._options.scope
         try:
@@ -299,17 +225,43 @@ class _Preflight:
         except ConfigError as error:
             self.note(error, HazardKind.OPTIMIZER)
             steps = False  # what it does wrong has been said
-        try:
+        with self._noting(HazardKind.CONFIG):
             for optimizer in self._optimizers:
                 refuse_clipping_of_scaled_gradients(optimizer, self._options)
-        except ConfigError as error:
-            self.note(error, HazardKind.CONFIG)
         steps = steps and scope is Scope.FULL_ITERATION
-        if steps:
-            for optimizer in self._optimizers:
-                if isinstance(adapt(optimizer), BakedAdapter):
-                    self._note_baked_lr(optimizer)
-        return _Setup(device, named_params, adapted, policy, steps)
+        for optimizer in self._optimizers if steps else ():
+            if isinstance(adapt(optimizer), BakedAdapter):
+                self._note_baked_lr(optimizer)
+        self.device = str(device)
+        with self._noting(HazardKind.PRECISION), ExitStack() as stack:
+            gradients = PersistentGradients(
+                named_params,
+                dtype_of=lambda param: adapted.main_grad_dtype(param, policy),
+                use_decoupled_grad=adapted.use_decoupled_grad,
+                sharded=main_grads_of(self._model),
+            )
+            stack.callback(gradients.close)
+            with self._noting(HazardKind.CONFIG), backend.on_capture_stream():
+                inputs = StaticInputs(
+                    batch, kwargs, device=device, num_microbatches=self._options.microbatches
+                )
+                iteration = self._make_iteration(adapted, gradients)
+                rehearsal = Rehearsal(
+                    self._model,
+                    self._optimizers,
+                    gradients,
+                    self.hazards,
+                    functions=iteration.functions,
+                    device=device,
+                    for_cuda=self._target == "cuda",
+                )
+
+                def iterate() -> None:
+                    iteration.forward_backward(inputs, self._options.microbatches)
+                    if steps:
+                        iteration.optimizer_step()
+
+                self.num_ops = rehearsal.run(iterate)
 
     def _adapt(self) -> tuple[CapturableOptimizer, bool]:
         members: list[CapturableOptimizer] = []
@@ -350,3 +302,10 @@ class _Preflight:
         """Note what is wrong with a setting."""
         why, fix = split_remedy(str(error))
         self.hazards.add(Hazard(kind, why, fix))
+
+    @contextmanager
+    def _noting(self, kind: HazardKind) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self.note(error, HazardKind.PRECISION if isinstance(error, PrecisionError) else kind)
