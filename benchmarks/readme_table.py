@@ -1,8 +1,9 @@
-"""Puts measured numbers into the README, between markers; a test compares the two.
+"""Puts measured numbers into README.md and docs/speed.md, between markers; a test compares them.
 
 ``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
 `make bench`, ``bench_zoo`` around those of ``graphfsdp bench --suite zoo``, ``bench_gpu`` around
-those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`.
+those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`, and
+``speed_summary`` around the geometric means of the first two, which is what the README shows.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies result and plot of a result directory
 of ``graphfsdp bench`` into benchmarks/results.
@@ -16,6 +17,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from benchmarks.gpu_check import described
 from graphfsdp.bench.records import REFERENCE, BenchResult, read_result
@@ -32,8 +34,16 @@ from graphfsdp.bench.tables import (
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "speed.md")
 PLOT = "crossover.png"
+# The columns of the README's summary, and whose they are.
+SUMMARY = MappingProxyType(
+    {
+        "plain PyTorch": "pytorch",
+        "torch.compile": "compile",
+        "graphfsdp, one graph": "full_iteration",
+    }
+)
 
 
 def bench_cpu(results: pathlib.Path) -> str:
@@ -68,7 +78,7 @@ def bench_section(path: pathlib.Path, *, plot: bool = True) -> str:
     parts += geometric_means(result)
     picture = path.with_suffix(".png")
     if plot and picture.exists():
-        parts.append(f"![speed over tokens per step]({picture.relative_to(picture.parents[2])})")
+        parts.append(f"![speed over tokens per step](../{picture.relative_to(picture.parents[2])})")
     missing: dict[str, list[str]] = {}
     for name, reason in reasons(result).items():
         missing.setdefault(reason.rstrip("."), []).append(f"`{name}`")
@@ -81,16 +91,39 @@ def bench_section(path: pathlib.Path, *, plot: bool = True) -> str:
     return "\n\n".join((*parts, environment_text(result.environment)))
 
 
-def geometric_means(result: BenchResult) -> list[str]:
-    """Return a sentence on the contenders that ran in all of several cases."""
-    if len(result.cases) < 2:
-        return []
-    means = []
+def speedups(result: BenchResult) -> dict[str, float]:
+    """Return the geometric means over eager of the contenders that ran in every case."""
+    means = {}
     for name in contender_names(result.cases):
         medians = [spread.median for case in result.cases if (spread := case.speedup(name))]
         if name != REFERENCE and len(medians) == len(result.cases):
-            means.append(f"{name} {statistics.geometric_mean(medians):.2f}x")
-    return [f"Geometric means, times as fast as eager: {', '.join(means)}."] if means else []
+            means[name] = statistics.geometric_mean(medians)
+    return means
+
+
+def geometric_means(result: BenchResult) -> list[str]:
+    """Return a sentence on the contenders that ran in all of several cases."""
+    means = [f"{name} {mean:.2f}x" for name, mean in speedups(result).items()]
+    if len(result.cases) < 2 or not means:
+        return []
+    return [f"Geometric means, times as fast as eager: {', '.join(means)}."]
+
+
+def speed_summary(results: pathlib.Path) -> str:
+    """Return the geometric means of workloads on a CPU and of the small architectures."""
+    rows = []
+    for name, what in (
+        ("bench_cpu", "workloads of `make bench`, launch-bound and compute-bound"),
+        ("bench_zoo", "small architectures, launch-bound"),
+    ):
+        path = results / f"{name}.json"
+        if path.exists():
+            result = read_result(path)
+            means = speedups(result)
+            shown = (f"{means[key]:.2f}x" if key in means else "-" for key in SUMMARY.values())
+            rows.append((f"{len(result.cases)} {what}", *shown))
+    heading = ("times as fast as our eager code, geometric mean, on a CPU", *SUMMARY)
+    return Table("", heading, tuple(rows)).markdown() if rows else "Not measured yet: `make bench`."
 
 
 def gpu_check(results: pathlib.Path) -> str:
@@ -124,6 +157,7 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
     "bench_gpu": bench_gpu,
     "bench_zoo": bench_zoo,
     "gpu_check": gpu_check,
+    "speed_summary": speed_summary,
 }
 
 
@@ -159,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).keep
     if folder is not None:
         print(f"kept as {keep(pathlib.Path(folder))}")
-    text = README.read_text(encoding="utf-8")
-    README.write_text(updated(text), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(updated(document.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
