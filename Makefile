@@ -42,7 +42,7 @@ format: $(VENV)/.dev  ## mend what ruff can mend
 	$(bin)/ruff format .
 
 # The budget is in minutes; what does not fit into it is listed as left out.
-bench: $(VENV)/.train  ## all contenders on this CPU in 14 minutes, into the README
+bench: $(VENV)/.train  ## all contenders on this CPU in 14 minutes, into docs/speed.md
 	$(bin)/python -m graphfsdp bench --device cpu --budget 14 --out "$(BENCH)" $(ARGS)
 	$(bin)/python -m benchmarks.readme_table --keep "$(BENCH)"
 
