@@ -179,7 +179,7 @@ class Engine:
         return Guards(
             self.model,
             self._named_params,
-            self.gradients,
+            self.gradients.named_views,
             optimizers=self.optimizer.optimizers if self.full and trains else (),
             functions=self._iteration.functions,
             device=self.backend.device,

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphfsdp._capture.guards.asks import Ask, Guard
 from graphfsdp._capture.guards.hooks import HookGuard
 from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, join
 from graphfsdp._capture.guards.tensors import TensorGuard
-from graphfsdp._capture.guards.values import ValueGuard
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp.base.changes import Change, ChangeKind
 
@@ -19,9 +19,6 @@ class AroundGuard:
 
     A frozen teacher, a criterion with class weights: the recording has read them like the model's
     own modules, and knows of their later changes as little.
-
-    Attributes:
-        known: Ids of their containers.
     """
 
     def __init__(
@@ -41,21 +38,19 @@ class AroundGuard:
             tensors: Others that the recording has read, with names for messages.
             before: Containers of modules before the recording, from ``contents``.
         """
-        attributes = AttributeGuard(around, log, was_read, every_mode=False)
+        attributes = AttributeGuard(around, log, was_read, before, every_mode=False)
         weights = [item for item in _weights(around) if was_read(item[1])]
         named = [*weights, *attributes.named_tensors(), *tensors]
-        values = ValueGuard(around, log, before)
         hooks = HookGuard(around, {}, (), with_global=False)
-        guards = [StructureGuard(around), attributes, values, hooks]
-        self.known = values.known()
-        self._guards: tuple[_AnyGuard, ...] = (
-            *(guards if around.found else ()),
-            *([TensorGuard(named)] if named else ()),
+        self._guards: tuple[Guard, ...] = (
+            *((StructureGuard(around), attributes, hooks) if around.found else ()),
+            *((TensorGuard(named),) if named else ()),
         )
 
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
-        return all([guard.holds() for guard in self._guards])
+    def asks(self) -> Iterator[Ask]:
+        """Yield what all of them ask."""
+        for guard in self._guards:
+            yield from guard.asks()
 
     def changes(self) -> list[Change]:
         """Compare everything and name what has changed."""
@@ -66,9 +61,6 @@ class AroundGuard:
             for guard in self._guards
             for change in guard.changes()
         ]
-
-
-_AnyGuard = StructureGuard | TensorGuard | AttributeGuard | ValueGuard | HookGuard
 
 
 class OutsideModules(nn.Module):

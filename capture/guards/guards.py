@@ -1,36 +1,23 @@
 """What must not have changed between two replays."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.around import AroundGuard, OutsideModules
-from graphfsdp._capture.guards.functions import FunctionGuard, Surroundings
+from graphfsdp._capture.guards.asks import Ask, Guard, hold
+from graphfsdp._capture.guards.closures import ClosureGuard, Closures
 from graphfsdp._capture.guards.hooks import HookGuard, users_hooks
-from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard
+from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, contents
 from graphfsdp._capture.guards.optimizer import OptimizerGuard
 from graphfsdp._capture.guards.settings import SettingsGuard
 from graphfsdp._capture.guards.tensors import TensorGuard
-from graphfsdp._capture.guards.values import ValueGuard, contents
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp.base.changes import Change
-
-
-class Guard(Protocol):
-    """Watches one sort of thing that a graph has baked in."""
-
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
-        ...
-
-    def changes(self) -> list[Change]:
-        """Compare everything and name what has changed; maybe nothing that matters."""
-        ...
 
 
 class Guards:
@@ -39,14 +26,14 @@ class Guards:
     A replay goes on with the memory, the modules, the numbers and the switches that it was
     recorded with, without an error. So each difference has to be found before it runs.
 
-    Not seen is what no name in code leads to; see Note [Surroundings].
+    Not seen is what lies further around functions than ``closures.py`` says.
     """
 
     def __init__(
         self,
         model: nn.Module,
         named_params: Mapping[str, nn.Parameter],
-        gradients: PersistentGradients,
+        named_gradients: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         optimizers: Sequence[torch.optim.Optimizer],
         functions: Sequence[Callable[..., Any]],
@@ -57,30 +44,29 @@ class Guards:
         Args:
             model: The model.
             named_params: Trainable parameters by full name.
-            gradients: Their persistent gradients.
+            named_gradients: Returns their persistent gradients.
             optimizers: Those that step inside the graph.
             functions: The loss function, or the user's iteration.
             device: Where everything lies.
         """
         self._model = model
         self._named_params = named_params
-        self._gradients = gradients
+        self._named_gradients = named_gradients
         self._optimizers = optimizers
-        self._functions = functions
         self._device = device
         self._log = AttributeLog()
-        self._around = Surroundings(
-            [*functions, *users_hooks(model, named_params, optimizers)], model
-        )
+        functions = [*functions, *users_hooks(model, named_params, optimizers)]
+        self._closures = Closures(functions, model)
         self._values: dict[str, object] = {}  # around functions, before the recording
         self._before: dict[int, tuple[Any, Any]] = {}  # containers of modules, with copies
-        self._guards: tuple[Guard, ...] = ()
+        self._asked: dict[Guard, list[Ask]] = {}
+        self._asks: list[Ask] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
         self._before = contents(self._model)
-        self._values = self._around.values()
+        self._values = self._closures.values()
         own = set(map(id, self._model.modules()))
 
         def meet(module: nn.Module) -> None:
@@ -95,52 +81,53 @@ class Guards:
 
         Args:
             was_read: Tells whether the recording has touched a tensor's storage.
-
-        Raises:
-            CaptureError: the iteration has counted in Python, and decides by the count.
         """
         self._log.stop()
-        for refusal in self._around.refusals():
-            raise refusal
-        attributes = AttributeGuard(self._model, self._log, was_read)
-        values = ValueGuard(self._model, self._log, self._before)
+        attributes = AttributeGuard(self._model, self._log, was_read, self._before)
         outside = OutsideModules(self._model, self._log)
-        find = partial(self._around.find, self._log, outside)
-        functions = FunctionGuard(find, self._values, self._log, was_read)
-        tensors = functions.named_tensors()
+        modules = [module for _, module in outside.named_modules()]
+        find = partial(self._closures.find, modules)
+        closures = ClosureGuard(find, self._values, self._log, was_read)
+        tensors = closures.named_tensors()
         around = AroundGuard(outside, self._log, was_read, tensors, self._before)
-        functions.leave_out(values.known() | around.known)
         self._values, self._before = {}, {}
         names = {id(param): name for name, param in self._named_params.items()}
-        self._guards = (
+        guards: tuple[Guard, ...] = (
             StructureGuard(self._model),
             TensorGuard([*self._named_tensors(), *attributes.named_tensors()]),
             TensorGuard(
-                ((f"gradient of {name!r}", view) for name, view in self._gradients.named_views()),
+                ((f"gradient of {name!r}", view) for name, view in self._named_gradients()),
                 addresses_only=True,
             ),
             attributes,
-            values,
             HookGuard(self._model, self._named_params, self._optimizers),
             around,
-            functions,
+            closures,
             SettingsGuard(self._device.type),
             *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
         )
+        self._ask(guards)
 
     def changes(self) -> list[Change]:
         """Return what has changed since ``arm``; fast where nothing has.
 
         Capture: never inside one; no host sync.
         """
-        if all([guard.holds() for guard in self._guards]):
+        if hold(self._asks):
             return []
-        found = [change for guard in self._guards for change in guard.changes()]
+        doubted = [guard for guard, asks in self._asked.items() if not hold(asks)]
+        found = [change for guard in doubted for change in guard.changes()]
+        if not found:
+            self._ask(doubted)
         return list(dict.fromkeys(found))
 
     def close(self) -> None:
         """Let go of everything."""
-        self._guards = ()
+        self._asked, self._asks = {}, []
+
+    def _ask(self, guards: Iterable[Guard]) -> None:
+        self._asked |= {guard: list(guard.asks()) for guard in guards}
+        self._asks = [ask for asks in self._asked.values() for ask in asks]
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from graphfsdp._capture.guards.modules import same_objects
+from graphfsdp._capture.guards.asks import Ask
 from graphfsdp.base.changes import Change, ChangeKind
 
 _MODULE_TABLES = (
@@ -90,16 +90,11 @@ class HookGuard:
         ]
         self._arm()
 
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
-        return (
-            self._none_was_registered()
-            and not any(self._empty)
-            and same_objects(self._filled, self._copies)
-        )
-
-    def _none_was_registered(self) -> bool:
-        return RemovableHandle.next_id == self._next_id
+    def asks(self) -> Iterator[Ask]:
+        """Yield questions for the counter, and for hooks that no counter tells of."""
+        yield Ask((getattr, [RemovableHandle], ["next_id"]), [self._next_id])
+        yield Ask((any, [self._empty]), [False])
+        yield Ask((self._filled.__getitem__, range(len(self._filled))), self._copies)
 
     def changes(self) -> list[Change]:
         """Compare each table and name what has changed."""

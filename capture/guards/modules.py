@@ -1,20 +1,29 @@
-"""Guard of modules: which there are, what they hold, train or eval mode, their numbers."""
+"""Guards of modules: which there are, what they hold, their mode, their values and containers."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from graphfsdp._capture.guards.asks import (
+    CONTAINERS,
+    FUNCTIONS,
+    MISSING,
+    SCALARS,
+    Ask,
+    Place,
+    Places,
+    change_of,
+    copy_of,
+    is_scalar,
+    same_objects,
+)
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp.base.changes import Change, ChangeKind
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
-_GET_TABLES = tuple(operator.itemgetter(table) for table, _ in _TABLES)
-SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
 # What every module has and no forward pass depends on.
 OWN = frozenset((*vars(nn.Module()), *dir(nn.Module))) - {"training"}
 # What torch's own layers keep for their repr: the forward pass takes it from the weights.
@@ -25,7 +34,12 @@ _UNUSED_BY_TORCH = frozenset(
         "elementwise_affine",
     }
 )
-_MISSING = object()
+_MAX_DEPTH = 4
+_MAX_ITEMS = 10_000
+_REMEDY = (
+    "hold what changes in a buffer and write into it (fill_, copy_), which replays see; keep what "
+    "the forward pass does not read outside of the model"
+)
 
 
 @dataclass(frozen=True)
@@ -41,23 +55,21 @@ class StructureGuard:
     """Notices modules, parameters and buffers that were added, removed or replaced."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Remember what every module holds now."""
         self._slots = [
             Slots(path, module, {table: dict(getattr(module, table)) for table, _ in _TABLES})
             for path, module in model.named_modules()
         ]
-        self._holders = [vars(slots.module) for slots in self._slots]
-        self._copies = [[slots.tables[table] for slots in self._slots] for table, _ in _TABLES]
         # Containers call their modules in this order.
         modules = [slots.module._modules for slots in self._slots]
         self._several = [table for table in modules if len(table) > 1]
-        self._orders = list(map(list, self._several))
 
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
-        tables = [list(map(get, self._holders)) for get in _GET_TABLES]
-        orders = list(map(list, self._several))
-        return orders == self._orders and same_objects(tables, self._copies)
+    def asks(self) -> Iterator[Ask]:
+        """Yield a question for each kind of table, and one for the order in containers."""
+        holders = [vars(slots.module) for slots in self._slots]
+        for table, _ in _TABLES:
+            known = [slots.tables[table] for slots in self._slots]
+            yield Ask((operator.itemgetter(table), holders), known)
+        yield Ask((list, self._several), list(map(list, self._several)))
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
@@ -71,13 +83,16 @@ class StructureGuard:
 
 
 class AttributeGuard:
-    """Notices a changed mode, a changed number of a module, and a replaced ``forward``.
+    """Notices a changed mode, changed values and containers of modules, and other code of theirs.
 
     Note [Attributes]: a recording has every Python value baked in that the iteration has read.
     Guarded are the numbers, strings, dtypes, devices, generators, and tuples of these that it has
-    read and not assigned (see AttributeLog), tensors that are plain attributes if the recording
-    touched them, and the mode of every module. What it has not read, such as ``model.epoch`` of a
-    training loop, may change. Where reads cannot be seen, all public values are guarded.
+    read and not assigned (see AttributeLog), None, functions, tensors that are plain attributes if
+    the recording touched them, and the mode of every module. Of an attribute that was read, all
+    contents are taken to be read: numbers in lists, dicts and sets, and in objects that are nothing
+    but data, such as a model's configuration; not those that the iteration changes itself, nor
+    dicts with tensors in them, which are caches. What it has not read, such as ``model.epoch`` of
+    a training loop, may change. Where reads cannot be seen, all public values are guarded.
     """
 
     def __init__(
@@ -85,6 +100,7 @@ class AttributeGuard:
         model: nn.Module,
         log: AttributeLog,
         was_read: Callable[[Tensor], bool],
+        before: Mapping[int, tuple[Any, Any]],
         *,
         every_mode: bool = True,
     ) -> None:
@@ -94,83 +110,96 @@ class AttributeGuard:
             model: The model.
             log: What the recorded iteration has read and assigned.
             was_read: Tells whether the recording has touched a tensor's storage.
+            before: What ``contents`` returned before the recording.
             every_mode: Guard train or eval mode also of what has no part whose mode was read.
         """
         self._modules = list(model.named_modules())
-        self._root = model
+        self._types = [type(module) for _, module in self._modules]
         self._dicts = [vars(module) for _, module in self._modules]
-        self._lengths = list(map(len, self._dicts))
-        self._absent = [
-            log.names_read(module) - vars(module).keys() - OWN for _, module in self._modules
-        ]
-        self._forwards = [values.get("forward") for values in self._dicts]
-        self._scalars: dict[str, tuple[list[dict[str, Any]], list[Any], list[str]]] = {}
-        self._tensors: list[tuple[dict[str, Any], str, Tensor, str]] = []
+        self._modes: dict[str, tuple[dict[str, Any], bool]] = {}
+        self._absent: list[Place] = []  # cannot be there while no dict has become longer
+        self._places = Places(_REMEDY)
+        self._contents: set[int] = set()  # ids of containers in there
+
+        def is_read(module: nn.Module, name: str, value: object) -> bool:
+            if isinstance(value, Tensor):
+                return was_read(value)
+            return _may_be_read(module, name, log) if is_scalar(value) else log.read(module, name)
+
         for path, module in self._modules:
-            for name, value in vars(module).items():
-                if log.assigned(module, name):
+            table = vars(module)
+            for name, value in table.items():
+                if name in OWN or log.assigned(module, name):
                     continue
-                if isinstance(value, Tensor) and was_read(value):
-                    self._tensors.append((vars(module), name, value, path))
-                elif is_scalar(value) and (
-                    (every_mode and name == "training") or _may_be_read(module, name, log)
-                ):
-                    dicts, values, paths = self._scalars.setdefault(name, ([], [], []))
-                    dicts.append(vars(module))
-                    values.append(value)
-                    paths.append(path)
-        self._getters = [
-            (operator.itemgetter(name), dicts, values)
-            for name, (dicts, values, _) in self._scalars.items()
-        ]
+                if name == "training":
+                    if every_mode or any(log.read(part, name) for part in module.modules()):
+                        self._modes[path] = table, value
+                elif is_read(module, name, value):
+                    self._add(join(path, name), table, name, before)
+            for name in ("forward", *sorted(log.names_read(module) - OWN - table.keys())):
+                title, old = f"attribute {join(path, name)!r}", table.get(name, MISSING)
+                self._absent.append(Place(title, table, name, old, is_exact=True))
+        for cls in dict.fromkeys(self._types):
+            self._places.add(Place(f"{cls.__name__}.forward", cls, "forward", cls.forward))
+        of_classes = {
+            (type(module), name)
+            for _, module in self._modules
+            for name in log.names_read(module)
+            if name not in vars(module) and name not in OWN
+        }
+        for cls, name in sorted(of_classes, key=str):
+            value = getattr(cls, name, MISSING)
+            if isinstance(value, SCALARS):
+                self._places.add(Place(f"{cls.__name__}.{name}", cls, name, value))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the plain attributes that are tensors and were read, with names for messages."""
-        for _, name, tensor, path in self._tensors:
-            yield f"attribute {join(path, name)!r}", tensor
+        for title, place in self._places.places.items():
+            if isinstance(place.value, Tensor):
+                yield title, place.value
 
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
-        try:
-            return (
-                all(list(map(get, dicts)) == values for get, dicts, values in self._getters)
-                and list(map(len, self._dicts)) == self._lengths
-                and all(values.get(name) is known for values, name, known, _ in self._tensors)
-            )
-        except Exception:  # a value was deleted, or is now of a kind that cannot be compared
-            return False
+    def asks(self) -> Iterator[Ask]:
+        """Yield questions for classes and modes, how many attributes there are, and the values."""
+        yield Ask((type, [module for _, module in self._modules]), self._types)
+        modes = list(self._modes.values())
+        yield Ask((operator.itemgetter("training"), [h for h, _ in modes]), [m for _, m in modes])
+        yield Ask((len, self._dicts), list(map(len, self._dicts)))  # what was added is not guarded
+        yield from self._places.asks()
 
     def changes(self) -> list[Change]:
         """Compare each value and name what has changed."""
         found = list(self._mode_changes())
-        for name, (dicts, values, paths) in self._scalars.items():
-            if name == "training":
+        for (path, module), known in zip(self._modules, self._types, strict=True):
+            if type(module) is not known:
+                what = f"the class of {path!r}" if path else "the model's class"
+                words = known.__name__, type(module).__name__
+                found.append(Change(ChangeKind.ATTRIBUTE, what, *words, _REMEDY))
+        for place in self._absent:
+            if not place.is_same(place.look()):
+                found.append(change_of(place.title, place.value, place.look(), _REMEDY))
+        return found + self._places.changes()
+
+    def _add(
+        self, path: str, holder: dict[str, Any], name: str, before: Mapping[int, tuple[Any, Any]]
+    ) -> None:
+        value, title = holder[name], f"attribute {path!r}"
+        if isinstance(value, Tensor):
+            self._places.add(Place(title, holder, name, value, is_exact=True))
+            return
+        if is_named(value):
+            self._places.add(Place(title, holder, name, value))
+        for inner, live in _walk(path, value, 0):
+            known = before.get(id(live))  # None or other contents: the iteration has changed it
+            if known is None or not same_objects(known[1], live):
                 continue
-            for holder, old, path in zip(dicts, values, paths, strict=True):
-                new = holder.get(name, _MISSING)
-                if not _equal(old, new):
-                    found.append(_attribute(path, name, _show(old), _show(new)))
-        for holder, name, tensor, path in self._tensors:
-            if holder.get(name) is not tensor:
-                found.append(_attribute(path, name, "a tensor", "another object"))
-        rows = zip(self._modules, self._dicts, self._forwards, strict=True)
-        for (path, _), holder, forward in rows:
-            if holder.get("forward") is not forward:
-                found.append(_attribute(path, "forward", "one method", "another one"))
-        for (path, _), holder, absent in zip(self._modules, self._dicts, self._absent, strict=True):
-            found += [
-                _attribute(path, name, "not the module's own", _show(holder[name]))
-                for name in sorted(absent & holder.keys())
-            ]
-        if not found:
-            self._lengths = list(map(len, self._dicts))  # what was added is not guarded
-        return found
+            if id(live) not in self._contents:
+                self._contents.add(id(live))
+                self._places.add(Place(repr(inner), None, None, copy_of(live), live))
 
     def _mode_changes(self) -> Iterator[Change]:
-        dicts, values, paths = self._scalars.get("training", ([], [], []))
         changed = {
             path: old
-            for holder, old, path in zip(dicts, values, paths, strict=True)
+            for path, (holder, old) in self._modes.items()
             if holder.get("training") is not old
         }
         words = {True: "in train mode", False: "in eval mode"}
@@ -187,40 +216,77 @@ class AttributeGuard:
             yield Change(ChangeKind.MODE, name, words[old], words[not old], remedy)
 
 
-class _TensorsComparedError(Exception):
-    """Two different tensors met in a comparison."""
-
-
-class _NoTensorIsEqual(TorchFunctionMode):
-    """Ends a comparison that comes to two different tensors, before it asks for their values."""
-
-    def __torch_function__(self, *args: Any) -> Any:
-        raise _TensorsComparedError
-
-
-def same_objects(live: list[Any], copies: list[Any]) -> bool:
-    """Compare containers in one call; tensors are equal only to themselves.
-
-    Python takes identical elements for equal without a look at them, and asks others. A tensor of
-    one element would answer by its value, on a GPU even after waiting for it.
-    """
-    try:
-        with _NoTensorIsEqual():
-            return live == copies
-    except Exception:  # _TensorsComparedError, or what the users' own objects raise
-        return False
-
-
 def join(path: str, name: str) -> str:
     """Return the full name of what a module holds."""
     return f"{path}.{name}" if path else name
+
+
+def contents(model: nn.Module) -> dict[int, tuple[Any, Any]]:
+    """Return every container of data that a model holds, with a copy, by its id."""
+    return {
+        id(live): (live, copy_of(live))
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in OWN
+        for _, live in _walk(name, value, 0)
+    }
+
+
+def _walk(title: str, value: object, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the containers in a value, itself included, that hold data alone."""
+    if depth > _MAX_DEPTH:
+        return
+    live: Any = value if isinstance(value, (*CONTAINERS, tuple)) else _data_of(value)
+    if live is None or len(live) > _MAX_ITEMS:
+        return
+    pairs = list(dict.items(live)) if isinstance(live, dict) else list(enumerate(live))
+    if isinstance(live, dict) and any(isinstance(item, Tensor) for _, item in pairs):
+        return
+    if not isinstance(live, tuple):
+        yield title, live
+    for key, item in pairs:
+        dotted = f"{title}.{key}" if live is not value else f"{title}[{key!r}]"
+        yield from _walk(dotted, item, depth + 1)
+
+
+def _data_of(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object that is nothing but data, such as a configuration."""
+    if isinstance(value, (nn.Module, Tensor, *SCALARS, *FUNCTIONS)):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict) or not attributes:
+        return None
+    return attributes if all(map(_is_data, attributes.values())) else None
+
+
+def _is_data(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_data, dict.values(value)))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, (*SCALARS, *FUNCTIONS))
+
+
+def is_named(value: object) -> bool:
+    """Tell whether another object in place of this one is noticed."""
+    if value is None or is_scalar(value) or isinstance(value, (*FUNCTIONS, *CONTAINERS, tuple)):
+        return True
+    return _data_of(value) is not None
+
+
+def _may_be_read(module: nn.Module, name: str, log: AttributeLog) -> bool:
+    if log.sees_all or log.read(module, name):
+        return log.read(module, name)
+    if type(module).__module__.startswith("torch.nn.") and name in _UNUSED_BY_TORCH:
+        return False
+    return not name.startswith("_")
 
 
 def _compare(
     slots: Slots, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[Change]:
     for name in dict.fromkeys((*before, *now)):
-        old, new = before.get(name, _MISSING), now.get(name, _MISSING)
+        old, new = before.get(name, MISSING), now.get(name, MISSING)
         if old is new:
             continue
         title = f"{kind} {join(slots.path, name)!r}"
@@ -242,43 +308,6 @@ def _other_order(slots: Slots) -> Iterator[Change]:
 
 
 def _kind_of(value: object) -> str:
-    if value is _MISSING:
+    if value is MISSING:
         return "absent"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def is_scalar(value: object) -> bool:
-    """Tell whether a value is a number, string, dtype, device, generator, or a tuple of these."""
-    if isinstance(value, tuple):
-        return all(isinstance(item, SCALARS) for item in value)
-    return isinstance(value, SCALARS)
-
-
-def _may_be_read(module: nn.Module, name: str, log: AttributeLog) -> bool:
-    if name == "training":
-        return any(log.read(part, name) for part in module.modules())
-    if name in OWN:
-        return False
-    if log.sees_all or log.read(module, name):
-        return log.read(module, name)
-    if type(module).__module__.startswith("torch.nn.") and name in _UNUSED_BY_TORCH:
-        return False
-    return not name.startswith("_")
-
-
-def _equal(old: object, new: object) -> bool:
-    return new is old or (type(old) is type(new) and bool(old == new))
-
-
-def _attribute(path: str, name: str, old: str, new: str) -> Change:
-    remedy = (
-        "hold what changes in a buffer and write into it (fill_, copy_), which replays see; keep "
-        "what the forward pass does not read outside of the model"
-    )
-    return Change(ChangeKind.ATTRIBUTE, f"attribute {join(path, name)!r}", old, new, remedy)
-
-
-def _show(value: object) -> str:
-    if value is _MISSING:
-        return "missing"
-    return "a tensor" if isinstance(value, Tensor) else repr(value)

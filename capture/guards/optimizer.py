@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.guards.modules import same_objects
+from graphfsdp._capture.guards.asks import Ask
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part
@@ -42,18 +43,16 @@ class OptimizerGuard:
         self._names = names
         self._arm()
 
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
+    def asks(self) -> Iterator[Ask]:
+        """Yield questions for what it holds, for the dicts and lists in there, for tensors."""
         now = self._optimizer
-        return (
-            vars(now).get("step") is self._own_step
-            and type(now).step is self._class_step
-            and now.state is self._state
-            and now.param_groups is self._groups
-            and _classes_of(now) is self._classes
-            and same_objects([*map(_GET_PARAMS, self._groups), *self._state.values()], self._copies)
-            and self._tensors.holds()
-        )
+        names = ("state", "param_groups", "step", "step_classes")
+        known = [self._state, self._groups, self._class_step, self._classes]
+        yield Ask((getattr, (now, now, type(now), now), names, repeat(None)), known, exact=True)
+        yield Ask((dict.get, [vars(now)], ["step"]), [self._own_step], exact=True)
+        yield Ask((_GET_PARAMS, self._groups), self._params)
+        yield Ask((list, [self._state.values()]), [self._values])
+        yield from self._tensors.asks()
 
     def changes(self) -> list[Change]:
         """Compare each entry and name what has changed."""
@@ -77,7 +76,6 @@ class OptimizerGuard:
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
         self._values = [dict(values) for values in self._state.values()]
-        self._copies = [*self._params, *self._values]
         self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:

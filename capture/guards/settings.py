@@ -1,12 +1,13 @@
 """Guard of torch's global switches that decide which kernels an iteration runs."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from graphfsdp._capture.guards.asks import Ask
 from graphfsdp.base.changes import Change, ChangeKind
 
 
@@ -27,11 +28,10 @@ class SettingsGuard:
         self._names = list(named)
         self._getters = list(named.values())
         self._values = [get() for get in self._getters]
-        self._telling = self._getters[1:]  # autocast's dtype tells whether it is on
 
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
-        return list(map(operator.call, self._telling)) == self._values[1:]
+    def asks(self) -> Iterator[Ask]:
+        """Yield one question; autocast's dtype tells whether it is on."""
+        yield Ask((operator.call, self._getters[1:]), self._values[1:])
 
     def changes(self) -> list[Change]:
         """Name what has changed."""

@@ -3,12 +3,13 @@
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import guards as dynamo_guards
+from torch._C._dynamo.guards import TensorGuards
 
+from graphfsdp._capture.guards.asks import Ask
 from graphfsdp.base.changes import Change, ChangeKind
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -30,13 +31,7 @@ class Facts:
 
 
 class TensorGuard:
-    """Notices tensors that moved, were re-shaped, or began or ceased to require a gradient.
-
-    Note [Cost of guards]: a guard runs before each replay, and Python pays about 50 ns for each
-    attribute that it reads of a tensor. So the usual answer, "nothing has changed", comes from
-    few calls over all tensors: one comparison of addresses, and one of torch's own tensor guards
-    for everything else. Only when one of them objects is each tensor looked at, and named.
-    """
+    """Notices tensors that moved, were re-shaped, or began or ceased to require a gradient."""
 
     def __init__(
         self, named: Iterable[tuple[str, Tensor]], *, addresses_only: bool = False
@@ -56,18 +51,24 @@ class TensorGuard:
         for name, tensor in self._named:
             self._add_leaves(name, tensor)
         self._facts = [_facts(leaf) for leaf in self._leaves]
-        self._addresses = [facts.address for facts in self._facts]
         self._requires_grad = [wrapper.requires_grad for wrapper in self._wrappers]
-        self._quick: Any = None
         self._addresses_only = addresses_only
 
-    def holds(self) -> bool:
-        """Tell quickly that nothing has changed; False means: look closely."""
-        return (
-            list(map(_DATA_PTR, self._leaves)) == self._addresses
-            and (self._addresses_only or self._flags_hold())
-            and (not self._inner or self._inner_hold())
-        )
+    def asks(self) -> Iterator[Ask]:
+        """Yield questions for addresses, and one of torch's own guards for all the rest."""
+        yield Ask((_DATA_PTR, self._leaves), [facts.address for facts in self._facts])
+        if self._inner:
+            owners, names, inner = zip(*self._inner, strict=True)
+            yield Ask((getattr, owners, names), list(inner), exact=True)
+        if not self._addresses_only:
+            yield Ask((_GET_REQUIRES_GRAD, self._wrappers), self._requires_grad)
+            if self._leaves:
+                # It objects also to modes that are on or off unlike now (autocast, and those that
+                # watch a recording); then it is made anew, where replays run.
+                guard = TensorGuards(
+                    *self._leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None
+                )
+                yield Ask((operator.call, [partial(guard.check, *self._leaves)]), [True])
 
     def changes(self) -> list[Change]:
         """Compare each tensor and name what has changed."""
@@ -95,22 +96,6 @@ class TensorGuard:
         for attribute, inner in _inner_tensors(tensor):
             self._inner.append((tensor, attribute, inner))
             self._add_leaves(name, inner)
-
-    def _flags_hold(self) -> bool:
-        if self._quick is not None and self._quick.check(*self._leaves):
-            return True
-        if [_facts(leaf) for leaf in self._leaves] != self._facts:
-            return False
-        # It objects also to modes that are on or off unlike when it was made (autocast, and those
-        # that watch a recording), so it is made where replays run, and anew if that changes.
-        self._quick = _quick_guard(self._leaves)
-        return True
-
-    def _inner_hold(self) -> bool:
-        return all(getattr(owner, name) is inner for owner, name, inner in self._inner) and (
-            self._addresses_only
-            or list(map(_GET_REQUIRES_GRAD, self._wrappers)) == self._requires_grad
-        )
 
     def _name_of(self, tensor: Tensor) -> str:
         return next((name for name, known in self._named if known is tensor), "an inner tensor")
@@ -142,14 +127,6 @@ def _inner_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):  # a DTensor lists its mesh as well
                 yield name, inner
-
-
-def _quick_guard(tensors: list[Tensor]) -> Any:
-    """Return torch's own guard of type, dtype, shape, strides and requires_grad, if it has one."""
-    make = getattr(dynamo_guards, "TensorGuards", None)
-    if make is None or not tensors:
-        return None
-    return make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # all are fixed
 
 
 def _differences(name: str, before: Facts, now: Facts, addresses_only: bool) -> Iterator[Change]:

@@ -5,11 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.rules.host_counters import (
-    decisions_in_classes,
-    plain_values,
-    refuse_deciding_counters,
-)
 from graphfsdp._capture.trace.source import assignment_of
 from graphfsdp._capture.undo.host_optimizer import HostOptimizer
 from graphfsdp.base.sharded import sharded_roots
@@ -42,7 +37,7 @@ class HostState:
             for key, (_, tensor) in self._attributes.items()
             if _is_plain(tensor)
         }
-        self._plain = [(module, plain_values(module)) for module in model.modules()]
+        self._plain = [(module, _plain_values(module)) for module in model.modules()]
         self._restore_gradients = restore_gradients
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -78,11 +73,6 @@ class HostState:
                     module_path=module_name,
                     source=assignment_of(module, name, self._model),
                 )
-        yield from refuse_deciding_counters(
-            list(self._model.named_modules()),
-            self._plain,
-            lambda: decisions_in_classes(self._model.modules()),
-        )
         for optimizer in self._optimizers:
             yield from optimizer.changes()
 
@@ -115,6 +105,12 @@ class HostState:
             return False
         new = self._attributes[key][1]
         return bool(new.untyped_storage()._cdata != old.untyped_storage()._cdata)
+
+
+def _plain_values(module: nn.Module) -> dict[str, object]:
+    """Return what a module has that cannot be changed in place: counters, modes, names."""
+    plain = (type(None), bool, int, float, str)
+    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
 
 
 def _is_plain(tensor: Tensor) -> bool:

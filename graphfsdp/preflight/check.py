@@ -251,7 +251,6 @@ class _Preflight:
                     self._optimizers,
                     gradients,
                     self.hazards,
-                    functions=iteration.functions,
                     device=device,
                     for_cuda=self._target == "cuda",
                 )

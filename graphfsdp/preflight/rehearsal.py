@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.guards.functions import Surroundings
 from graphfsdp._capture.rules.constants import unseen_read
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.trace.source import user_line_of
@@ -43,7 +42,6 @@ class Rehearsal:
         gradients: PersistentGradients,
         hazards: HazardLog,
         *,
-        functions: Sequence[Callable[..., object]],
         device: torch.device,
         for_cuda: bool,
     ) -> None:
@@ -51,7 +49,6 @@ class Rehearsal:
         self._optimizers = list(optimizers)
         self._gradients = gradients
         self._hazards = hazards
-        self._around = Surroundings(functions, model)
         self._device = device
         self._for_cuda = for_cuda
 
@@ -74,7 +71,6 @@ class Rehearsal:
                         failed = self._attempt(runs, iterate, judged=False) is not None
                         rewind()
                 state = HostState(self._model, self._optimizers, self._gradients.save_bindings())
-                self._around.values()
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]
                 if error is not None:
@@ -112,7 +108,7 @@ class Rehearsal:
         return None
 
     def _note_state(self, state: HostState, judged: PreflightWatcher) -> None:
-        for change in (*state.changes(judged.has_touched), *self._around.refusals()):
+        for change in state.changes(judged.has_touched):
             self._hazards.add(change.hazard)
         gc.collect()  # what only a cycle holds is not held
         for dropped in dropped_tensors(judged.storages):

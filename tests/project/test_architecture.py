@@ -50,14 +50,7 @@ ON_TOP = frozenset(
     }
 )
 
-# Upward imports and crowded folders that the moves into rooms have left; each one that ends is
-# taken off here, none is added.
-SEAMS = frozenset(
-    {
-        ("graphfsdp._capture.guards.functions", "graphfsdp._capture.rules.outer_counters"),
-        ("graphfsdp._capture.guards.guards", "graphfsdp._capture.gradients"),
-    }
-)
+# Folders with more modules than MAX_MODULES; none is added.
 CROWDED: frozenset[str] = frozenset()
 
 MAX_MODULES = 20
@@ -199,8 +192,6 @@ def test_imports_go_down() -> None:
             continue
         allowed = {folder, *MAY_IMPORT.get(folder, BASE)}
         for line, target in imports_of(module, path):
-            if (module, target) in SEAMS:
-                continue
             if target not in allowed and folder_of(target) not in allowed:
                 violations.append(f"{where(path, line)}: {module} imports {target}")
     report(violations)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
+from guard_net import NOT_REFUSED_YET
 
 SCALE = 2.0
 CONFIG = types.SimpleNamespace(
@@ -132,7 +133,12 @@ def start() -> tuple[Any, Net, FusedAdam, Tensor]:
     return step, net, optim, x
 
 
-@pytest.mark.parametrize("name", REFUSED)
+FURTHER = {"nested_attribute", "nested_object", "nested_item", "function_of_a_torch_layer"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[NOT_REFUSED_YET] * (each in FURTHER)) for each in REFUSED]
+)
 def test_replaced_code_is_refused_by_name_until_it_is_put_back(name: str) -> None:
     change, message = REFUSED[name]
     step, net, optim, x = start()

@@ -257,17 +257,20 @@ VALUES: dict[str, Values] = {
     "list_replaced": (lambda m: setattr(m, "numbers", [9.0]), "attribute 'numbers'"),
     "dict_item": (lambda m: m.options.update(gain=9.0), r"'gain' of 'options' was 2\.0"),
     "dict_grown": (lambda m: m.options.update(new=9.0), "'new' of 'options' was missing"),
-    "set": (lambda m: m.flags.clear(), "flags was {'on'}"),
+    "set": (lambda m: m.flags.clear(), "'flags' was {'on'}"),
     "tuple": (lambda m: setattr(m, "nested", ((2.0, 9.0), 4.0)), "attribute 'nested'"),
     "data": (lambda m: setattr(m.data, "gain", 9.0), r"'gain' of 'data' was 2\.0"),
     "data_nested": (lambda m: m.data.table.update(k=9.0), r"'k' of 'data\.table' was 2\.0"),
-    "data_replaced": (lambda m: setattr(m, "data", object()), "attribute 'data' was one Data"),
-    "function": (lambda m: setattr(m, "function", torch.sin), "'function' was tanh .* now sin"),
+    "data_replaced": (lambda m: setattr(m, "data", object()), "attribute 'data' was a Data"),
+    "function": (
+        lambda m: setattr(m, "function", torch.sin),
+        "'function' was one function",
+    ),
     "none": (lambda m: setattr(m, "nothing", 9.0), r"'nothing' was None .* now 9\.0"),
     "tensor": (lambda m: m.tensors.__setitem__(0, torch.ones(4)), "0 of 'tensors'"),
     "generator": (lambda m: m.generators.__setitem__(0, torch.Generator()), "0 of 'generators'"),
     "class": (lambda m: setattr(m.layer, "__class__", OtherLinear), "class of 'layer' was Linear"),
-    "shadow": (lambda m: setattr(m, "at_class", 9.0), r"'at_class' was not .* now 9\.0"),
+    "shadow": (lambda m: setattr(m, "at_class", 9.0), r"'at_class' was missing .* now 9\.0"),
 }
 
 

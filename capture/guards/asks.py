@@ -1,0 +1,293 @@
+"""How guards ask: many things in one call, compared with what they were."""
+
+import enum
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from graphfsdp.base.changes import Change, ChangeKind
+
+MISSING = object()
+SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+CONTAINERS = (dict, list, set, deque)
+_PLAIN = (*SCALARS, type(None), bytes, range, slice, enum.Enum, np.generic)
+_IDENTITIES = (*FUNCTIONS, types.CodeType, types.ModuleType, Tensor, nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One question to many things.
+
+    Note [Cost of guards]: a guard runs before each replay, and Python pays 50 ns and more for each
+    attribute that it reads, and far more for each line that it has not run for a while. So the
+    usual answer, "nothing has changed", comes from few calls that each ask many things; only when
+    an answer differs is each thing looked at, and named.
+
+    Attributes:
+        what: ``map`` of these gives the answers: a function in C, and what it is called with.
+        known: The answers when the guard was armed.
+        exact: Only the very same objects will do, not equal ones.
+    """
+
+    what: tuple[Any, ...]
+    known: list[Any]
+    exact: bool = False
+
+
+class Guard(Protocol):
+    """Watches one sort of thing that a graph has baked in."""
+
+    def asks(self) -> Iterable[Ask]:
+        """Yield what tells that nothing has changed; asked anew where a change did not matter."""
+        ...
+
+    def changes(self) -> list[Change]:
+        """Compare everything and name what has changed; maybe nothing that matters."""
+        ...
+
+
+class _TensorsComparedError(Exception):
+    """Two different tensors met in a comparison."""
+
+
+class _NoTensorIsEqual(TorchFunctionMode):
+    """Ends a comparison that comes to two different tensors, before it asks for their values.
+
+    Python takes identical elements for equal without a look at them, and asks others. A tensor of
+    one element would answer by its value, on a GPU even after waiting for it.
+    """
+
+    def __torch_function__(self, *args: Any) -> Any:
+        raise _TensorsComparedError
+
+
+def hold(asks: Iterable[Ask]) -> bool:
+    """Tell quickly that all answers are what they were; False means: look closely."""
+    answers, known = [], []
+    try:
+        for ask in asks:
+            now = list(map(*ask.what))
+            if not ask.exact:
+                answers.append(now)
+                known.append(ask.known)
+            elif not all(map(operator.is_, now, ask.known)):
+                return False
+    except Exception:  # of what was deleted, or of the users' own objects
+        return False
+    return same_objects(answers, known)
+
+
+def same_objects(live: Any, copy: Any) -> bool:
+    """Compare containers in one call; tensors are equal only to themselves."""
+    try:
+        with _NoTensorIsEqual():
+            return bool(live == copy)
+    except Exception:  # _TensorsComparedError, or what the users' own objects raise
+        return False
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a value is found, and what it was.
+
+    Attributes:
+        title: Its name for messages.
+        holder: A dict, the attributes of a class, or an object whose attribute it is.
+        key: The key in there, or the attribute.
+        value: What was found; of a container or an array with ``live``, a copy of what it held.
+        live: The container or array itself.
+        is_exact: Another object in its place is a change, equal or not.
+    """
+
+    title: str
+    holder: Any
+    key: Any
+    value: Any
+    live: Any = None
+    is_exact: bool = False
+
+    def look(self) -> Any:
+        """Return what is found now."""
+        if self.live is not None:
+            return copy_of(self.live)
+        try:
+            if isinstance(self.holder, dict):
+                return dict.get(self.holder, self.key, MISSING)
+            if isinstance(self.holder, types.MappingProxyType):
+                return self.holder.get(self.key, MISSING)
+            return getattr(self.holder, self.key, MISSING)
+        except Exception:  # an empty cell, or of the users' own classes
+            return MISSING
+
+    def is_same(self, now: Any) -> bool:
+        """Tell whether that is the same to an iteration as what was found."""
+        return now is self.value or (not self.is_exact and same(self.value, now))
+
+
+@dataclass
+class Places:
+    """Named values that must stay what they are; what several guards consist of.
+
+    Attributes:
+        remedy: What to do about a change: a text, or what makes one of the old value.
+        places: By title.
+    """
+
+    remedy: str | Callable[[Any], str]
+    places: dict[str, Place] = field(default_factory=dict)
+
+    def add(self, place: Place) -> None:
+        """Add a place, under a title of its own."""
+        number, title = 1, place.title
+        while place.title in self.places:
+            number += 1
+            place.title = f"{title} ({number})"
+        self.places[place.title] = place
+
+    def asks(self) -> Iterator[Ask]:
+        """Yield one question for each way to look."""
+        found: dict[Any, list[Place]] = {dict.get: [], types.MappingProxyType.get: [], getattr: []}
+        lives: list[Place] = []
+        for place in self.places.values():
+            ways = ((dict, dict.get), (types.MappingProxyType, types.MappingProxyType.get))
+            way = next((way for kind, way in ways if isinstance(place.holder, kind)), getattr)
+            (found[way] if place.live is None else lives).append(place)
+        for way, places in found.items():
+            holders, keys = [each.holder for each in places], [each.key for each in places]
+            if places:
+                known = [each.value for each in places]
+                yield Ask((way, holders, keys, repeat(MISSING)), known, exact=True)
+        arrays = [place for place in lives if isinstance(place.live, np.ndarray)]
+        items = [place for place in lives if not isinstance(place.live, np.ndarray)]
+        if arrays:
+            yield Ask((copy_of, [each.live for each in arrays]), [each.value for each in arrays])
+        if items:
+            containers = [each.live for each in items]
+            known = [each.value for each in items]
+            yield Ask((containers.__getitem__, range(len(items))), known)
+
+    def changes(self) -> list[Change]:
+        """Compare each place and name what has changed; else take equal values for the old ones."""
+        found = []
+        for place in self.places.values():
+            now = place.look()
+            if place.is_same(now):
+                if place.live is None:
+                    place.value = now
+            else:
+                found.append(change_of(place.title, place.value, now, self.remedy))
+        return found
+
+
+def change_of(title: str, old: Any, new: Any, remedy: str | Callable[[Any], str]) -> Change:
+    """Return the change of a value; of a container, of the first item that differs."""
+    title, old, new = _first_difference(title, old, new)
+    words = show(old, new), show(new, old)
+    if words[0] == words[1]:
+        words = words[0], words[1].replace("one ", "another ", 1)
+    text = remedy if isinstance(remedy, str) else remedy(old)
+    return Change(ChangeKind.ATTRIBUTE, title, *words, text)
+
+
+def is_plain(value: object) -> bool:
+    """Tell whether a value is a number, a string, or the like, or a tuple of such."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def is_scalar(value: object) -> bool:
+    """Tell whether a value is a number, string, dtype, device, generator, or a tuple of these."""
+    if isinstance(value, tuple):
+        return all(isinstance(item, SCALARS) for item in value)
+    return isinstance(value, SCALARS)
+
+
+def copy_of(live: Any) -> Any:
+    """Return what a container or an array holds, by the built-in type's own method."""
+    if isinstance(live, np.ndarray):
+        return live.tobytes(), live.shape, live.dtype
+    kind = next(kind for kind in CONTAINERS if isinstance(live, kind))
+    return kind.copy(live)
+
+
+def same(old: Any, new: Any) -> bool:
+    """Tell whether two values are the same to an iteration.
+
+    Objects of the user's classes are, if they are of one class: what is read of them has places
+    of its own.
+    """
+    if isinstance(old, weakref.ref):
+        old = old()
+    if old is new:
+        return True
+    if isinstance(old, types.MethodType) and isinstance(new, types.MethodType):
+        return old.__func__ is new.__func__ and old.__self__ is new.__self__
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return _is_same_memory(old, new)
+    if type(old) is not type(new) or isinstance(old, _IDENTITIES):
+        return False
+    if is_plain(old):
+        if isinstance(old, (float, complex, tuple, np.generic)):
+            return repr(old) == repr(new)  # tells 0.0 from -0.0, and NaN is NaN
+        return not isinstance(old, torch.Generator) and bool(old == new)
+    return not isinstance(old, (*CONTAINERS, tuple)) or same_objects(old, new)
+
+
+def _is_same_memory(old: Tensor, new: Tensor) -> bool:
+    """Tell whether two tensors are one and the same to a kernel."""
+    if type(old) is not type(new) or type(old) not in (Tensor, nn.Parameter):
+        return False
+    if old.layout is not torch.strided or new.layout is not torch.strided:
+        return False
+    facts = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in (old, new)]
+    return facts[0] == facts[1]
+
+
+def without_tensors(value: Any) -> Any:
+    """Return a weak reference to a tensor; other values are what they are."""
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
+def _first_difference(title: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    if title.startswith("the values of ") or not isinstance(old, (dict, list, deque)):
+        return title, old, new
+    if not isinstance(new, (dict, list, deque)):
+        return title, old, new
+    before = old if isinstance(old, dict) else dict(enumerate(old))
+    now = new if isinstance(new, dict) else dict(enumerate(new))
+    for key in dict.fromkeys((*before, *now)):
+        left, right = dict.get(before, key, MISSING), dict.get(now, key, MISSING)
+        if not same_objects([left], [right]):
+            return f"{key!r} of {title.removeprefix('the items of ')}", left, right
+    return f"the order of {title}", old, new
+
+
+def show(value: object, other: object) -> str:
+    """Return a value in words.
+
+    Args:
+        value: What to show.
+        other: The value beside it in the message.
+    """
+    if value is MISSING:
+        return "missing"
+    if is_plain(value):
+        return repr(value)
+    if isinstance(value, (set, list, deque)) and len(value) <= 8 and all(map(is_plain, value)):
+        return repr(value)
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
+        return "a function" if type(other) is not type(value) else "one function"
+    name = type(value).__name__
+    return f"one {name}" if type(other) is type(value) else f"a {name}"

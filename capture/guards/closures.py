@@ -1,0 +1,363 @@
+"""Guard of what the user's functions take from around them.
+
+Seen is what ``inspect.getclosurevars`` gives for the loss function, the hooks, the ``forward`` of
+users' classes, and the users' functions that these name: plain values, functions, and one level of
+attributes or items of plain containers, dataclasses and namespaces.
+"""
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from graphfsdp._capture.guards.asks import (
+    CONTAINERS,
+    FUNCTIONS,
+    MISSING,
+    Ask,
+    Place,
+    Places,
+    change_of,
+    copy_of,
+    is_plain,
+    same,
+    without_tensors,
+)
+from graphfsdp._capture.trace.attribute_log import AttributeLog
+from graphfsdp._capture.trace.source import is_users_file
+from graphfsdp.base.changes import Change
+
+_MAX_ITEMS = 10_000
+_SIMPLE_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+_CLOSURE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF")
+
+
+@dataclass
+class Reads:
+    """What a function's code reads by name; functions that are defined within it are part of it.
+
+    ``inspect.getclosurevars`` takes the name of an attribute for a global, so the code is asked.
+
+    Attributes:
+        globals: Names of global variables.
+        behind: What it reads right behind a variable (``cfg.x``), by the variable.
+        whole: Variables that it reads for something else, too (``f(cfg)``, ``c = cfg``).
+        attributes: Everything that it reads as an attribute, of whatever it is.
+        stored: Globals, closure variables and attributes that it assigns.
+    """
+
+    globals: set[str] = field(default_factory=set)
+    behind: dict[str, set[str]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
+
+    def of(self, variable: str) -> set[str]:
+        """Return which attributes may be read of a variable, and are not assigned."""
+        read = self.behind.get(variable, set())
+        return (read | self.attributes if variable in self.whole else read) - self.stored
+
+    def add(self, code: types.CodeType) -> None:
+        """Take in the names of a function's code."""
+        instructions = list(dis.get_instructions(code))
+        for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+            op, name = instruction.opname, instruction.argval
+            if op in _ATTRIBUTE:
+                self.attributes.add(name)
+            elif op in _STORES:
+                self.stored.add(name)
+            elif op in _GLOBAL or op in _CLOSURE or op.startswith("LOAD_FAST"):
+                # Some instructions load two variables; an attribute is read of the last of them.
+                name = name[-1] if isinstance(name, tuple) else name
+                if op in _GLOBAL:
+                    self.globals.add(name)
+                if following is not None and following.opname in _ATTRIBUTE:
+                    self.behind.setdefault(name, set()).add(following.argval)
+                else:
+                    self.whole.add(name)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self.add(constant)
+
+
+class _Search:
+    """Finds everything that is in the bound that this module names."""
+
+    def __init__(self, known: dict[types.CodeType, Reads]) -> None:
+        self.found = Places(_remedy)
+        self._known = known
+        self._seen: set[tuple[object, ...]] = set()
+        self._alive: list[object] = []  # whose ids are in there
+        # Functions, with the object that each belongs to, and what that is called.
+        self._named: list[tuple[Any, Any, str]] = []
+
+    def search(self, functions: Iterable[Any], kinds: Iterable[type[nn.Module]]) -> Places:
+        """Return all places around functions, and around the forward of classes of modules."""
+        for function in functions:
+            self._function(function, None)
+        for kind in kinds:
+            self._function(kind.forward, kind)
+        for function, owner, title in list(self._named):  # and no further
+            self._function(function, owner, title)
+        return self.found
+
+    def _function(self, function: Any, owner: Any, title: str = "") -> None:
+        """Look around a function; its owner is an object, or a class of modules, or None."""
+        if isinstance(function, functools.partial):
+            for index, value in enumerate(function.args):
+                what = f"argument {index} of a functools.partial"
+                self._variable(what, dict(enumerate(function.args)), index, value, set())
+            for key, value in function.keywords.items():
+                what = f"keyword {key!r} of a functools.partial"
+                self._variable(what, function.keywords, key, value, set())
+            self._function(function.func, owner, title)
+        elif isinstance(function, types.MethodType):
+            self._function(function.__func__, function.__self__, title)
+        elif isinstance(function, types.FunctionType):
+            self._code(function, owner, title)
+        elif callable(function):
+            call: object = type(function).__call__
+            if isinstance(call, types.FunctionType):
+                self._code(call, function, title)
+        wrapped = getattr(function, "__wrapped__", None)
+        if callable(wrapped) and self._is_new("wrapped", function):
+            self._function(wrapped, owner, title)
+
+    def _code(self, function: types.FunctionType, owner: Any, title: str) -> None:
+        is_users = is_users_file(function.__code__.co_filename)
+        if not is_users or not self._is_new("code", function, owner):
+            return
+        if function.__code__ not in self._known:
+            self._known[function.__code__] = Reads()
+            self._known[function.__code__].add(function.__code__)
+        reads = self._known[function.__code__]
+        where = f"of {function.__qualname__}"
+        self._note(f"the code {where}", function, "__code__", function.__code__)
+        if function.__defaults__ is not None:
+            defaults = function.__defaults__
+            self._note(f"the default arguments {where}", function, "__defaults__", defaults)
+        for key, value in (function.__kwdefaults__ or {}).items():
+            self._note(f"default of {key!r} {where}", function.__kwdefaults__, key, value)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            place = Place(f"closure variable {name!r} {where}", cell, "cell_contents", None)
+            if name not in reads.stored:
+                self._variable(place.title, cell, place.key, place.look(), reads.of(name))
+        table = function.__globals__
+        for name in sorted((reads.globals - reads.stored) & table.keys()):
+            what = f"global variable {name!r} of {function.__module__}"
+            self._variable(what, table, name, table[name], reads.of(name))
+        if owner is not None and function.__code__.co_argcount:
+
+            def titled(name: str) -> str:
+                return f"{name!r} of {title}" if title else f"attribute {name!r} {where}"
+
+            self._owner(owner, titled, reads.of(function.__code__.co_varnames[0]), reads)
+
+    def _owner(self, owner: Any, title: Callable[[str], str], read: set[str], reads: Reads) -> None:
+        """Look at what a method reads of its object, and at the methods that it calls there.
+
+        Attributes of modules are none of this guard's, but for their methods.
+        """
+        is_module = isinstance(owner, nn.Module) or (
+            isinstance(owner, type) and issubclass(owner, nn.Module)
+        )
+        own = {} if is_module else _attributes_of(owner)
+        for name in sorted(read):
+            if name in own:
+                behind = reads.attributes - reads.stored
+                self._variable(title(name), own, name, own[name], behind)
+        kind = owner if isinstance(owner, type) else type(owner)
+        for name in sorted(read - own.keys()):
+            base = next((base for base in kind.__mro__ if name in vars(base)), object)
+            member = vars(base).get(name)
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            function = inspect.unwrap(function) if callable(function) else function
+            if isinstance(function, types.FunctionType):
+                if is_users_file(function.__code__.co_filename):
+                    self._note(f"{base.__qualname__}.{name}", vars(base), name, member)
+                    self._named.append((function, owner, ""))
+            elif isinstance(member, Tensor) or (is_plain(member) and member is not None):
+                self._note(f"{base.__qualname__}.{name}", vars(base), name, member)
+
+    def _variable(self, title: str, holder: Any, key: Any, value: Any, read: set[str]) -> None:
+        """Note a variable, and one level of what it holds."""
+        if value is MISSING or not self._is_new("variable", holder, repr(key), *sorted(read)):
+            return
+        if isinstance(value, types.ModuleType):
+            self._module(title, value, read)
+            return
+        self._note(title, holder, key, value)
+        if callable(value) and not isinstance(value, (type, Tensor, nn.Module)):
+            self._named.append((value, None, title))
+        if isinstance(value, CONTAINERS):
+            self._items(title, value)
+        elif not is_plain(value) and not isinstance(value, (Tensor, nn.Module)):
+            own = _attributes_of(value)
+            for name in sorted(read & own.keys()):
+                if isinstance(value, type) and not is_plain(own[name]):
+                    continue
+                self._note(f"{name!r} of {title}", own, name, own[name])
+            for name in sorted(read - own.keys()):
+                if isinstance(getattr(type(value), name, None), types.MemberDescriptorType):
+                    self._note(f"{name!r} of {title}", value, name, getattr(value, name, MISSING))
+
+    def _module(self, title: str, module: types.ModuleType, read: set[str]) -> None:
+        """Note what is read of a Python module; of libraries, only functions."""
+        is_users = is_users_file(getattr(module, "__file__", None) or "<")
+        for name in sorted(read & vars(module).keys()):
+            value = vars(module)[name]
+            if isinstance(value, _SIMPLE_FUNCTIONS):
+                self._note(f"function {name!r} of {module.__name__}", vars(module), name, value)
+            elif is_users and not isinstance(value, types.ModuleType):
+                self._note(f"{name!r} of {title}", vars(module), name, value)
+
+    def _items(self, title: str, live: Any) -> None:
+        if len(live) > _MAX_ITEMS:
+            return
+        items = dict.values(live) if isinstance(live, dict) else live
+        if not any(isinstance(item, Tensor) for item in items):
+            self._note(f"the items of {title}", None, None, copy_of(live), live)
+        elif isinstance(live, dict):  # a cache may get more of them
+            for key, item in dict.items(live):
+                self._note(f"{key!r} of {title}", live, key, item)
+
+    def _note(self, title: str, holder: Any, key: Any, value: Any, live: Any = None) -> None:
+        if isinstance(value, np.ndarray):
+            if value.dtype == object or value.size > _MAX_ITEMS:
+                return
+            title, live = f"the values of {title}", value
+            holder, key, value = None, None, copy_of(live)
+        at = live if holder is None else holder
+        at = title if isinstance(at, types.MappingProxyType) else at  # another one each time
+        if self._is_new("place", at, repr(key)):
+            self.found.add(Place(title, holder, key, value, live))
+
+    def _is_new(self, what: str, *parts: object) -> bool:
+        key = (what, *(part if isinstance(part, str) else id(part) for part in parts))
+        self._alive.extend(parts)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+
+def _attributes_of(owner: Any) -> Mapping[str, Any]:
+    if isinstance(owner, type):
+        return vars(owner)
+    try:
+        found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+class Closures:
+    """Searches around the functions of an iteration."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], model: nn.Module) -> None:
+        """Prepare.
+
+        Args:
+            functions: The loss function, or the user's iteration, and hooks.
+            model: The model.
+        """
+        self._functions = functions
+        self._model = model
+        self._known: dict[types.CodeType, Reads] = {}
+
+    def find(self, outside: Iterable[nn.Module] = ()) -> dict[str, Place]:
+        """Return all places by title; also around modules that are none of the model's."""
+        kinds = dict.fromkeys(map(type, (*self._model.modules(), *outside)))
+        return _Search(self._known).search(self._functions, kinds).places
+
+    def values(self) -> dict[str, object]:
+        """Return all values by title; a tensor that the iteration drops must not live here."""
+        found = self.find().items()
+        return {title: without_tensors(place.value) for title, place in found}
+
+
+class ClosureGuard:
+    """Notices what changed around functions.
+
+    What the recorded iteration has changed itself, it counts or logs; a replay leaves it. A
+    configuration may be replaced by an equal one: places are compared by their titles.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Mapping[str, Place]],
+        before: Mapping[str, object],
+        log: AttributeLog,
+        was_read: Callable[[Tensor], bool],
+    ) -> None:
+        """Remember everything now.
+
+        Args:
+            find: Finds all places.
+            before: The values before the recording, from ``Closures.values``.
+            log: What the recorded iteration has read of modules.
+            was_read: Tells whether the recording has touched a tensor's storage.
+        """
+
+        def is_used(value: object) -> bool:
+            if isinstance(value, Tensor):
+                return was_read(value)
+            return bool(log.names_read(value)) if isinstance(value, nn.Module) else True
+
+        self._find = find
+        self._places = {
+            title: place
+            for title, place in find().items()
+            if is_used(place.value) and same(before.get(title, MISSING), place.value)
+        }
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that were found, with names for messages."""
+        for title, place in self._places.items():
+            if isinstance(place.value, Tensor):
+                yield title, place.value
+
+    def asks(self) -> Iterator[Ask]:
+        """Yield one question for each way to look."""
+        return Places(_remedy, self._places).asks()
+
+    def changes(self) -> list[Change]:
+        """Compare each place and name what has changed."""
+        now = self._find()
+        gone = [title for title in self._places if title not in now]
+        found = [
+            change_of(title, place.value, now[title].value, _remedy)
+            for title, place in self._places.items()
+            if title in now and not same(place.value, now[title].value)
+        ]
+        found = found or [
+            change_of(title, self._places[title].value, MISSING, _remedy)
+            for title in gone
+            if not isinstance(self._places[title].value, Tensor)
+        ]
+        if not found:
+            self._places = {title: now[title] for title in self._places if title in now}
+        return found
+
+
+def _remedy(old: object) -> str:
+    if isinstance(old, Tensor):
+        return "write new values into the old tensor (copy_, fill_), which replays see"
+    if isinstance(old, nn.Module):
+        return "replace modules before the capture, or load weights in place (load_state_dict)"
+    if isinstance(old, (*FUNCTIONS, types.CodeType)):
+        return "replace functions before the capture, and leave them so"
+    return (
+        "pass what changes as a tensor of the batch, or hold it in a tensor and write into that "
+        "(fill_), which replays see"
+    )
