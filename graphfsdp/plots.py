@@ -118,7 +118,7 @@ def _buffers_of(model: nn.Module | ModelPlan) -> list[tuple[str, BufferLayout, S
                     found.append((title, buffer.layout, buffer.names))
     else:
         # Importing DTensor takes a second, which a plan need not wait for.
-        from graphfsdp.sharding.diagnostics import named_units
+        from graphfsdp.diagnostics import named_units
 
         for name, unit in named_units(model):
             for number, shard in enumerate(unit.group.buffers):

@@ -199,7 +199,12 @@ class _Bench:
             Setting(planned.case, self._device, options.seed, self._ranks, strategy),
             tuple(spec.name for spec in find_contenders(planned.contenders)),
             MeasureOptions(
-                options.seconds, options.data, options.random_tokens, options.roofline, profile
+                options.seconds,
+                options.data,
+                options.random_tokens,
+                options.roofline,
+                profile,
+                options.nsys,
             ),
             options.threads,
         )
@@ -216,6 +221,11 @@ class _Bench:
 
     def _greet(self) -> None:
         load = self._environment.load_average
+        if self._options.nsys and self._device.type == "cpu":
+            self._line(
+                "--nsys marks steps for Nsight Systems, which sees GPUs; on a CPU there is nothing "
+                "to mark, --profile shows the operators", "yellow",
+            )  # fmt: skip
         self._line(environment_text(self._environment))
         if load is not None and load > _BUSY and self._device.type == "cpu":
             self._line(

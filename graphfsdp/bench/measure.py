@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.collector import without_collector
+from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.bench.agreement import Failure, attempt, first_says, group_for, line_up
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
 from graphfsdp.bench.clock import Schedule, Window, make_schedule, time_window
@@ -67,6 +68,7 @@ class MeasureOptions:
         data: Text, as ``graphfsdp train --data`` takes it.
         roofline: Also time kernels (GPU) or operators (CPU).
         profile: Folder for profiles of all contenders; None for none.
+        nsys: Mark some steps for Nsight Systems.
         excluded: Contenders that ended a process before, each with how.
         limit_s: Seconds of the whole case; when half of them are over, no contender starts, and
             when most are, no round.
@@ -77,6 +79,7 @@ class MeasureOptions:
     random_tokens: bool = False
     roofline: bool = True
     profile: str | None = None
+    nsys: bool = False
     excluded: tuple[tuple[str, str], ...] = ()
     limit_s: float = math.inf
 
@@ -268,6 +271,7 @@ class _CaseBench:
         losses = {item.spec.name: torch.cat(item.losses).cpu() for item in self._running}
         rooflines = self._rooflines()
         self._profile()
+        self._mark_for_nsys()
         results = []
         for item in self._running:
             facts = item.contender.graph_facts()
@@ -385,7 +389,7 @@ class _CaseBench:
 
     def _rooflines(self) -> dict[str, RooflineRecord]:
         found: dict[str, RooflineRecord] = {}
-        if not self._options.roofline:
+        if not self._options.roofline or self._options.nsys:  # both would listen to the GPU
             return found
         self._say("roofline", "")
         if self._setting.device.type == "cuda":
@@ -446,6 +450,26 @@ class _CaseBench:
             folder=folder,
             nodes=item.contender.replay_nodes(),
         )
+
+    def _mark_for_nsys(self) -> None:
+        """Run some more steps of each contender between cudaProfilerStart and Stop."""
+        device, ranks = self._setting.device, self._setting.ranks
+        if not self._options.nsys or device.type != "cuda":
+            return
+        self._say("nsys", "")
+        batches = self._source.take(self._next_step, NUM_PROFILE_STEPS)
+        torch.cuda.synchronize(device)
+        torch.cuda.profiler.start()
+        try:
+            for item in self._running:
+                line_up(ranks, device)
+                with nvtx_range(f"{self._setting.case.key}: {item.spec.name}"):
+                    for step in self._steps(item, batches):
+                        step()
+                    line_up(ranks, device)
+        finally:
+            torch.cuda.synchronize(device)
+            torch.cuda.profiler.stop()
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
         self._not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))

@@ -58,6 +58,7 @@ class BenchOptions:
         strategy: What graphfsdp cuts where there are several ranks; None is what FSDP2 does.
         memory: On a CPU, measure peak memory in processes of their own.
         profile: Keep a profile of each contender in the result directory.
+        nsys: Mark some steps of each contender for Nsight Systems.
         out: Result directory; None is a new one below runs/.
     """
 
@@ -78,6 +79,7 @@ class BenchOptions:
     roofline: bool = True
     pictures: bool = True
     profile: bool = False
+    nsys: bool = False
     out: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +94,11 @@ class BenchOptions:
             raise ConfigError("--suite and --workload both say what to measure; give one of them")
         if self.data is not None and self.random_tokens:
             raise ConfigError("--data and --random-tokens both say what to train on; give one")
+        if self.profile and self.nsys:
+            raise ConfigError(
+                "--profile and --nsys would both listen to the GPU, which one of them can at a "
+                "time; give one"
+            )
         for size in self.batch_size or ():
             if size < 1:
                 raise ConfigError(f"--batch-size must be at least 1, got {size}")
@@ -208,6 +215,11 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile", action="store_true", help="then run some more steps of each contender under "
         "torch's profiler: a Chrome trace with phases and units, the largest kernels and gaps",
+    )  # fmt: skip
+    group.add_argument(
+        "--nsys", action="store_true", help="then run some more steps of each contender between "
+        "cudaProfilerStart and Stop, for 'nsys profile --capture-range=cudaProfilerApi'; without "
+        "rooflines, which need the same interface",
     )  # fmt: skip
     group.add_argument(
         "--out", metavar="DIR", help="result directory, new or empty (default: a new one in runs/)"

@@ -20,6 +20,7 @@ from graphfsdp.bench.measure import (
     case_folder,
     measure_case,
 )
+from graphfsdp.bench.options import parse_bench_arguments
 from graphfsdp.bench.profile import (
     ProfileRecord,
     describe_profile,
@@ -29,6 +30,7 @@ from graphfsdp.bench.profile import (
 from graphfsdp.bench.records import from_data
 from graphfsdp.bench.timeline import STEP, GraphNode, events_of, name_replays, replay_nodes
 from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 
 CPU = torch.device("cpu")
@@ -266,3 +268,20 @@ def test_a_contender_that_fails_under_the_profiler_says_so_and_stops_nobody(
     found = measure_case(setting, find_contenders(("eager",)), options, lambda phase, name: None)
     text = (case_folder(str(tmp_path), found.workload.key) / "eager.txt").read_text()
     assert "eager has no profile: RuntimeError: no memory" in text
+
+
+def test_two_listeners_at_a_time_are_refused() -> None:
+    assert parse_bench_arguments(["--profile"]).profile
+    assert parse_bench_arguments(["--nsys"]).nsys
+    with pytest.raises(ConfigError, match="--profile and --nsys"):
+        parse_bench_arguments(["--profile", "--nsys"])
+
+
+def test_on_a_cpu_there_is_nothing_to_mark_for_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), CPU)
+    options = MeasureOptions(seconds=0.1, roofline=False, random_tokens=True, nsys=True)
+    measure_case(setting, find_contenders(("eager",)), options, lambda phase, name: None)
+    assert calls == []

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import graphfsdp
+from graphfsdp import diagnostics
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import ConfigError, GraphFSDPError
-from graphfsdp.sharding import diagnostics
 from graphfsdp.sharding.group import ManagedParameter
 from ranks import RankPool
 from sharding_helpers import adam, batches, full_parameters, make_net, my_part, units

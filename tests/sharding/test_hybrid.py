@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphfsdp
+from graphfsdp import diagnostics
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.optim import FusedAdam
-from graphfsdp.sharding import diagnostics
 from helpers import OpNames
 from ranks import RankPool
 from sharding_helpers import (

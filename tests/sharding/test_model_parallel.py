@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
-from graphfsdp import ConfigError
+from graphfsdp import ConfigError, diagnostics
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.sharding import diagnostics
 from parallel_models import (
     EP_AXES,
     NUM_EXPERTS,
