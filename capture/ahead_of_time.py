@@ -22,7 +22,6 @@ class FirstStates:
     """
 
     def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        """Note what there is before the capture."""
         self._had = [set(optimizer.state) for optimizer in optimizers]
         self._optimizers = optimizers
         self._made: list[dict[Tensor, _State]] = []
@@ -34,7 +33,6 @@ class FirstStates:
         return bool(self._waiting)
 
     def note(self) -> None:
-        """Note what the capture has made."""
         self._made = [
             {param: state for param, state in optimizer.state.items() if param not in had}
             for optimizer, had in zip(self._optimizers, self._had, strict=True)
@@ -54,8 +52,7 @@ class FirstStates:
     def adopt(self) -> bool:
         """Move what the first eager iteration has made to where the graph writes.
 
-        Returns:
-            False if it made other state than on the example batch; the graph is of no use then.
+        False if it made other state than on the example batch: the graph is of no use then.
         """
         waiting, self._waiting = self._waiting, []
         for optimizer, made in waiting:
@@ -84,14 +81,7 @@ def _move(state: _State, target: _State) -> bool:
 
 
 def capture_ahead(engine: Engine, capture: Callable[[], None]) -> FirstStates:
-    """Run warm-up and capture on made-up data, then put everything back.
-
-    Returns:
-        What became of the optimizers' state.
-
-    Raises:
-        CaptureError: the iteration cannot be captured. Everything is as it was.
-    """
+    """Run warm-up and capture on made-up data, then put everything back, also after an error."""
     states = FirstStates(engine.optimizer.optimizers)
     attempt = engine.attempt()
     try:

@@ -28,11 +28,7 @@ class Attempts:
         self._trains = trains
 
     def run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
-        """Warm up, or capture.
-
-        Returns:
-            The results of the iteration, which has taken effect once.
-        """
+        """Warm up, or capture; return the results of the iteration, which has taken effect once."""
         engine = self._engine
         attempt = engine.attempt()
         grad_norm, results = engine.grad_norm, recording.results

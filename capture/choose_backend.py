@@ -9,15 +9,7 @@ from graphfsdp.errors import ConfigError
 
 
 def make_backend(name: str, device: torch.device) -> GraphBackend:
-    """Return the backend for a device.
-
-    Args:
-        name: "auto", "cuda" or "cpu".
-        device: Where the model lies.
-
-    Raises:
-        ConfigError: unknown name, or a backend that cannot run on that device.
-    """
+    """Make the backend of a name: "auto", "cuda" or "cpu"."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"unknown backend {name!r}; expected 'auto', 'cuda' or 'cpu'")
     if name == "auto":

@@ -30,9 +30,6 @@ class Engine:
     """A model with its optimizer and persistent gradients.
 
     Attributes:
-        model: The model.
-        optimizer: Its optimizer.
-        gradients: The persistent gradients.
         backend: Records, and knows the device.
         full: The optimizer steps inside the graph.
         grad_norm: [] float32 of the last iteration, or None.
@@ -49,7 +46,6 @@ class Engine:
         policy: MixedPrecisionPolicy,
         options: CaptureOptions,
     ) -> None:
-        """Take over the gradients."""
         self.model = model
         self.optimizer = optimizer
         self.backend = backend
@@ -92,10 +88,7 @@ class Engine:
     def iterate(
         self, recording: Recording, watch: AbstractContextManager[None] | None = None
     ) -> list[Tensor]:
-        """Run what a graph holds; return its results as a flat list, the gradient norm last.
-
-        Capture: everything in here.
-        """
+        """Run all that a graph holds; return its results as a flat list, the gradient norm last."""
         self._replayed = None
         output = None
         try:
@@ -130,17 +123,13 @@ class Engine:
     def evaluate(
         self, recording: Recording, watch: AbstractContextManager[None] | None = None
     ) -> list[Tensor]:
-        """Run the forward pass alone; return its results as a flat list.
-
-        Capture: everything in here.
-        """
+        """Run the forward pass alone, all of it captured; return its results as a flat list."""
         self._replayed = None
         with watch or nullcontext():
             output = self._iteration.forward(recording.inputs, recording.num_microbatches)
         return recording.results.flatten(output)
 
     def step_outside(self) -> None:
-        """Step the optimizer where it is not in the graph."""
         if not self.full:
             with self.backend.on_capture_stream():
                 self.grad_norm = self._iteration.optimizer_step()
@@ -190,7 +179,6 @@ class Engine:
         return self.optimizer.changes() if self.full else ()
 
     def changes(self, recording: Recording) -> list[Change]:
-        """Return what is not as it was when the graph was made."""
         assert recording.guards is not None
         return [*recording.guards.changes(), *self.baked_changes()]
 
@@ -203,8 +191,7 @@ class Engine:
     def before_replay(self, recording: Recording) -> None:
         """Bring what a replay reads up to date, and put the gradients where the user looks.
 
-        Raises:
-            GuardError: a number that the recording has baked in was changed; it is named.
+        GuardError names a number that the recording has baked in and that was changed.
         """
         if self.full:
             self.optimizer.before_replay()
@@ -222,7 +209,6 @@ class Engine:
         self.step_outside()
 
     def close(self) -> None:
-        """Unhook the parameters, and forget the last replay."""
         self._replayed = None
         self.gradients.close()
 

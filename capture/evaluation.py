@@ -37,7 +37,6 @@ class Evaluator:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int, *, eager: bool
     ) -> Any:
-        """Evaluate one batch; see ``CapturedStep.evaluate``."""
         restore = save_random_states(self._engine.model, self._engine.backend.device)
         try:
             with nvtx_range("evaluate"):
@@ -49,7 +48,6 @@ class Evaluator:
         return recording.results.unflatten(results)[0]
 
     def close(self) -> None:
-        """Give the graphs back."""
         self._recordings.close()
 
     def _results(self, recording: Recording, *, eager: bool) -> list[Tensor]:

@@ -53,12 +53,10 @@ class _Entry:
 
     @property
     def bound(self) -> bool:
-        """Whether the view is where the optimizer looks for it."""
         return self.shown is self.view
 
     @property
     def shown(self) -> Tensor | None:
-        """What the optimizer finds where it looks."""
         is_decoupled = self.binding is Binding.DECOUPLED_GRAD
         return _decoupled_grad(self.param) if is_decoupled else self.param.grad
 
@@ -67,8 +65,7 @@ class _Entry:
 
         The first gradient of an iteration overwrites the view, so nothing is ever zeroed.
 
-        Capture: one copy or add per parameter and microbatch, on the stream that autograd
-            accumulates on; no allocation of ours.
+        Capture: one copy or add, on the stream that autograd accumulates on; no allocation of ours.
         """
         grad = param.grad
         if grad is self.view or grad is None:
@@ -144,17 +141,11 @@ class PersistentGradients:
         use_decoupled_grad: bool,
         sharded: Mapping[nn.Parameter, MainGrad] | None = None,
     ) -> None:
-        """Allocate the buffers and hook the parameters.
+        """Allocate the buffers and hook the parameters, each of which is named once.
 
-        Args:
-            named_params: Trainable parameters by full name, each once.
-            dtype_of: Dtype of a parameter's persistent gradient.
-            use_decoupled_grad: Bind to ``decoupled_grad`` instead of ``grad``.
-            sharded: Parameters whose gradients already have persistent buffers: the sharding
-                binds these itself after each reduction.
-
-        Raises:
-            ConfigError: this torch cannot hold a gradient of another dtype in ``.grad``.
+        Gradients of ``sharded`` already have persistent buffers: the sharding binds these itself
+        after each reduction. ConfigError: this torch cannot hold a gradient of another dtype in
+        ``.grad``.
         """
         sharded = sharded or {}
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
@@ -250,9 +241,8 @@ class PersistentGradients:
     def landed_views(self) -> tuple[list[Tensor], dict[RankGroups, list[Tensor]]]:
         """Return what the last iteration wrote, as plain tensors.
 
-        Returns:
-            The gradients that are whole on every rank, and this rank's part of the others by the
-            groups that share them. Every group is named, also where nothing is here.
+        That is the gradients that are whole on every rank, and this rank's part of the others by
+        the groups that share them. Every group is named, also where nothing is here.
         """
         whole: list[Tensor] = []
         sharded: dict[RankGroups, list[Tensor]] = {groups: [] for groups in self._groups}
@@ -263,11 +253,9 @@ class PersistentGradients:
         return whole, sharded
 
     def without_gradient(self) -> Sequence[str]:
-        """Return the full names of trainable parameters that the last iteration did not reach."""
         return [entry.name for entry in self._entries if not entry.landed]
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's full name and the persistent view of its gradient."""
         return ((entry.name, entry.view) for entry in self._entries)
 
     @property

@@ -37,12 +37,7 @@ class _PinnedStages:
 
 
 class StaticInputs:
-    """The batch as the graph sees it: same addresses in every iteration.
-
-    Attributes:
-        args: Positional arguments, every tensor a static input.
-        kwargs: Keyword arguments, likewise.
-    """
+    """The batch as the graph sees it: same addresses in every iteration."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -55,11 +50,7 @@ class StaticInputs:
         device: torch.device,
         num_microbatches: int,
     ) -> None:
-        """Allocate inputs like the first batch, and copy it in.
-
-        Raises:
-            ConfigError: a leaf cannot be a static input or be split.
-        """
+        """ConfigError if a leaf cannot be a static input or be split."""
         leaves, spec = flatten(args, kwargs)
         self._signature = BatchSignature(leaves, spec)
         self._targets: list[tuple[int, Tensor, _PinnedStages | None]] = []
@@ -77,11 +68,7 @@ class StaticInputs:
         self._copy(leaves)
 
     def load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy a batch into the static inputs.
-
-        Raises:
-            BatchMismatchError: the batch is not like the first one. Nothing was copied.
-        """
+        """Copy a batch in; BatchMismatchError, and nothing copied, if it is not like the first."""
         # copy_ would broadcast a batch of 1 and cast another dtype without a word.
         self._copy(self._signature.match(args, kwargs))
 
@@ -94,7 +81,6 @@ class StaticInputs:
         return True
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Say in what a batch that was not accepted differs from the first one."""
         return self._signature.difference(args, kwargs)
 
     def _copy(self, leaves: list[Any]) -> None:
@@ -110,17 +96,14 @@ class StaticInputs:
         return [target for _, target, _ in self._targets]
 
     def describe(self) -> dict[str, str]:
-        """Return every leaf's name and metadata, for the report."""
         pairs = zip(self._signature.names, self._signature.leaves, strict=True)
         return {name: str(leaf) for name, leaf in pairs}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every static input with the name of its leaf."""
         return ((self._signature.names[index], target) for index, target, _ in self._targets)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all static inputs."""
         return sum(t.numel() * t.element_size() for _, t, _ in self._targets)
 
 

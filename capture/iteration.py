@@ -78,14 +78,10 @@ class Iteration:
         self._skip_nonfinite = skip_nonfinite
 
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run forward and backward of every microbatch.
+        """Return what the loss function returned, detached, after forward and backward.
 
-        Returns:
-            What the loss function returned, detached: the loss as the mean over microbatches;
-            other results stacked on a new dim 0 if there are several microbatches.
-
-        Raises:
-            InvalidLossError: the loss function returned no scalar that needs a gradient.
+        The loss is the mean over microbatches; other results are stacked on a new dim 0 if there
+        are several microbatches.
 
         Capture: no host sync; gradients land in the persistent buffers.
         """
@@ -102,13 +98,7 @@ class Iteration:
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run the forward pass of every microbatch, without gradients.
-
-        Returns:
-            What the loss function returned, merged as in training.
-
-        Raises:
-            InvalidLossError: the loss function returned something else than tensors.
+        """Run the forward pass without gradients; merge the microbatches' results as in training.
 
         Capture: no host sync.
         """
@@ -123,10 +113,7 @@ class Iteration:
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def optimizer_step(self) -> Tensor | None:
-        """Compute the norm if asked for, and step.
-
-        Returns:
-            [] float32, global norm of the gradients before clipping; None if not asked for.
+        """Step; return [] float32, the global norm before clipping, None if not asked for.
 
         Capture: no host sync; norm and clip coefficient stay on the device.
         """
@@ -208,17 +195,12 @@ class CustomIteration:
         self._loss_fn = loss_fn
 
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run the whole iteration.
+        """Run the whole iteration; return what the function returned, detached.
 
-        Returns:
-            What the function returned, detached.
-
-        Raises:
-            InvalidLossError: it returned something else than tensors.
-            ConfigError: it gives torch a list of tensors that lie on several meshes.
+        ConfigError: it gives torch a list of tensors that lie on several meshes.
 
         Capture: no host sync of ours; gradients land in the persistent buffers, and optimizers
-            find them there at once.
+        find them there at once.
         """
         self._gradients.begin(bind_at_once=True)
         _clear_autocast_cache()
@@ -250,7 +232,6 @@ class CustomIteration:
         return None
 
     def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run the loss function without gradients; return what it returned."""
         with torch.no_grad(), nvtx_range("forward"):
             _clear_autocast_cache()
             return self._owned(self._loss_fn(self._models, *inputs.args, **inputs.kwargs))

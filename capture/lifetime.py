@@ -22,11 +22,7 @@ class CallGate:
         self._pid = os.getpid()
 
     def enter(self, what: str) -> None:
-        """Enter, or refuse.
-
-        Raises:
-            PhaseError: another call is under way, or this is a forked child.
-        """
+        """PhaseError if another call is under way, or this is a forked child."""
         if self.is_elsewhere:
             raise PhaseError(
                 f"the captured step of process {self._pid} was {what} in its forked child "
@@ -52,18 +48,12 @@ class CallGate:
         return os.getpid() != self._pid
 
     def leave(self) -> None:
-        """Let the next call in."""
         self._owner = None
         self._lock.release()
 
 
 def refuse_surroundings(device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Refuse a call from where no iteration can run.
-
-    Raises:
-        PhaseError: inference mode, another capture is recording, or a process group of the model
-            was destroyed.
-    """
+    """Refuse a call in inference mode, in a capture, or with a destroyed process group."""
     if groups and any(group not in dist.distributed_c10d._world.pg_names for group in groups):
         raise PhaseError(
             "the captured step was called after destroy_process_group, and the model is sharded "
@@ -88,7 +78,6 @@ def refuse_surroundings(device: torch.device, groups: Sequence[dist.ProcessGroup
 
 
 def refuse_copy() -> NotCopyableError:
-    """Return the refusal of pickling and copying."""
     return NotCopyableError(
         "a captured step cannot be pickled or copied: its graph is bound to the addresses of this "
         "model in this process. Remedy: save or copy the model and the optimizer "

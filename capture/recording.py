@@ -36,7 +36,6 @@ def kept_by(model: nn.Module) -> list[Kept]:
 
 
 def new_of(kept: Sequence[Kept], before: Sequence[Kept]) -> list[Kept]:
-    """Return what was not held before."""
     old = {(id(module), name): tensor for module, name, tensor in before}
     return [item for item in kept if old.get((id(item[0]), item[1])) is not item[2]]
 
@@ -75,16 +74,13 @@ class Recording:
         inputs: Where such batches are copied to.
         num_microbatches: Parts that they are split into.
         num_eager: Calls with such batches that ran eagerly.
-        graph: The graph, or None before the capture.
         results: The form of what the iteration returns.
         num_verified: Replays that were compared with an eager run.
         guards: What must be as it was when the graph was made; None before that.
         constants: Compares the last warm-up with the capture; None before the last warm-up.
         has_waited: Its warm-up has begun anew once, for other values than before.
-        landed: The gradients that the recorded iteration has reached.
         kept: What the recorded iteration has left in plain attributes of modules; a replay writes
             into these tensors.
-        capture_ms: Milliseconds that the capture took.
     """
 
     def __init__(self, inputs: StaticInputs, num_microbatches: int) -> None:
@@ -106,7 +102,6 @@ class Recording:
         return Recording(self.inputs, self.num_microbatches)
 
     def refused_values(self, error: BaseException) -> bool:
-        """Tell whether an error is the refusal of values that differ from those before."""
         return self.constants is not None and self.constants.failure is error
 
     def wait_once(self) -> bool:
@@ -130,15 +125,10 @@ class Recording:
             yield
 
     def comparing(self) -> AbstractContextManager[None]:
-        """Compare the capture in the body with the last warm-up, if that was noted."""
         return nullcontext() if self.constants is None else self.constants.comparing()
 
     def check_memory(self) -> None:
-        """Refuse a tensor that Python keeps from one iteration for the next.
-
-        Raises:
-            CaptureError: the capture has read one.
-        """
+        """Refuse a tensor that Python keeps from one iteration for the next."""
         if self.constants is not None:
             self.constants.check_memory()
 
@@ -150,7 +140,6 @@ class Recording:
             graph.close()
 
     def close(self) -> None:
-        """Give the graph back, for good or to begin anew."""
         self.drop_graph()
         self.constants = None
 
@@ -175,22 +164,16 @@ class Recordings:
 
     @property
     def latest(self) -> Recording | None:
-        """The one that was used last."""
         return next(reversed(self._entries.values()), None)
 
     @property
     def num_graphs(self) -> int:
-        """Recordings that have their graph."""
         return sum(entry.graph is not None for entry in self)
 
     def load(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
     ) -> Recording | None:
-        """Copy a batch to the inputs that were made for its kind.
-
-        Returns:
-            The recording of such batches, or None, and then nothing was copied.
-        """
+        """Copy a batch to the inputs made for its kind; return None if there are none."""
         for entry in reversed(self._entries.values()):
             if entry.num_microbatches == num_microbatches and entry.inputs.accept(args, kwargs):
                 self._entries.move_to_end(id(entry))
@@ -223,11 +206,7 @@ class Recordings:
         device: torch.device,
         on_change: OnChange,
     ) -> Recording:
-        """Make inputs for a kind of batch that is new; they are kept only if a graph may follow.
-
-        Raises:
-            BatchMismatchError: it is not the first kind, and ``on_change`` is "raise".
-        """
+        """Make inputs for a kind of batch that is new; they are kept only if a graph may follow."""
         known = self.latest
         keeps = known is None or on_change is OnChange.RECAPTURE
         if known is not None:
@@ -247,12 +226,10 @@ class Recordings:
         return entry
 
     def remove(self, entry: Recording) -> None:
-        """Close one and let go of it."""
         self._entries.pop(id(entry), None)
         entry.close()
 
     def close(self) -> None:
-        """Close all and let go of them."""
         while self._entries:
             self._entries.popitem()[1].close()
 

@@ -39,9 +39,6 @@ class StepRunner:
     is taken apart.
 
     Attributes:
-        phase: What the next call does.
-        device: Where the model lies.
-        groups: Process groups of the ranks that share the model.
         num_microbatches: Parts that the next batch is split into.
         breakage: Why the phase is BROKEN.
     """
@@ -82,7 +79,6 @@ class StepRunner:
         return self._engine.skipped_steps
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Train on one batch; see ``CapturedStep.__call__``."""
         if self.phase is Phase.EAGER:
             return self._run(args, kwargs)
         try:
@@ -105,12 +101,7 @@ class StepRunner:
         return self._engine.unpack(recording, self._attempt(recording))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-        """Copy the batch in; return what is to be replayed, if it has a graph, or run eagerly.
-
-        Raises:
-            BatchMismatchError: there is no graph for such a batch, and there shall be no other.
-            GuardError: what the graph has baked in has changed, and there shall be no other.
-        """
+        """Copy the batch in; return what is to be replayed, if it has a graph, or run eagerly."""
         with nvtx_range("copy-in"):
             recording = self._recordings.load(args, kwargs, self.num_microbatches)
             recording = recording or self._recordings.new_kind(
@@ -155,7 +146,6 @@ class StepRunner:
         return self._engine.unpack(again, results)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Evaluate one batch; see ``CapturedStep.evaluate``."""
         eager = self.phase is Phase.EAGER
         try:
             return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
@@ -163,7 +153,6 @@ class StepRunner:
             self._break(self._failures.lost)
 
     def verify(self, num_iterations: int) -> None:
-        """Compare replays with eager runs; see ``CapturedStep.verify``."""
         self.graph_to("verify")
         recording = self._recordings.latest
         assert recording is not None
@@ -175,7 +164,6 @@ class StepRunner:
             self._break(self._failures.lost)
 
     def report(self, *, measure: bool) -> CaptureReport:
-        """Return the facts of this step; see ``CapturedStep.report``."""
         return make_report(
             self._engine,
             self._recordings,
@@ -186,11 +174,7 @@ class StepRunner:
         )
 
     def graph_to(self, do: str) -> Graph:
-        """Return the graph that was used last.
-
-        Raises:
-            PhaseError: there is none; ``do`` says what it was wanted for.
-        """
+        """Return the graph that was used last; PhaseError says what it was wanted for (``do``)."""
         num_calls = self._options.warmup_steps + 1
         return latest_graph(self._recordings, do, self.phase.value, num_calls)
 
@@ -205,11 +189,7 @@ class StepRunner:
         self._engine.close()
 
     def _after_changes(self, recording: Recording, changes: Sequence[Change]) -> Recording:
-        """Do what ``on_change`` says; return what to run eagerly, or to begin with anew.
-
-        Raises:
-            GuardError: ``on_change`` is "raise"; everything that has changed is named.
-        """
+        """Do what ``on_change`` says; return what to run eagerly, or to begin with anew."""
         if self._options.on_change is OnChange.RAISE:
             refuse(changes)
         rebuilds = self._engine.needs_refresh(changes)
@@ -243,7 +223,6 @@ class StepRunner:
         return results
 
     def _attempt(self, recording: Recording) -> list[Tensor]:
-        """Warm up or capture."""
         self._failures.begin_attempt()
         started = time.perf_counter()
         captures = self._capture_follows(recording)

@@ -16,19 +16,15 @@ from graphfsdp.errors import BatchMismatchError, ConfigError
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """The metadata of one tensor of a batch."""
-
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorLeaf":
-        """Return the metadata of a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
     def matches(self, leaf: object) -> bool:
-        """Tell whether a leaf is a tensor of just this metadata."""
         return (
             isinstance(leaf, Tensor)
             and leaf.shape == self.shape
@@ -57,7 +53,6 @@ class PlainLeaf:
         return kept if kept.matches(value) else cls(value)
 
     def matches(self, leaf: object) -> bool:
-        """Tell whether a leaf is the same value."""
         if leaf is self.value:
             return True
         if type(leaf) is not type(self.value):
@@ -72,7 +67,6 @@ class PlainLeaf:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a batch and its structure."""
     return pytree.tree_flatten((args, kwargs))
 
 
@@ -130,11 +124,7 @@ class BatchSignature:
     """Metadata of every leaf of the batch that a graph was made for."""
 
     def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
-        """Read the metadata.
-
-        Raises:
-            ConfigError: a leaf cannot be a static input.
-        """
+        """ConfigError if a leaf cannot be a static input."""
         self._spec = spec
         self._form = BatchForm.of(pytree.tree_unflatten(list(leaves), spec), leaves)
         self.names = _leaf_names(leaves, spec)
@@ -148,11 +138,9 @@ class BatchSignature:
                 self.leaves.append(PlainLeaf.of(leaf))
 
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """Compare a batch with the signature.
+        """Return a batch's leaves in the order of the signature, or None if it differs.
 
-        Returns:
-            Its leaves in the order of the signature (keys may come in any order), or None if it
-            differs.
+        Keys may come in any order.
         """
         plain = self._form.leaves((args, kwargs)) if self._form is not None else None
         if plain is not None and self._match(plain):
@@ -190,11 +178,7 @@ class BatchSignature:
         )
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the leaves of a batch in the order of the signature.
-
-        Raises:
-            BatchMismatchError: it differs; the message names the first leaf that does.
-        """
+        """As ``accept``, but BatchMismatchError names the first leaf that differs."""
         leaves = self.accept(args, kwargs)
         if leaves is None:
             raise BatchMismatchError(self.difference(args, kwargs))
@@ -254,7 +238,6 @@ def _check_plain(name: str, leaf: object) -> None:
 
 
 def _inside(leaf: object) -> Iterator[object]:
-    """Yield what an object holds directly."""
     if isinstance(leaf, Mapping):
         yield from leaf.values()
     yield from getattr(leaf, "__dict__", {}).values()

@@ -23,7 +23,6 @@ class Tally:
     """What a step has done so far.
 
     Attributes:
-        num_calls: Calls by what they did.
         num_captures: Successful captures.
         capture_ms: Milliseconds of the last one.
         facts: What it turned out to be, also when its graph is gone.
@@ -37,10 +36,7 @@ class Tally:
     def add(self, graph: Graph | None, took_ms: float, is_own: bool) -> None:
         """Count a capture, or a warm-up, that has succeeded.
 
-        Args:
-            graph: Of the capture; None after a warm-up.
-            took_ms: Milliseconds.
-            is_own: Whether the step keeps recordings of such batches.
+        ``graph`` is None after a warm-up; ``is_own``: the step keeps recordings of such batches.
         """
         if graph is None:
             self.num_calls["warmup" if is_own else "eager"] += 1
@@ -52,17 +48,7 @@ class Tally:
 
 
 def latest_graph(recordings: Recordings, do: str, phase: str, num_calls: int) -> Graph:
-    """Return the graph that was used last.
-
-    Args:
-        recordings: The graphs of a step.
-        do: What it is wanted for.
-        phase: Of the step.
-        num_calls: Calls after which there is one.
-
-    Raises:
-        PhaseError: there is none.
-    """
+    """PhaseError says what it is wanted for (``do``) and after how many calls there is one."""
     latest = recordings.latest
     if latest is None or latest.graph is None:
         raise PhaseError(
@@ -81,16 +67,7 @@ def make_report(
     phase: str,
     node_us: tuple[float, ...],
 ) -> CaptureReport:
-    """Return the facts of a captured step.
-
-    Args:
-        engine: The training program.
-        recordings: Its graphs; the report is about the one that was used last.
-        tally: What the step has done.
-        scope: How much is in a graph.
-        phase: What the next call does.
-        node_us: Microseconds by node, if they were measured.
-    """
+    """Report on the graph that was used last."""
     facts, num_calls = tally.facts, dict(tally.num_calls)
     latest = recordings.latest
     if latest is not None and latest.graph is not None:

@@ -30,9 +30,6 @@ class Difference:
     """A tensor that is not the same in two runs.
 
     Attributes:
-        name: What it is.
-        num_unequal: Elements that differ.
-        numel: Elements that it has.
         max_difference: Largest absolute difference; NaN where only one side is NaN, or absent.
     """
 
@@ -62,11 +59,7 @@ class Verifier:
     def replay(self, recording: Recording) -> list[Tensor]:
         """Replay the batch in the static inputs, after an eager run that is undone.
 
-        Returns:
-            The results of the replay, which has taken effect.
-
-        Raises:
-            VerificationError: something differs; everything is as it was before.
+        A VerificationError leaves everything as it was before.
         """
         graph = recording.graph
         assert graph is not None
@@ -86,11 +79,7 @@ class Verifier:
             raise
 
     def run(self, recording: Recording, num_iterations: int) -> None:
-        """Verify some iterations, one after the other, on the last batch; then undo them.
-
-        Raises:
-            VerificationError: something differs.
-        """
+        """Verify some iterations, one after the other, on the last batch; then undo them."""
         attempt = self._engine.attempt()
         try:
             with attempt.watching():
@@ -196,11 +185,7 @@ def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Difference | None:
-    """Compare bit for bit, NaN being equal to NaN.
-
-    Returns:
-        The first tensor that differs, or is on one side only; None if there is none.
-    """
+    """Return the first tensor that differs, or is on one side only; NaN is equal to NaN."""
     for name in (*left, *(name for name in right if name not in left)):
         one, other = left.get(name), right.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:

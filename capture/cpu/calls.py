@@ -105,11 +105,7 @@ def call(
 ) -> str:
     """Return Python source that calls an operator for its results.
 
-    Args:
-        op: The operator.
-        args: Source of its positional arguments.
-        kwargs: Source of its keyword arguments.
-        constant: Gives an object a name in the program.
+    Arguments come as source, too; ``constant`` gives an object a name in the program.
     """
     name = short_name(op)
     function = op._schema.name.removeprefix("aten::")
@@ -122,7 +118,6 @@ def call(
 
 
 def can_write_into(op: torch._ops.OpOverload) -> bool:
-    """Tell whether ``call_into`` has a form for an operator."""
     name = short_name(op)
     if name in _WITH_OUT:
         return _out_overload(op) is not None
@@ -138,12 +133,8 @@ def call_into(
 ) -> str:
     """Return Python source that computes an operator's results into existing tensors.
 
-    Args:
-        op: An operator for which ``can_write_into`` holds; not one that only makes memory.
-        args: Source of its positional arguments.
-        kwargs: Source of its keyword arguments.
-        outs: Source of the tensors that take its results; geometry as it would have made them.
-        constant: Gives an object a name in the program.
+    Only where ``can_write_into`` holds, and not for an operator that only makes memory. What
+    ``outs`` names has the geometry that the operator would have made.
     """
     name = short_name(op)
     out = outs[0]

@@ -27,8 +27,6 @@ _RELEASE_S = 0.1
 
 
 class CpuGraph:
-    """A replayable program over operators."""
-
     def __init__(self, replay: Replay, undo: ReplayUndo, facts: GraphFacts) -> None:
         self._replay: Replay | None = replay
         self._undo = undo
@@ -36,14 +34,10 @@ class CpuGraph:
 
     @property
     def effect(self) -> Effect:
-        """What the last replay has done."""
         return self._undo.effect
 
     def replay(self) -> list[Tensor]:
-        """Run the program.
-
-        Below autograd and autocast: both have done their part when the operators were recorded.
-        """
+        """Run the program below autograd and autocast, which did their part in the recording."""
         self._undo.begin()
         try:
             results = self._run()
@@ -54,16 +48,10 @@ class CpuGraph:
         return results
 
     def measure(self) -> tuple[float, ...]:
-        """Replay with a clock at each operator, and undo it; see Graph.measure."""
         assert self.facts.program is not None
         return measure_replay(self._run, self.facts.program)
 
     def debug_dump(self, path: str) -> None:
-        """Refuse: there is no driver whose drawing it would be.
-
-        Raises:
-            PhaseError: always.
-        """
         raise PhaseError(
             "debug_dump writes the CUDA driver's drawing of a graph, and this one runs on a CPU. "
             "Remedy: report().html(path) shows the recorded program"
@@ -76,7 +64,6 @@ class CpuGraph:
             return list(self._replay())
 
     def close(self) -> None:
-        """Drop the program and with it every tensor that it holds."""
         self._replay = None
         self._undo = ReplayUndo([], [])
 
@@ -87,12 +74,7 @@ class CpuGraphBackend:
     name = "cpu"
 
     def __init__(self, device: torch.device, *, poisons: bool = False) -> None:
-        """Prepare.
-
-        Args:
-            device: A CPU.
-            poisons: For tests: the program overwrites its dead memory with NaN patterns.
-        """
+        """``poisons``, for tests: the program overwrites its dead memory with NaN patterns."""
         self.device = device
         self._poisons = poisons
         self.arena = Arena()
@@ -114,7 +96,6 @@ class CpuGraphBackend:
         collective: bool,
         scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
-        """Record one iteration while it runs; see GraphBackend.record."""
         # A call of its own, so that the recording itself is freed before its pages are given back.
         recorded = self._record(iterate, model, check, collective=collective, scratch=scratch)
         _give_back_freed_pages()

@@ -46,7 +46,6 @@ class _Clock(OperatorMode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Save, then run an operator under the clock."""
         for tensor in written_tensors(op, args, kwargs):
             self.undo.save(tensor)
         if torch.Tag.nondeterministic_seeded in op.tags:

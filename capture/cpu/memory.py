@@ -42,7 +42,6 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Its present size."""
         storage = self._alive()
         return 0 if storage is None else storage.nbytes()
 
@@ -68,13 +67,12 @@ class Arena:
 class ProgramMemory:
     """Where every storage of a program lies: fixed for most, allocated by replays for the rest.
 
-    Note [Planned memory]: an operator with a true ``out=`` form (out_calls.py) computes straight
+    Note [Planned memory]: an operator with a true ``out=`` form (calls.py) computes straight
     into its place in one arena, which is the CPU twin of a CUDA graph's private pool. So a replay
     neither allocates nor frees it, and all views of it are made once, when the program is built.
     What other operators return is allocated as in eager mode, and so is what the caller keeps.
 
     Attributes:
-        plan: Places of the planned storages.
         pool: [B] uint8 memory of the planned storages.
     """
 
@@ -86,14 +84,10 @@ class ProgramMemory:
         scratch: Sequence[Tensor],
         arena: Arena,
     ) -> None:
-        """Plan.
+        """Plan for ``nodes``, none of them dead; those that ask for scratch memory are given it.
 
-        Args:
-            nodes: The program, without dead nodes; those that ask for scratch memory are given it.
-            outputs: Results that belong to the caller; their storages are not planned.
-            escapes: Results that are copied into storages outside at the end.
-            scratch: Tensors from before the recording that may be written earlier than it did.
-            arena: Memory for the planned storages.
+        The storages of ``outputs`` belong to the caller and are not planned; ``escapes`` are copied
+        out at the end; ``scratch`` may be written earlier than the recording did.
         """
         self._kept = {id(value.storage) for value in outputs}
         self._ends = {id(value.storage) for value in escapes}
@@ -123,7 +117,6 @@ class ProgramMemory:
         return value.storage.external or id(value.storage) in self._places
 
     def tensor(self, value: Value) -> Tensor:
-        """Return the tensor of a value that is fixed."""
         tensor = self._tensors.get(id(value))
         if tensor is None:
             place = self._places.get(id(value.storage)) or (value.storage.get(), 0)
@@ -197,7 +190,6 @@ class ProgramMemory:
         return result
 
     def _filled(self, item: Any) -> Any:
-        """Return an argument with the tensors of fixed values in it."""
         if isinstance(item, Value):
             return self.tensor(item)
         return [self._filled(entry) for entry in item] if isinstance(item, list) else item
@@ -217,7 +209,6 @@ class ProgramMemory:
         return planned
 
     def _lifetimes(self, nodes: Sequence[Node], planned: set[int]) -> dict[int, Lifetime]:
-        """Return size, first and last use in a replay of each planned storage that is used."""
         sizes = dict.fromkeys(planned, 0)
         uses: dict[int, tuple[int, int]] = {}
         for index, node in enumerate(nodes):
@@ -264,18 +255,13 @@ def _elided_copies(
 
     A gradient is computed, then copied into its persistent buffer, and that is all that happens to
     it. Where nothing else looks at the buffer in between, the operator can write there at once.
+    Only copies to ``scratch`` are elided, whose old contents nobody needs, not even to undo a
+    replay that failed before it came to the copy.
 
-    Args:
-        nodes: The program.
-        lives: Of each planned storage, by id of its StorageInfo.
-        scratch: Tensors whose old contents nobody needs, not even to undo a replay that failed
-            before it came to the copy; only copies to these are elided.
-
-    Returns:
-        The copies and their targets, by id of the StorageInfo. Each storage is dense, is copied as
-        a whole by the last node that touches it, and has the geometry of the target, which lies
-        outside the iteration, is aligned like all memory of torch, and is not touched while the
-        storage is in use.
+    Returned are the copies and their targets, by id of the StorageInfo. Each storage is dense, is
+    copied as a whole by the last node that touches it, and has the geometry of the target, which
+    lies outside the iteration, is aligned like all memory of torch, and is not touched while the
+    storage is in use.
     """
     targets = {tensor.untyped_storage()._cdata for tensor in scratch}
     touched = [
@@ -308,13 +294,11 @@ def _elided_copies(
 
 
 def _values_of(node: Node) -> Iterator[Value]:
-    """Yield the values among a node's arguments and results."""
     yield from values_in(node)
     yield from (value for value in node.outputs if value is not None)
 
 
 def _addresses(value: Value) -> tuple[int, int]:
-    """Return where an external value begins and ends."""
     start = value.storage.get().data_ptr()
     return start + value.geometry[0] * value.geometry[3].itemsize, start + span_bytes(value)
 

@@ -37,11 +37,7 @@ class ProgramSource:
     """
 
     def __init__(self, namespace: dict[str, Any]) -> None:
-        """Prepare.
-
-        Args:
-            namespace: Objects that the lines name, by name; may grow meanwhile.
-        """
+        """``namespace`` has the objects that the lines name, and may grow meanwhile."""
         self._namespace = namespace
         self._lines: list[str] = []
         self._parts: list[Callable[[_Held], Any]] = []
@@ -49,12 +45,7 @@ class ProgramSource:
         self._taken: tuple[str, ...] = ()  # those that were bound before this part
 
     def add(self, line: str, makes: Iterable[str] = ()) -> None:
-        """Append a statement.
-
-        Args:
-            line: Its source, on one line.
-            makes: Local names that it binds and that a later line may read.
-        """
+        """Append a statement of one line; ``makes`` are local names that later lines may read."""
         if len(self._lines) >= _PART_LINES:
             names = tuple(self._live)
             self._end_part(f"held.extend({_tuple(names)})")
@@ -63,14 +54,12 @@ class ProgramSource:
         self._live.update(dict.fromkeys(makes))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Append statements that let go of local names."""
         names = tuple(names)
         self.add("del " + ", ".join(names))
         for name in names:
             del self._live[name]
 
     def finish(self, results: Iterable[str]) -> Replay:
-        """Return the function; it returns what these names stand for."""
         self._end_part(f"return {_tuple(results)}")
         return _joined(self._parts)
 
@@ -97,7 +86,6 @@ class ProgramBuilder:
         nodes: The program, without what nobody reads.
         escapes: Values that outlive the iteration.
         escaped: Where they live on.
-        memory: Where they all lie.
         num_calls: Operators that a replay calls; the others were over when it was built.
     """
 
@@ -110,15 +98,11 @@ class ProgramBuilder:
         *,
         poisons: bool = False,
     ) -> None:
-        """Prepare.
+        """Nothing but the recorder may hold the iteration's tensors.
 
-        Args:
-            recorder: The finished recording; nothing but it may hold the iteration's tensors.
-            outputs: Values of the iteration's results, which each replay returns.
-            scratch: Tensors from before the recording whose old contents nobody needs.
-            arena: Memory that no other program needs between two replays of this one.
-            poisons: For tests: fill all memory of the program with NaN patterns before each
-                replay, and again after its last use.
+        ``scratch`` are tensors from before the recording whose old contents nobody needs, ``arena``
+        is memory that no other program needs between two replays. ``poisons``, for tests: fill all
+        memory of the program with NaN patterns before each replay, and again after its last use.
         """
         self._outputs = outputs
         self._poisons = poisons
@@ -140,9 +124,8 @@ class ProgramBuilder:
     def build(self, commit: Commit, commit_node: int | None) -> Replay:
         """Return the function; each call runs the program once and returns fresh outputs.
 
-        Args:
-            commit: Called by each replay when it cannot be undone any more.
-            commit_node: The node before which it is called; None where everything is undone.
+        It calls ``commit`` before node ``commit_node``, from which on it cannot be undone; never if
+        that is None.
         """
         source = ProgramSource(self._namespace)
         call_commit = f"{self._constant(commit, 'commit')}()"
@@ -163,11 +146,7 @@ class ProgramBuilder:
         return source.finish(map(self._name, self._outputs))
 
     def describe(self, sites: Sequence[Site]) -> ProgramFacts:
-        """Describe the program; the description holds none of its objects.
-
-        Args:
-            sites: Where nodes come from, by number.
-        """
+        """Describe the program; the description holds none of its objects."""
         description = Description()
         regions = functools.partial(self._regions, self.memory.offsets())
         for node in self.nodes:
@@ -274,7 +253,6 @@ class ProgramBuilder:
 
 
 def _if_alive(value: Value) -> Tensor | None:
-    """Return a tensor over the value's storage, None if nobody has it any more."""
     try:
         return materialise(value, value.storage.get())
     except ReferenceError:

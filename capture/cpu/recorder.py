@@ -27,9 +27,6 @@ class Recorder(Watcher):
     same storage and geometry are one Value. Storages are held weakly, because a recorder that
     holds tensors changes the program (AccumulateGrad copies a gradient that somebody else
     holds) and doubles the memory.
-
-    Attributes:
-        nodes: The program so far.
     """
 
     def __init__(
@@ -49,7 +46,6 @@ class Recorder(Watcher):
         written: Sequence[Tensor],
         run: Run,
     ) -> Any:
-        """Run an operator and append its node."""
         name = str(op)
         if torch.Tag.inplace_view in op.tags:
             return self._run_inplace_view(name, args, run)
@@ -70,7 +66,6 @@ class Recorder(Watcher):
         return result
 
     def value_of(self, tensor: Tensor, op: str) -> Value:
-        """Return the Value of a tensor that exists now, making one if it is new."""
         key = self._key_of(tensor, op)
         value = self._values.get(key)
         if value is None:

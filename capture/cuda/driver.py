@@ -58,11 +58,7 @@ class CudaDriver:
     """
 
     def __init__(self) -> None:
-        """Find the library.
-
-        Raises:
-            OSError: there is none.
-        """
+        """OSError if there is no driver library."""
         self._cuda = ctypes.CDLL(_LIBRARY)
         self._demangle: Any = None
         with suppress(OSError, AttributeError):
@@ -132,7 +128,6 @@ class CudaDriver:
 
 
 def find_driver() -> GraphNodes | None:
-    """Return the driver, None where there is none."""
     try:
         return CudaDriver()
     except OSError:

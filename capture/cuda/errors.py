@@ -12,11 +12,7 @@ class CudaCaptureError:
 
     Attributes:
         code: Number in CUDA's driver_types.h.
-        name: Name there.
         text: Part of what cudaGetErrorString says, for builds that print no code.
-        meaning: What CUDA says, in words.
-        remedy: What to change in a training loop.
-        kind: What sort of thing it mostly is.
     """
 
     code: int
@@ -111,11 +107,6 @@ _ERRORS = (
 
 
 def find_capture_error(text: str) -> CudaCaptureError | None:
-    """Return the capture error that a message of torch speaks of, None if of none.
-
-    Args:
-        text: Message of an exception.
-    """
     match = re.search(r"CUDA error:? \(?(90[0-8])\b", text)
     found = [error for error in _ERRORS if error.name in text]
     found += [error for error in _ERRORS if error.text in text]

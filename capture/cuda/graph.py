@@ -67,11 +67,6 @@ class CudaGraph:
         return self._graph is not None
 
     def measure(self) -> tuple[float, ...]:
-        """Refuse: a launch is one call, which only a profiler can look into.
-
-        Raises:
-            PhaseError: always.
-        """
         raise PhaseError(
             "the kernels of a CUDA graph cannot be timed from Python. Remedy: run some replays "
             "under torch.profiler or nsys (--cuda-graph-trace=node); report() without measure "
@@ -79,12 +74,6 @@ class CudaGraph:
         )
 
     def debug_dump(self, path: str) -> None:
-        """Write the driver's own drawing of the graph.
-
-        Raises:
-            CaptureError: the graph is closed.
-            OSError: the driver has not written the file.
-        """
         if self._graph is None:
             raise CaptureError("the graph is closed")
         Path(path).unlink(missing_ok=True)
@@ -127,7 +116,6 @@ class CudaGraphBackend:
         return forked(self._stream)
 
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> HostCopies:
-        """Copy all state to the host."""
         return HostCopies(state)
 
     def record(
@@ -220,7 +208,6 @@ class CudaGraphBackend:
             torch.cuda.set_stream(stream)
 
     def _translate(self, error: BaseException, watcher: Watcher) -> None:
-        """Raise a CaptureError in place of an error of the driver."""
         if watcher.failure is not None and error is not watcher.failure:
             raise watcher.failure from error
         meaning = explain(error)

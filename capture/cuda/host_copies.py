@@ -19,11 +19,6 @@ class HostCopies:
     """
 
     def __init__(self, state: Iterable[Tensor]) -> None:
-        """Copy.
-
-        Args:
-            state: Every tensor that an iteration may write.
-        """
         storages = {
             local.untyped_storage()._cdata: local.untyped_storage()
             for tensor in state
@@ -38,7 +33,6 @@ class HostCopies:
         return nullcontext()
 
     def roll_back(self) -> None:
-        """Write everything back, at the addresses that it had."""
         for (contents, _), old in zip(self._saved, self._copies, strict=True):
             contents.copy_(old)
 

@@ -29,13 +29,7 @@ class CudaRecorder(Watcher):
         device: torch.device,
         driver: GraphNodes | None,
     ) -> None:
-        """Prepare.
-
-        Args:
-            model: Names the modules.
-            device: Where it lies.
-            driver: Looks at the graph; None: operators are noted without kernels.
-        """
+        """Without a ``driver``, operators are noted without kernels."""
         super().__init__(model, device)
         self._driver = driver
         self._description = Description()
@@ -50,7 +44,6 @@ class CudaRecorder(Watcher):
         written: Sequence[Tensor],
         run: Run,
     ) -> Any:
-        """Run an operator, and note it and how many nodes the graph has now."""
         op_name = str(op)
         inputs = self._regions(args, op_name)
         named = {name: self._region_in(value, op_name) for name, value in kwargs.items()}
@@ -61,12 +54,7 @@ class CudaRecorder(Watcher):
         return result
 
     def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
-        """Return the description of the finished capture.
-
-        Args:
-            outputs: The tensors in which the graph leaves its results.
-            graph: Handle of the finished graph, None where torch does not keep it.
-        """
+        """``graph`` is the handle of the finished graph, None where torch does not keep it."""
         driver = self._driver
         nodes = None if driver is None or graph is None else driver.nodes(graph)
         if driver is not None and nodes:
@@ -109,16 +97,13 @@ class UnwatchedRecorder(CudaRecorder):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch nothing."""
         yield
 
     def has_touched(self, tensor: Tensor) -> bool:
-        """Tell that any tensor may have been touched."""
         return True
 
     def follow_streams(self) -> None:
         """Follow none."""
 
     def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
-        """Return a description without nodes."""
         return self._description.facts(())

@@ -17,9 +17,6 @@ class Agreement:
     A rank that captured while another did not would wait for ever in the first collective of its
     replay; one that stepped while another rolled back would train another model. So each rank
     waits until all have come as far, or one has failed.
-
-    Attributes:
-        is_collective: Other ranks take part.
     """
 
     def __init__(self, failures: RankFailures) -> None:
@@ -31,9 +28,8 @@ class Agreement:
     def settle(self, *, again: bool = False) -> None:
         """Wait until every rank has come as far as this one.
 
-        Raises:
-            CaptureError: another rank failed; the message names it and says why.
-            WarmUpAgainError: a rank wants the attempt repeated; all ranks raise it.
+        CaptureError names another rank that failed and says why. WarmUpAgainError: a rank wants the
+        attempt repeated; all ranks raise it.
         """
         if self._call != self._failures.name:
             self._call, self._num_settled = self._failures.name, 0
@@ -49,8 +45,7 @@ class Agreement:
     def repeat(self, error: BaseException) -> BaseException:
         """Propose to all ranks to repeat an attempt: none does unless all do.
 
-        Returns:
-            A WarmUpAgainError, or what another rank has failed of.
+        Returned is a WarmUpAgainError, or what another rank has failed of.
         """
         try:
             self.settle(again=True)

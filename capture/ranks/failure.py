@@ -47,8 +47,6 @@ class RankFailures:
     through torch end when the failed process does. Later ones time out after a second.
 
     Attributes:
-        groups: Those of the ranks that share the model.
-        is_collective: There are other ranks.
         name: Of the present call, the same on all ranks.
         lost: Why no rank can go on; empty while all is well.
     """
@@ -85,20 +83,14 @@ class RankFailures:
             raise raised from error
 
     def check(self) -> None:
-        """Raise if the groups were given up.
-
-        Raises:
-            RankFailedError: they were.
-        """
+        """RankFailedError if the groups were given up."""
         if self._heard:
             raise RankFailedError(self._heard)
 
     def refuse_failure(self) -> None:
         """Raise if another rank has failed in this call.
 
-        Raises:
-            CaptureError: it has; it is named.
-            RankFailedError: it has, and the groups were given up.
+        RankFailedError if the groups were given up as well, else CaptureError, which names it.
         """
         self.check()
         failed = self._store.get(f"{self.name}/failure")
@@ -114,7 +106,6 @@ class RankFailures:
             self._store.put("attempt", str(self._num_attempted))
 
     def note_replay(self) -> None:
-        """Note that this iteration is a replay."""
         self._num_replayed = self._calls[_ITERATION]
 
     def close(self) -> None:
@@ -136,7 +127,6 @@ class RankFailures:
             self._thread.start()
 
     def _watch(self, pause_s: float) -> None:
-        """Look into the store until the groups are given up."""
         while not self._stop.wait(pause_s):
             try:
                 lost = self._store.get("lost")

@@ -75,16 +75,10 @@ class Description:
         site: int,
         called: bool = True,
     ) -> None:
-        """Append the description of one operator call.
+        """Append an operator call, every tensor replaced by its Region.
 
-        Args:
-            op: The operator.
-            args: Its arguments, every tensor replaced by its Region. A tensor that is left is a
-                constant that the recording has made.
-            kwargs: Likewise.
-            results: What it returned.
-            site: Number of the place that it comes from.
-            called: A replay calls it; else it was over when the program was built.
+        A tensor that is left is a constant that the recording has made. ``called``: a replay calls
+        it; else it was over when the program was built.
         """
         reads, writes = _operands(op, args, kwargs)
         written = (*writes, *(() if op.is_view else results))
@@ -104,10 +98,7 @@ class Description:
     def add_kernels(self, ends: Sequence[int], names: Sequence[str], last_site: int) -> None:
         """Say which nodes of a CUDA graph the operators have made.
 
-        Args:
-            ends: The number of the graph's nodes after each operator.
-            names: Of the graph's nodes.
-            last_site: For the nodes that are behind all operators.
+        ``ends`` has the number of nodes after each operator; ``last_site`` is for those behind all.
         """
         start = 0
         for node, end in zip(self._nodes, ends, strict=True):
@@ -127,12 +118,6 @@ class Description:
             buffer.address, buffer.offset = address, None
 
     def facts(self, sites: Sequence[Site], pool_bytes: int = 0) -> ProgramFacts:
-        """Return the finished description.
-
-        Args:
-            sites: By number.
-            pool_bytes: Bytes of the planned pool.
-        """
         nodes = (
             NodeFacts(index=index, **node | {"site": sites[node["site"]]})
             for index, node in enumerate(self._nodes)
@@ -170,13 +155,7 @@ def region_of(
     *,
     external: bool,
 ) -> Region:
-    """Return the memory behind a tensor that exists.
-
-    Args:
-        tensor: The tensor.
-        key: Identifies its storage.
-        external: The storage existed before the recording.
-    """
+    """``key`` identifies the storage; ``external``: it existed before the recording."""
     address = tensor.untyped_storage().data_ptr() if external else None
     offset = int(tensor.storage_offset())
     return region(key, tensor.dtype, offset, tensor.shape, tensor.stride(), address)
@@ -193,14 +172,8 @@ def region(
 ) -> Region:
     """Return the memory behind a tensor.
 
-    Args:
-        key: Identifies its storage.
-        dtype: Its dtype.
-        first: Its offset in the storage, in elements.
-        shape: Its shape.
-        stride: Its strides.
-        address: Of a storage from before the recording.
-        offset: Of one that lies in the planned pool.
+    ``first`` is its offset in the storage ``key``, in elements; ``address`` that of a storage from
+    before the recording; ``offset`` that of one that lies in the planned pool.
     """
     start, num_bytes = first * dtype.itemsize, span(shape, stride) * dtype.itemsize
     text = _text_of(dtype, shape)

@@ -14,11 +14,7 @@ _TRACKS = ("phases", "modules", "nodes")
 
 
 def report_page(report: Mapping[str, Any]) -> str:
-    """Return the page: styles, program and data are inside it, nothing is loaded.
-
-    Args:
-        report: ``CaptureReport.to_dict()``.
-    """
+    """Return the page of ``CaptureReport.to_dict()``; styles, program and data are inside it."""
     folder = importlib.resources.files("graphfsdp._capture.report") / "page"
     page = (folder / "page.html").read_text(encoding="utf-8")
     for part in _PAGE_PARTS:
@@ -30,11 +26,7 @@ def report_page(report: Mapping[str, Any]) -> str:
 
 
 def chrome_trace(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trace of a report's data as a JSON object.
-
-    Args:
-        report: ``CaptureReport.to_dict()``.
-    """
+    """Return the trace of ``CaptureReport.to_dict()`` as a JSON object."""
     nodes: Sequence[Mapping[str, Any]] = report["nodes"]
     starts = [0.0]
     for node in nodes:

@@ -124,11 +124,7 @@ class MemoryNames:
     """Finds who owns an address. Holds integers and strings, no tensor."""
 
     def __init__(self, tensors: Iterable[tuple[Role, str, Tensor]]) -> None:
-        """Note the addresses that tensors have now.
-
-        Args:
-            tensors: Role, full name, tensor; of two at one address the first counts.
-        """
+        """Of two tensors at one address the first counts."""
         found: dict[tuple[int, int], _NamedMemory] = {}
         for role, name, tensor in tensors:
             local = local_part(tensor)
@@ -141,12 +137,7 @@ class MemoryNames:
         self._starts = [item.start for item in self._items]
 
     def find(self, address: int, num_bytes: int) -> tuple[Role, str]:
-        """Return role and name of the memory at an address.
-
-        Args:
-            address: First byte.
-            num_bytes: How many follow; several neighbours are counted, and the first is named.
-        """
+        """Return role and name; several neighbours are counted, and the first is named."""
         first = max(bisect_right(self._starts, address) - 1, 0)
         inside = [
             item
@@ -181,7 +172,6 @@ def baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
 
 
 def buffer_uses(program: ProgramFacts, names: MemoryNames) -> tuple[BufferUse, ...]:
-    """Return the memory that the program touches, each with its owner's name."""
     makers: dict[int, str] = {}
     for node in program.nodes:
         for number in node.writes:
@@ -190,7 +180,6 @@ def buffer_uses(program: ProgramFacts, names: MemoryNames) -> tuple[BufferUse, .
 
 
 def pool_use(program: ProgramFacts, pool_bytes: int) -> PoolUse:
-    """Return how the iteration's own memory is used."""
     live = program.live_bytes()
     peak_node = max(range(len(live)), key=live.__getitem__, default=0)
     own = [b for b in program.buffers if b.kind is not BufferKind.EXTERNAL]

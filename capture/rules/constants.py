@@ -43,7 +43,6 @@ class ConstantEntry:
     """One operator call.
 
     Attributes:
-        op: The operator's name.
         values: Its arguments that are no tensors, in order.
         site: Number of the place in the user's program.
         outside: Where each tensor lies that the run has not made itself; 0 for those that it has.
@@ -65,7 +64,6 @@ class ConstantDifference:
     Attributes:
         op: The operator's name.
         site: Number of its place in the second run; None at the end of that run.
-        refusal: What that means.
     """
 
     op: str
@@ -88,7 +86,6 @@ class ConstantLog:
         kwargs: Mapping[str, Any],
         site: int = 0,
     ) -> None:
-        """Note a call."""
         given = [*args, *kwargs.values()]
         values, places = _values(given), _places(given)
         if op._schema.name in LITERAL_OPS:
@@ -127,7 +124,6 @@ class ConstantLog:
 
 
 def _places(items: Sequence[Any]) -> list[int]:
-    """Return the addresses of the storages of tensors."""
     return [storage_of(each, "")._cdata for each in flat_tensors(items) if has_storage(each)]
 
 
@@ -153,7 +149,6 @@ def _contents(tensor: Tensor) -> Any:
 
 
 def _difference(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
-    """Return why two runs differ at one point; None if they do not."""
     if before.op != now.op:
         return Refusal(
             f"the iteration ran {before.op} in one run and {now.op} at the same point of the next "
@@ -201,7 +196,6 @@ def unseen_read(refusal: Refusal) -> Refusal:
 
 
 def _fewer_steps(before: Steps, now: Steps) -> CaptureError | None:
-    """Return why an optimizer steps less often than in an iteration before; None if none does."""
     for key, (name, most) in before.items():
         count = now.get(key, (name, 0))[1]
         if count < most:
@@ -228,13 +222,9 @@ class ConstantWatch:
         device: torch.device,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Prepare.
+        """The numbers of ``optimizers`` are live, or guarded: their operators are left out.
 
-        Args:
-            model: Names the modules.
-            device: Where it lies.
-            optimizers: Those that step in what is watched. Their numbers are live, or guarded, so
-                their operators are left out; whether they step is not.
+        Whether they step is not.
         """
         self.failure: CaptureError | None = None
         self._model = model
@@ -253,8 +243,7 @@ class ConstantWatch:
     def noting(self, *, is_first: bool) -> Iterator[None]:
         """Note what the iteration in the body does.
 
-        Args:
-            is_first: Nothing like it has run before: it may make what is made once.
+        ``is_first``: nothing like it has run before, so it may make what is made once.
         """
         if self._may_run_compiled_code(is_first=is_first):
             yield
@@ -267,14 +256,10 @@ class ConstantWatch:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Compare the iteration in the body, a capture, with the one that was noted.
+        """Compare the capture in the body with the iteration that was noted; raise at its end.
 
         If the capture fails, a next one is compared as well: with this one where it has come to
         its end, so that what was mended is not refused for ever, and else with the one before.
-
-        Raises:
-            CaptureError: when the iteration is over: it was given another value, or took another
-                path.
         """
         self.failure = None
         expected, follows_path = self._expected, self._is_settled
@@ -304,11 +289,7 @@ class ConstantWatch:
         self._name_idle(mode.log)
 
     def check_memory(self) -> None:
-        """Refuse what read other memory; for when nobody knows better which tensor that is.
-
-        Raises:
-            CaptureError: Python keeps a tensor from one iteration for the next.
-        """
+        """Refuse what read other memory; for when nobody knows better which tensor that is."""
         self.failure, self._elsewhere = self._elsewhere, None
         if self.failure is not None:
             raise self.failure
@@ -367,8 +348,6 @@ class _SameFunctions(TorchFunctionMode):
 
 
 class _ConstantMode(OperatorMode):
-    """Notes operators."""
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled regions run compiled: torch would otherwise give up on them for good."""
@@ -384,7 +363,6 @@ class _ConstantMode(OperatorMode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Note an operator, and run it."""
         if op.namespace != "profiler":
             before, self._stepping = self._stepping, self._optimizer_left_out()
             site = 0 if self._sites is None else self._sites.here()

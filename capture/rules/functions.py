@@ -109,7 +109,6 @@ def _judge_lists(name: str, values: Sequence[Any], varies: Varies) -> _Judged:
 
 
 def is_fixed_one_hot(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a call is a one_hot with a given number of classes."""
     if function is not torch.nn.functional.one_hot:
         return False
     return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1)) > 0

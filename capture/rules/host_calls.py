@@ -86,7 +86,6 @@ _Judged = tuple[str, Refusal] | None
 
 
 def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
-    """Judge a call of a method written in C, bound to its object."""
     owner = getattr(function, "__self__", None)
     for rule in _C_RULES:
         if function.__name__ not in rule.names or not isinstance(owner, rule.kind):
@@ -156,13 +155,6 @@ def host_watch(
     Note [Autograd's threads]: what is on a GPU, autograd computes the gradients of on a thread of
     its own, which takes torch's modes along and Python's profile hook not. So whoever sees the
     first operator there calls what this yields.
-
-    Args:
-        listener: Told of each such call.
-        function_mode: The mode that is to be on inside autograd's engine too.
-
-    Yields:
-        A function that watches the thread that calls it as well.
     """
     previous = sys.getprofile()
     hook = _Hook(listener, function_mode, previous if callable(previous) else None)
@@ -211,7 +203,6 @@ class _Hook:
             self.on_event(frame, event, arg)
 
     def on_event(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Take an event; see sys.setprofile."""
         if self._previous is not None and threading.get_ident() == self._thread:
             self._previous(frame, event, arg)
         if event == "c_call":

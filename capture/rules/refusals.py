@@ -31,8 +31,6 @@ class Refusal:
 
     Attributes:
         what: What the operation does, and why a graph cannot hold it; ``{}`` stands for its name.
-        remedy: What to do.
-        kind: What sort of thing it is.
         cuda_error: Number of the CUDA error that it causes, None if it causes none.
     """
 
@@ -42,12 +40,10 @@ class Refusal:
     cuda_error: int | None = None
 
     def of(self, name: object) -> "Refusal":
-        """Return the refusal of an operation with its name filled in."""
         return dataclasses.replace(self, what=self.what.format(name))
 
     @property
     def message(self) -> str:
-        """Both as one sentence each."""
         return f"{self.what}. Remedy: {self.remedy}"
 
 

@@ -16,7 +16,6 @@ _MASKS_OF_TRANSFORMERS = "transformers.masking_utils"
 
 
 def for_this_place(refusal: Refusal) -> Refusal:
-    """Return a refusal with the remedy for the running code, if that is a known place."""
     refusal = _for_optimizers(refusal)
     return _for_layers(refusal) if refusal.kind is HazardKind.HOST_READ else refusal
 

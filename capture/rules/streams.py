@@ -35,8 +35,6 @@ _EVENT_FROM_BEFORE = Refusal(
 
 
 class StreamUse(NamedTuple):
-    """An operator on a stream."""
-
     op: str
     module_path: str | None
     source: SourceLine | None
@@ -67,7 +65,6 @@ class StreamBook:
     def use(
         self, stream: Hashable, op: str, module_path: str | None, source: SourceLine | None
     ) -> None:
-        """Note an operator on a stream."""
         clock = self._clocks.setdefault(stream, {})
         clock[stream] = clock.get(stream, 0) + 1
         self._last[stream] = StreamUse(op, module_path, source)
@@ -75,7 +72,6 @@ class StreamBook:
             self._unforked.setdefault(stream, self._last[stream])
 
     def record(self, event: Hashable, stream: Hashable, keep: object = None) -> None:
-        """Note that an event was recorded on a stream."""
         self._events[event] = dict(self._clocks.setdefault(stream, {}))
         self._kept.append(keep)
 
@@ -90,7 +86,6 @@ class StreamBook:
         return None
 
     def findings(self) -> Iterator[tuple[StreamUse, Refusal]]:
-        """Yield what is wrong when the iteration is over, and the use that shows it."""
         joined = self._clocks[self.main]
         for stream, use in self._last.items():
             if stream in self._unforked:
@@ -101,11 +96,7 @@ class StreamBook:
 
 
 class StreamWatch:
-    """Feeds the book from operators and from calls of torch.cuda's streams and events.
-
-    Attributes:
-        book: What is known of the streams of an iteration.
-    """
+    """Feeds the book from operators and from calls of torch.cuda's streams and events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -49,8 +49,6 @@ class Watcher:
         storages: Every storage that an operator has touched.
         failure: The first refusal, kept because a model may swallow the exception.
         last_op: Name of the last operator that was started, for diagnosis.
-        num_ops: Operators seen.
-        sites: Where operators come from.
         site: Number of the site of the last operator that was started.
     """
 
@@ -62,14 +60,9 @@ class Watcher:
         defers_refusals: bool = False,
         hazards: HazardLog | None = None,
     ) -> None:
-        """Prepare.
+        """``defers_refusals``: raise at the end only, so that the collectives are all issued.
 
-        Args:
-            model: Names the modules in error messages.
-            device: Where it lies.
-            defers_refusals: Go on after a refusal and raise at the end, so that the iteration's
-                collectives are all issued.
-            hazards: Where every refusal is noted; then none is raised at all.
+        ``hazards``: where every refusal is noted; then none is raised at all.
         """
         self._defers_refusals = defers_refusals
         self._hazards = hazards
@@ -133,7 +126,6 @@ class Watcher:
         return True if info is None else info.varies
 
     def has_touched(self, tensor: Tensor) -> bool:
-        """Tell whether any operator has read or written a tensor's storage."""
         return has_storage(tensor) and self.storages.find(tensor, "has_touched") is not None
 
     @property
@@ -154,7 +146,6 @@ class Watcher:
     def refuse_at(
         self, op: str, refusal: Refusal, module_path: str | None, source: SourceLine | None
     ) -> None:
-        """Raise a refusal with the place that it has; see ``refuse``."""
         refusal = for_this_place(refusal)
         error = CaptureError(
             refusal.message,
@@ -174,12 +165,10 @@ class Watcher:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is judged just now."""
         return self._num_quiet > 0
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Judge nothing while the body runs."""
         self._num_quiet += 1
         try:
             yield
@@ -189,7 +178,6 @@ class Watcher:
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Judge a torch function called from Python, and run it."""
         seal = self._function_rules.seal
         if is_fixed_one_hot(function, args, kwargs):
             return one_hot(*args, **kwargs)
@@ -209,7 +197,6 @@ class Watcher:
         return seal(result)
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
-        """Refuse what the host does without an operator."""
         if not self._num_quiet:
             self.refuse(name, refusal)
 
@@ -218,7 +205,6 @@ class Watcher:
         self._num_quiet += 1 if begins else -1
 
     def on_stream_call(self, frame: FrameType) -> None:
-        """Follow how streams wait for each other."""
         if self._streams is not None:
             refusal = self._streams.on_call(frame)
             if refusal is not None and not self._num_quiet:
@@ -275,7 +261,6 @@ class Watcher:
         kwargs: Mapping[str, Any],
         inputs: Sequence[Tensor],
     ) -> Refusal | None:
-        """Return why a graph cannot hold an operator call, None if it can."""
         return refuse_op(op, args, kwargs, self.varies)
 
     def _judge(self, op: str, refusal: Refusal | None) -> None:
@@ -289,7 +274,6 @@ class Watcher:
         infos: Sequence[StorageInfo],
         results: Sequence[Tensor],
     ) -> None:
-        """Keep the book of the storages that an operator has made or written."""
         name = str(op)
         varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
         for index, tensor in enumerate(results):
@@ -317,8 +301,6 @@ class Watcher:
 
 
 class DispatchMode(OperatorMode):
-    """Shows every operator to a watcher."""
-
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
@@ -326,7 +308,6 @@ class DispatchMode(OperatorMode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Have it judged and run."""
         return self._watcher.dispatch(op, args, kwargs)
 
     def on_higher_order(
@@ -338,8 +319,6 @@ class DispatchMode(OperatorMode):
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Shows every torch function that Python calls to a watcher."""
-
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
@@ -355,5 +334,4 @@ class _FunctionMode(TorchFunctionMode):
 
 
 def is_watching_mode(mode: object) -> bool:
-    """Tell whether a dispatch mode is the one of a recording."""
     return isinstance(mode, DispatchMode)

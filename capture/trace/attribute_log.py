@@ -47,7 +47,6 @@ class AttributeLog:
         return not has_compiled()
 
     def assigned(self, module: nn.Module, name: str) -> bool:
-        """Tell whether the iteration has assigned an attribute."""
         return (id(module), name) in self._assigned
 
     def read(self, module: nn.Module, name: str) -> bool:
@@ -98,8 +97,7 @@ class AttributeLog:
     def noting(self, on_first: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
         """Note reads and assignments while the body runs, or until ``stop``.
 
-        Args:
-            on_first: Called with each module before its first read is noted.
+        ``on_first`` is called with each module before its first read is noted.
         """
         self._on_first = on_first
         original_set = nn.Module.__setattr__

@@ -22,11 +22,9 @@ class GraphFacts:
     Attributes:
         num_nodes: Nodes of the graph; None where the driver does not tell.
         num_ops: Operator calls that the iteration made while it was recorded.
-        op_counts: Recorded calls by operator name.
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
-        program: Every node and every stretch of memory.
     """
 
     num_nodes: int | None
@@ -54,11 +52,7 @@ class Effect(enum.Enum):
 
 
 class Graph(Protocol):
-    """A recorded iteration.
-
-    Attributes:
-        facts: What was recorded.
-    """
+    """A recorded iteration."""
 
     facts: GraphFacts
 
@@ -72,19 +66,11 @@ class Graph(Protocol):
         ...
 
     def measure(self) -> tuple[float, ...]:
-        """Replay, undo it, and return the microseconds that each node took.
-
-        Raises:
-            PhaseError: this kind of graph cannot be measured so.
-        """
+        """Replay, undo it, and return microseconds by node; PhaseError where a graph cannot."""
         ...
 
     def debug_dump(self, path: str) -> None:
-        """Write the driver's own drawing of the graph in Graphviz's language.
-
-        Raises:
-            PhaseError: no driver is involved.
-        """
+        """Write the driver's own drawing in Graphviz's language; PhaseError without a driver."""
         ...
 
     def close(self) -> None:
@@ -105,12 +91,7 @@ class Undo(Protocol):
 
 
 class GraphBackend(Protocol):
-    """Runs and records iterations on one kind of device.
-
-    Attributes:
-        name: "cpu" or "cuda".
-        device: The device.
-    """
+    """Runs and records iterations on one kind of device."""
 
     name: str
     device: torch.device
@@ -122,9 +103,7 @@ class GraphBackend(Protocol):
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> Undo:
         """Prepare for an iteration that may fail.
 
-        Args:
-            state: What the iteration is known to write.
-            scratch: Tensors among them whose contents nobody has seen.
+        ``state`` is what it is known to write; nobody has seen the contents of ``scratch``.
         """
         ...
 
@@ -137,21 +116,11 @@ class GraphBackend(Protocol):
         collective: bool,
         scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
-        """Record one iteration, which also takes effect exactly once.
+        """Record one iteration, which also takes effect exactly once; its results are returned.
 
-        Args:
-            iterate: The iteration.
-            model: Names the modules in error messages.
-            check: Called when all is recorded; raises if the iteration left something behind
-                that a replay could not repeat. The last thing that can fail.
-            collective: Other ranks run the same iteration at the same time.
-            scratch: Tensors whose old contents a replay that fails need not put back.
-
-        Returns:
-            The graph and the results of this first iteration.
-
-        Raises:
-            CaptureError: the iteration does what a graph cannot hold; the caller undoes what
-                has run.
+        ``check`` is the last thing that can fail: it raises if the iteration left something behind
+        that a replay could not repeat. ``collective``: other ranks run the same iteration at the
+        same time. A replay that fails need not put back old contents of ``scratch``. After a
+        CaptureError the caller undoes what has run.
         """
         ...

@@ -43,11 +43,7 @@ class OpDigest:
 
 
 class OpDigests(OperatorMode):
-    """Takes the digest of everything that operators compute while it is on.
-
-    Attributes:
-        calls: One entry per operator.
-    """
+    """Takes the digest of everything that operators compute while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +52,6 @@ class OpDigests(OperatorMode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run an operator, and take the digest of what it computes."""
         result = op(*args, **kwargs)
         if op.namespace != "profiler":
             self.calls.append(_digest_of(op, args, kwargs, result))
@@ -64,13 +59,10 @@ class OpDigests(OperatorMode):
 
 
 def first_other(eager: Sequence[OpDigest], replay: Sequence[OpDigest]) -> int | None:
-    """Find the first operator of a replay that computed something else than the eager run.
+    """Return the index of the first call that computed something else than the eager run.
 
     A replay calls fewer operators: what nobody reads is left out, constants and views are made
     once. So each of its calls is looked up among the eager ones that are left.
-
-    Returns:
-        Index of the replay's call; None if all agree.
     """
     start = 0
     for index, call in enumerate(replay):

@@ -110,7 +110,6 @@ def scratch_places(op: torch._ops.OpOverload) -> tuple[int, int] | None:
 def written_tensors(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Return the tensors that an operator writes."""
     return flat_tensors(written_arguments(op, args, kwargs))
 
 
@@ -163,7 +162,6 @@ class OperatorMode(TorchDispatchMode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run an operator, and return its result."""
         return op(*args, **kwargs)
 
     def on_higher_order(

@@ -119,7 +119,6 @@ class ProgramFacts:
         return any(node.kernels for node in self.nodes)
 
     def op_counts(self) -> dict[str, int]:
-        """Count the nodes by operator."""
         return dict(Counter(node.op for node in self.nodes))
 
     def live_bytes(self) -> list[int]:

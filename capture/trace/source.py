@@ -48,7 +48,6 @@ def is_users_file(file: str) -> bool:
 
 
 def is_installed_file(file: str) -> bool:
-    """Tell whether a code object's file belongs to an installed package."""
     return file.startswith(_INSTALLED)
 
 
@@ -113,7 +112,6 @@ def compiled_modules(model: nn.Module) -> Iterator[str]:
 
 
 def has_compiled_regions(model: nn.Module) -> bool:
-    """Tell whether there are such modules."""
     return next(compiled_modules(model), None) is not None
 
 
@@ -137,8 +135,6 @@ class ModuleTracker:
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Follow forward calls while the body runs."""
-
         def enter(module: nn.Module, args: object) -> None:
             name = self._names.get(id(module))
             if name is None:
@@ -216,11 +212,9 @@ class SiteTable:
         self._ran_backward = False
 
     def here(self) -> int:
-        """Return the number of the running program's place."""
         return self._numbers.setdefault(self._place(), len(self._numbers))
 
     def sites(self) -> tuple[Site, ...]:
-        """Return the sites by number."""
         return tuple(
             Site(
                 place.phase,

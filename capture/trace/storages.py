@@ -36,11 +36,7 @@ class StorageInfo:
         return not self.ref.expired()
 
     def get(self) -> torch.UntypedStorage:
-        """Return the storage.
-
-        Raises:
-            ReferenceError: it has been freed.
-        """
+        """ReferenceError if it has been freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
         if storage is None:
             raise ReferenceError("the storage has been freed")
@@ -48,11 +44,7 @@ class StorageInfo:
 
 
 def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
-    """Return the storage under a plain tensor.
-
-    Raises:
-        CaptureError: the tensor has none (sparse and other special layouts).
-    """
+    """CaptureError if there is none (sparse and other special layouts)."""
     try:
         return tensor.untyped_storage()
     except NotImplementedError:  # what torch raises for sparse and opaque layouts, and under vmap
@@ -80,7 +72,6 @@ def identity_of(tensor: Tensor) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Tell whether a plain tensor lies in one storage."""
     if tensor.layout is torch.strided:
         return True  # of the wrappers that have none, none gets here
     try:
@@ -91,13 +82,10 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 class StorageTable:
-    """All storages of a recording by identity."""
-
     def __init__(self) -> None:
         self._infos: dict[int, StorageInfo] = {}
 
     def find(self, tensor: Tensor, op: str) -> StorageInfo | None:
-        """Return what is known of the tensor's storage, None if it was never seen."""
         return self._infos.get(storage_of(tensor, op)._cdata)
 
     def add(self, tensor: Tensor, op: str, *, external: bool, varies: bool) -> StorageInfo:
@@ -112,11 +100,7 @@ class StorageTable:
 
 
 def refuse_dropped_tensors(storages: Iterable[StorageInfo]) -> None:
-    """Refuse an iteration that used a tensor from before it and then let it go.
-
-    Raises:
-        CaptureError: there is such a tensor.
-    """
+    """Refuse an iteration that used a tensor from before it and then let it go."""
     for error in dropped_tensors(storages):
         raise error
 

@@ -17,7 +17,6 @@ class Value:
     """One way to look at one storage: what a tensor of the iteration is to the program.
 
     Attributes:
-        storage: The storage it looks at.
         geometry: Offset, shape, strides, dtype, conjugate bit, negative bit.
         node: Index of the node that makes it; None if it can be made before any node runs.
     """
@@ -32,7 +31,6 @@ class Node:
     """One operator call of the program.
 
     Attributes:
-        op: The operator.
         args: Its arguments; every tensor replaced by its Value.
         kwargs: Likewise.
         outputs: Values of its results, in order; None for what is not a tensor.
@@ -87,12 +85,9 @@ def span_bytes(value: Value) -> int:
 
 
 def materialise(value: Value, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
-    """Return a tensor that looks at a storage as the value does.
+    """Return a tensor that looks at ``storage`` as the value does at its own.
 
-    Args:
-        value: The value.
-        storage: Where to look.
-        first_byte: Where the value's own storage begins in it.
+    ``first_byte`` is where the value's own storage begins in it.
     """
     offset, shape, stride, dtype, conj, neg = value.geometry
     tensor = torch.empty(0, dtype=dtype, device=storage.device)

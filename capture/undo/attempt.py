@@ -12,11 +12,7 @@ from graphfsdp._capture.undo.random_state import save_random_states
 
 
 class Attempt:
-    """A warm-up or a capture: everything that it may change, as it was before.
-
-    Attributes:
-        host_state: Which tensors everybody held.
-    """
+    """A warm-up or a capture: everything that it may change, as it was before."""
 
     def __init__(
         self,

@@ -29,8 +29,6 @@ class CommitPoint:
 
     Attributes:
         node: Index of the first node that writes what is not kept; None if no node does.
-        kept: What small tensors the nodes before it write.
-        generators: What generators they draw from.
     """
 
     node: int | None
@@ -63,11 +61,7 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
 
 
 class ReplayUndo:
-    """What a replay writes before its commit point, as it was (see Note [Undo of a replay]).
-
-    Attributes:
-        effect: What the last replay has done.
-    """
+    """What a replay writes before its commit point, as it was (see Note [Undo of a replay])."""
 
     effect: Effect
 
@@ -80,7 +74,6 @@ class ReplayUndo:
         self.effect = Effect.NONE
 
     def begin(self) -> None:
-        """Copy; called before each replay."""
         self.effect, self._is_ready = Effect.NONE, False
         if self._kept:
             with torch.no_grad():
@@ -93,7 +86,6 @@ class ReplayUndo:
         self.effect = Effect.PART
 
     def roll_back(self) -> None:
-        """Put everything back, unless it is too late."""
         if not self._is_ready or self.effect is not Effect.NONE:
             return
         if self._kept:

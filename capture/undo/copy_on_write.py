@@ -45,7 +45,6 @@ class CopyOnWrite:
             yield
 
     def save(self, tensor: Tensor) -> None:
-        """Keep the contents of the memory that a tensor looks at and that is about to change."""
         storage = storage_of(tensor, "save")
         start, end = byte_range(tensor)
         ranges = self._ranges.setdefault(storage._cdata, set())
@@ -56,14 +55,12 @@ class CopyOnWrite:
         ranges.add((start, end))  # only when all of it is safe
 
     def save_generators(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep the state of the generators that an operator is about to draw from."""
         given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
         for generator in given or [torch.default_generator]:
             if id(generator) not in self._generators:
                 self._generators[id(generator)] = (generator, generator.get_state())
 
     def roll_back(self) -> None:
-        """Write everything back, at the addresses that it had."""
         # Newest first: where ranges overlap, the copy that was made first is the oldest contents.
         for reference, first, old in reversed(self._saved):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -86,7 +83,6 @@ class _UndoMode(OperatorMode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Copy what an operator is about to overwrite, and run it."""
         given = flat_tensors(args) + flat_tensors(kwargs.values())
         self._save(op, args, kwargs)
         result = op(*args, **kwargs)
@@ -111,7 +107,6 @@ class _UndoMode(OperatorMode):
 
 
 def is_undo_mode(mode: object) -> bool:
-    """Tell whether a dispatch mode is the one of an iteration that can be undone."""
     return isinstance(mode, _UndoMode)
 
 

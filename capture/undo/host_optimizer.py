@@ -43,7 +43,6 @@ class HostOptimizer:
         yield from self._changed_numbers(self._numbers, now, "its attributes")
 
     def restore(self) -> None:
-        """Put state, groups and numbers back."""
         optimizer = self._optimizer
         for param in list(optimizer.state):
             if param not in self._state:

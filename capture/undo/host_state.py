@@ -41,17 +41,11 @@ class HostState:
         self._restore_gradients = restore_gradients
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Refuse an iteration that re-pointed or created state.
-
-        Raises:
-            CaptureError: a module holds another tensor than before, or the optimizer made new
-                state, or counted on the host, while it was recorded.
-        """
+        """Refuse an iteration that re-pointed or created state."""
         for change in self.changes(was_read):
             raise change
 
     def changes(self, was_read: Callable[[Tensor], bool]) -> Iterator[CaptureError]:
-        """Yield a refusal of each thing that an iteration re-pointed or created."""
         for (module_name, name), (module, before) in self._attributes.items():
             if _lookup(module, name) is before:
                 if self._has_new_data((module_name, name)):
@@ -77,7 +71,6 @@ class HostState:
             yield from optimizer.changes()
 
     def restore(self) -> None:
-        """Point everything back at the tensors that it pointed at."""
         for root in sharded_roots(self._model):
             root.abandon_iteration()
         self._restore_attributes()

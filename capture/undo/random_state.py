@@ -10,13 +10,10 @@ from torch import nn
 
 
 def save_random_states(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Remember every generator's state: torch's, those that modules hold, Python's and NumPy's.
+    """Remember every generator's state; return a function that puts the states back.
 
-    Generators that only the loss function knows are seen when an operator draws from them, on a
-    CPU; on a GPU they are not.
-
-    Returns:
-        A function that puts the states back.
+    Those are torch's, those that modules hold, Python's and NumPy's. Generators that only the loss
+    function knows are seen when an operator draws from them, on a CPU; on a GPU they are not.
     """
     states = [(generator, generator.get_state()) for generator in generators_of(model, device)]
     python_state = random.getstate()
