@@ -136,7 +136,6 @@ class Engine:
 
     @property
     def steps_inside(self) -> bool:
-        """Whether the user's iteration steps the optimizers."""
         return self._iteration.steps_inside
 
     def constant_watch(self, *, trains: bool = True) -> ConstantWatch:

@@ -73,7 +73,6 @@ class StaticInputs:
         self._copy(self._signature.match(args, kwargs))
 
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Copy a batch into the static inputs if it is like the first one; tell whether it is."""
         leaves = self._signature.accept(args, kwargs)
         if leaves is None:
             return False

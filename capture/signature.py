@@ -160,7 +160,6 @@ class BatchSignature:
         return all(expected.matches(leaf) for expected, leaf in pairs)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Say in what a batch that was not accepted differs: its first leaf that does."""
         leaves, spec = flatten(args, kwargs)
         if spec != self._spec:
             names = _leaf_names(leaves, spec)

@@ -99,7 +99,6 @@ def make_report(
 def _named_tensors(
     engine: Engine, inputs: StaticInputs | None
 ) -> Iterator[tuple[Role, str, Tensor]]:
-    """Yield everything that a captured step works on."""
     for name, param in engine.model.named_parameters():
         yield Role.PARAMETER, name, param
     for name, view in engine.gradients.named_views():

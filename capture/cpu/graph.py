@@ -140,7 +140,6 @@ class CpuGraphBackend:
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
-    """Run the iteration; return copies of its results, and their Values."""
     with without_collector(), recorder.watching():
         outputs = iterate()
     values = [recorder.value_of(tensor, "output") for tensor in outputs]

@@ -164,7 +164,6 @@ class ProgramBuilder:
         return description.facts(sites, self.memory.plan.num_bytes)
 
     def _regions(self, offsets: Mapping[int, int], item: Any) -> Any:
-        """Return an argument with a Region in place of each value in it."""
         if isinstance(item, list):
             return [self._regions(offsets, member) for member in item]
         if not isinstance(item, Value):

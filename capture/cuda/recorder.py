@@ -102,8 +102,7 @@ class UnwatchedRecorder(CudaRecorder):
     def has_touched(self, tensor: Tensor) -> bool:
         return True
 
-    def follow_streams(self) -> None:
-        """Follow none."""
+    def follow_streams(self) -> None: ...
 
     def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
         return self._description.facts(())

@@ -215,7 +215,6 @@ def _named(
 def _operands(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Region], list[Region]]:
-    """Return what an operator reads and what it writes of its arguments."""
     reads: list[Region] = []
     writes: list[Region] = []
     for argument, value in _named(op, args, kwargs):

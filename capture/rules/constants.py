@@ -72,8 +72,6 @@ class ConstantDifference:
 
 
 class ConstantLog:
-    """The operator calls of one run."""
-
     def __init__(self) -> None:
         self.entries: list[ConstantEntry] = []
         self.num_steps: Steps = {}
@@ -102,7 +100,6 @@ class ConstantLog:
         self._made.update(set(_places([results])).difference(given))
 
     def add_step(self, optimizer: torch.optim.Optimizer, site: int = 0) -> None:
-        """Note that an optimizer steps, whatever its operators are."""
         name = f"{type(optimizer).__name__}.step"
         self.entries.append(ConstantEntry(name, (), site))
         self.num_steps[id(optimizer)] = name, self.num_steps.get(id(optimizer), (name, 0))[1] + 1

@@ -50,7 +50,6 @@ class FunctionRules:
     def refuse(
         self, function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Varies
     ) -> _Judged:
-        """Judge a call of a torch function from Python: its name and the refusal, or None."""
         if function in self._writers:
             name = self._writers[function]
             return name, HOST_WRITE.of(name)

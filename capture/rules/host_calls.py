@@ -101,7 +101,6 @@ def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
 
 
 def _judge_call(frame: FrameType) -> _Judged:
-    """Judge a call of a Python function by the frame that it has just got."""
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     for rule in _PYTHON_RULES:
         if name not in rule.names or not file.endswith(rule.file):
@@ -134,8 +133,7 @@ class HostListener(Protocol):
     def on_opaque_call(self, begins: bool) -> None:
         """Take note that a call begins or ends whose inside is the same finding."""
 
-    def on_stream_call(self, frame: FrameType) -> None:
-        """Take note of a Python call of torch.cuda's streams and events."""
+    def on_stream_call(self, frame: FrameType) -> None: ...
 
 
 @contextmanager

@@ -112,7 +112,6 @@ class Watcher:
         written: Sequence[Tensor],
         run: Run,
     ) -> Any:
-        """Run an operator that the rules have passed, and return its result."""
         return run()
 
     def varies(self, tensor: Tensor) -> bool:
@@ -224,7 +223,6 @@ class Watcher:
     def dispatch(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Judge one operator call, run it, and keep the book of storages."""
         if op.namespace == "profiler":
             return op(*args, **kwargs)
         if self._follow_thread is not None and threading.get_ident() != self._thread:

@@ -52,8 +52,6 @@ class Effect(enum.Enum):
 
 
 class Graph(Protocol):
-    """A recorded iteration."""
-
     facts: GraphFacts
 
     @property
@@ -91,8 +89,6 @@ class Undo(Protocol):
 
 
 class GraphBackend(Protocol):
-    """Runs and records iterations on one kind of device."""
-
     name: str
     device: torch.device
 

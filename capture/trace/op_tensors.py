@@ -167,5 +167,4 @@ class OperatorMode(TorchDispatchMode):
     def on_higher_order(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run what is made of operators and is none itself."""
         return func(*args, **kwargs)

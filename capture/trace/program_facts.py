@@ -20,8 +20,6 @@ class NodeKind(enum.Enum):
 
 
 class BufferKind(enum.Enum):
-    """Whose memory it is."""
-
     EXTERNAL = "external"  # existed before the recording: weights, inputs, optimizer state
     INTERMEDIATE = "intermediate"  # lives within the iteration, in the pool
     OUTPUT = "output"  # a result of the iteration

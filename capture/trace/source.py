@@ -116,14 +116,11 @@ def has_compiled_regions(model: nn.Module) -> bool:
 
 
 def has_compiled() -> bool:
-    """Tell whether torch.compile has compiled anything in this process."""
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return bool(counters.get("frames") or counters.get("stats"))
 
 
 class ModuleTracker:
-    """Knows the full name of the module whose forward is running."""
-
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack: list[str] = []
@@ -158,8 +155,6 @@ class ModuleTracker:
 
 
 class OpPhase(enum.Enum):
-    """The part of an iteration that an operator belongs to."""
-
     FORWARD = "forward"  # modules, loss function, and whatever runs with gradients enabled
     BACKWARD = "backward"  # inside a node of autograd, recomputation and gradient hooks included
     OPTIMIZER = "optimizer"  # after a backward pass, gradients disabled: norm, clip, step, EMA

@@ -51,7 +51,6 @@ class Node:
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """Return how a tensor looks at its storage."""
     return (
         int(tensor.storage_offset()),
         tuple(tensor.shape),
@@ -63,7 +62,6 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 
 def values_in(node: Node) -> Iterable[Value]:
-    """Yield the values among a node's arguments."""
     yield from _values(node.args)
     yield from _values(node.kwargs.values())
 

@@ -41,7 +41,6 @@ class HostState:
         self._restore_gradients = restore_gradients
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Refuse an iteration that re-pointed or created state."""
         for change in self.changes(was_read):
             raise change
 
