@@ -28,15 +28,10 @@ _HALVES = MappingProxyType({"master_weights": True, "store_param_remainders": Tr
 
 
 class Case(NamedTuple):
-    """One row of the table of bytes.
+    """One row: bytes per parameter of others, or why there are none.
 
-    Attributes:
-        settings: Arguments of FusedAdam.
-        param: Dtype of the parameter.
-        grad: Dtype of the gradient.
-        te: Bytes of Transformer Engine with ``capturable=True``, or why there are none. It writes
-            the gradient back.
-        torch: Bytes of ``torch.optim.AdamW(fused=True)``, or why there are none.
+    Transformer Engine's are with ``capturable=True``, which writes the gradient back; torch's are
+    those of ``AdamW(fused=True)``.
     """
 
     settings: Mapping[str, Any]
@@ -76,7 +71,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
 
 
 def gpt2_124m() -> Shapes:
-    """Return the shapes of GPT-2's 148 tensors; the output weight is the embedding."""
+    """148 tensors; the output weight is the embedding."""
     width = 768
     layer = (
         *((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)),

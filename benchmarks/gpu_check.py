@@ -62,10 +62,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTree.Element], str]:
-    """Run pytest; return its cases, and why they are not to be trusted, empty if they are.
-
-    Past the limit it is asked to stop and to report so far.
-    """
+    """Return the cases, and why they are not to be trusted; past the limit, those so far."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -106,7 +103,7 @@ def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTr
 def suite_part(
     paths: Sequence[str], limit_s: float, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """Run the tests, on a GPU those that need one, and return them as a part."""
+    """On a GPU only the tests that need one."""
     options: list[str] = []
     if device is not None and device.type == "cuda":
         options += ["-m", "gpu or multi_gpu"]
@@ -136,10 +133,7 @@ def suite_part(
 
 
 def bench_part(device: torch.device, limit_s: float, results: pathlib.Path) -> dict[str, Any]:
-    """Run ``graphfsdp bench`` within a time; a CPU rehearses it on one small case.
-
-    Cases that do not fit are named in the rows; result and plot are kept in ``results``.
-    """
+    """A CPU rehearses it on one small case; cases that do not fit are named in the rows."""
     suite = ["--suite", "gpu"]
     if device.type == "cpu":
         suite = ["--suite", "quick", "--seconds", "0.5", "--no-memory"]
@@ -158,10 +152,7 @@ def bench_part(device: torch.device, limit_s: float, results: pathlib.Path) -> d
 
 
 def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, Any]]:
-    """Keep the result and return a row for each contender of each case.
-
-    A row is good if the contender ran, or if it is not ours; and if ours trained eager's losses.
-    """
+    """A row is good if the contender ran, or is not ours; and if ours trained eager's losses."""
     # Here, since a package that cannot be imported is something to report.
     from benchmarks.readme_table import keep
     from graphfsdp.bench.records import NOT_ASKED, REFERENCE, read_result
@@ -200,7 +191,7 @@ def last_line(text: str) -> str:
 
 
 def child_part(name: str, device: torch.device, limit_s: float) -> dict[str, Any]:
-    """Run a part in a process of its own; whatever becomes of it, return a part."""
+    """Whatever becomes of the process, a part is returned."""
     command = [sys.executable, "-m", "benchmarks.gpu_parts", name, str(device)]
     try:
         result = _run(command, limit_s)
@@ -269,15 +260,7 @@ def check(
     path: pathlib.Path,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run the parts one after the other; the file is complete after each of them.
-
-    Args:
-        device: Where.
-        names: Of the parts.
-        test_paths: What pytest runs.
-        path: The file.
-        tell: Given one line after each part.
-    """
+    """Run the parts one after the other; the file is complete after each of them."""
     deadline = time.monotonic() + TOTAL_LIMIT_S
     document: dict[str, Any] = {
         "kind": "gpu_check",

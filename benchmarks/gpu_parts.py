@@ -48,10 +48,7 @@ def train(
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     evaluates: bool = False,
 ) -> dict[str, Tensor]:
-    """Train some steps, with dropout, clipping and a moving learning rate; return everything.
-
-    ``prepare`` may change the model, and returns the loss function.
-    """
+    """``prepare`` may change the model, and returns the loss function."""
     torch.manual_seed(0)
     model = GPT(replace(shape, hidden_dropout=0.1, attention_dropout=0.1)).to(device)
     if bf16:
@@ -132,7 +129,6 @@ def evaluation(device: torch.device) -> tuple[str, bool]:
 def tiny_step(
     device: torch.device, shape: GPTConfig = TINY, **options: Any
 ) -> Iterator[tuple[graphfsdp.CapturedStep, Tensor]]:
-    """Keep a step of a small GPT, and a batch for it."""
     torch.manual_seed(0)
     model = GPT(shape).to(device)
     tokens = torch.randint(256, (BATCH_SIZE, shape.seq_length), device=device)
@@ -361,7 +357,6 @@ def speed_rows(
 
 
 def offload(name: str, device: torch.device) -> Iterator[Row]:
-    """Tell how long an offloaded step takes with and without overlap and pinned memory."""
     pinned = {"pin_cpu_params": True, "pin_cpu_grads": True}
     kinds: dict[str, dict[str, bool] | None] = {
         "on the device": None,

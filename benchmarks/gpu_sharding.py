@@ -57,8 +57,6 @@ VARIANTS: Mapping[str, Mapping[str, bool] | None] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what was looked at and seen, whether it is right, the numbers."""
-
     what: str
     result: str
     ok: bool = True
@@ -289,10 +287,7 @@ def _measure(name: str, device: torch.device, variant: str) -> dict[str, Any]:
 
 
 def _profile(step: Callable[[], Tensor]) -> dict[str, float]:
-    """Return how long communication ran, and how much of that beside computation.
-
-    Communication is what NCCL runs, and what does not run on the stream that runs most.
-    """
+    """Communication is what NCCL runs, and what does not run on the stream that runs most."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(NUM_PROFILED):

@@ -23,11 +23,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def decoder_layer(hidden: int, kv: int, ffn: int, *, qkv_bias: bool = False) -> Shapes:
-    """Return the shapes of a Llama-like layer, in the order of its parameters.
-
-    q, k, v, gate and up are separate matrices, as in the published checkpoints. Fusing q, k and
-    v, or gate and up, changes no figure: the row lengths stay.
-    """
+    """q, k, v, gate and up are separate, as published; fusing them changes no figure."""
     bias = (lambda size: ((size,),)) if qkv_bias else (lambda size: ())
     return (
         *((hidden, hidden), *bias(hidden)),
@@ -45,7 +41,6 @@ def convolutions(*weights: tuple[int, int, int, int]) -> Shapes:
 
 
 def resnet18() -> Shapes:
-    """Return the shapes of the whole ResNet-18."""
     weights = [(64, 3, 7, 7)]
     for before, width in ((64, 64), (64, 128), (128, 256), (256, 512)):
         shortcut = [(width, before, 1, 1)] if before != width else []
@@ -80,7 +75,6 @@ def padding_percent(total_numel: int, shapes: Shapes) -> float:
 
 
 def fsdp2_numel(shapes: Shapes, num_ranks: int) -> int:
-    """Return what FSDP2 holds of a unit on all ranks."""
     return num_ranks * sum(fsdp2_shard_numel(shape, num_ranks) for shape in shapes)
 
 

@@ -43,7 +43,6 @@ Record = dict[str, Any]
 
 
 def record(times_ms: Mapping[str, Sequence[float]], reference: str, own: str) -> Record:
-    """Return the medians, and how many times as fast as the reference the other one is."""
     pairs = zip(times_ms[reference], times_ms[own], strict=True)
     return {
         "ms": {name: statistics.median(values) for name, values in times_ms.items()},
@@ -53,7 +52,7 @@ def record(times_ms: Mapping[str, Sequence[float]], reference: str, own: str) ->
 
 
 def make_parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
-    """Return random parameters with random gradients, the same in each call."""
+    """The same in each call."""
     generator = torch.Generator().manual_seed(0)
     params = []
     for shape in shapes:
@@ -64,7 +63,7 @@ def make_parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> li
 
 
 def torch_step(params: list[nn.Parameter]) -> Step:
-    """Return torch's step; of bfloat16 parameters the usual one over float32 copies."""
+    """Of bfloat16 parameters the usual step over float32 copies."""
     if params[0].dtype == torch.float32:
         return torch.optim.AdamW(params, fused=True, **SETTINGS).step
     copies = [nn.Parameter(param.detach().float()) for param in params]
@@ -83,10 +82,9 @@ def torch_step(params: list[nn.Parameter]) -> Step:
 
 
 def adam(shapes: Sequence[tuple[int, ...]], num_rounds: int = 5, num_placements: int = 6) -> Record:
-    """Compare the optimizers over several placements in memory.
+    """Where the pages lie changes the time of one and the same optimizer by up to a tenth.
 
-    Where the pages lie changes the time of one and the same optimizer by up to a tenth, so both
-    are made anew several times, in alternating order.
+    So both are made anew several times, in alternating order.
     """
     found: Record = {}
     for name, dtype in (("fp32", torch.float32), ("bf16, fp32 main weights", torch.bfloat16)):

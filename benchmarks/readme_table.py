@@ -47,13 +47,11 @@ SUMMARY = MappingProxyType(
 
 
 def bench_cpu(results: pathlib.Path) -> str:
-    """Return the tables of `make bench`, or a sentence without a result."""
     path = results / "bench_cpu.json"
     return bench_section(path) if path.exists() else "Not measured yet: `make bench`."
 
 
 def bench_zoo(results: pathlib.Path) -> str:
-    """Return the tables of the small architectures, or a sentence without a result."""
     path = results / "bench_zoo.json"
     if not path.exists():
         return "Not measured yet: `graphfsdp bench --suite zoo`."
@@ -61,13 +59,11 @@ def bench_zoo(results: pathlib.Path) -> str:
 
 
 def bench_gpu(results: pathlib.Path) -> str:
-    """Return the tables of the newest `graphfsdp bench` on a GPU, or a sentence without one."""
     paths = {read_result(path).environment.date: path for path in results.glob("bench_gpu_*.json")}
     return bench_section(paths[max(paths)]) if paths else "No GPU has been measured yet."
 
 
 def bench_section(path: pathlib.Path, *, plot: bool = True) -> str:
-    """Return speed, memory, what did not run, and on what all of it was measured."""
     result = read_result(path)
     tables = (overview(result), cpu_overview(result), memory_overview(result))
     parts = [
@@ -102,7 +98,6 @@ def speedups(result: BenchResult) -> dict[str, float]:
 
 
 def geometric_means(result: BenchResult) -> list[str]:
-    """Return a sentence on the contenders that ran in all of several cases."""
     means = [f"{name} {mean:.2f}x" for name, mean in speedups(result).items()]
     if len(result.cases) < 2 or not means:
         return []
@@ -110,7 +105,6 @@ def geometric_means(result: BenchResult) -> list[str]:
 
 
 def speed_summary(results: pathlib.Path) -> str:
-    """Return the geometric means of workloads on a CPU and of the small architectures."""
     rows = []
     for name, what in (
         ("bench_cpu", "workloads of `make bench`, launch-bound and compute-bound"),
@@ -127,10 +121,7 @@ def speed_summary(results: pathlib.Path) -> str:
 
 
 def gpu_check(results: pathlib.Path) -> str:
-    """Return the table of the newest `make gpu-check`, or a sentence where there is none.
-
-    Its groups may have run one by one: those of one GPU and one day belong together.
-    """
+    """Its groups may have run one by one: those of one GPU and one day belong together."""
     documents = [json.loads(path.read_text()) for path in sorted(results.glob("gpu_check_*.json"))]
     documents = [found for found in documents if found["environment"]["gpu"]]
     if not documents:
@@ -171,7 +162,6 @@ def updated(text: str, results: pathlib.Path = RESULTS) -> str:
 
 
 def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
-    """Copy result and plot of a result directory to where the README's numbers come from."""
     result = read_result(folder)
     facts = result.environment
     name = "bench_zoo" if result.options.get("suite") == "zoo" else "bench_cpu"

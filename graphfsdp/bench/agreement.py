@@ -77,7 +77,6 @@ def first_says(mine: T, ranks: Ranks) -> T:
 
 
 def line_up(ranks: Ranks, device: torch.device) -> None:
-    """Wait until every rank is here and its device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if ranks.size > 1:

@@ -22,20 +22,13 @@ _Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes batches by number; a batch depends on seed, step and rank alone.
-
-    Attributes:
-        description: Where the inputs come from, for the reader of a result.
-        make: Returns the batch of a step on the CPU.
-        device: Where batches go.
-    """
+    """Makes batches by number; a batch depends on seed, step and rank alone."""
 
     description: str
     make: Callable[[int], Batch]
     device: torch.device
 
     def take(self, first: int, num_steps: int) -> list[Batch]:
-        """Return the batches of steps ``first`` and on, all of them on the device already."""
         made = [self.make(step) for step in range(first, first + num_steps)]
         return [tuple(tensor.to(self.device) for tensor in batch) for batch in made]
 
@@ -49,12 +42,9 @@ def batch_source(
     device: torch.device,
     rank: int = 0,
 ) -> tuple[Case, BatchSource]:
-    """Return the batches of a case, and the case with a vocabulary that holds their tokens.
+    """Also returns the case with a vocabulary that holds its tokens.
 
     ``data`` is what ``graphfsdp train --data`` takes; None is Python's standard library.
-
-    Raises:
-        ConfigError: the text cannot be read, or is shorter than a sequence.
     """
     model = case.workload.model
 

@@ -12,13 +12,7 @@ from graphfsdp.base.collector import without_collector
 
 @dataclass(frozen=True)
 class Window:
-    """What was seen of a window of steps.
-
-    Attributes:
-        step_ms: Milliseconds of each step.
-        host_ms: Milliseconds per step until the last call had returned.
-        cpu_ms: CPU milliseconds of the process per step, all threads.
-    """
+    """Milliseconds per step; host's until the last call had returned, CPU's of all threads."""
 
     step_ms: tuple[float, ...]
     host_ms: float
@@ -30,10 +24,9 @@ class Window:
 
 
 def time_window(steps: Sequence[Callable[[], object]], device: torch.device) -> Window:
-    """Run the steps one after the other without a host sync between them.
+    """No host sync between the steps: on a GPU an event after each of them marks its end.
 
-    On a GPU an event after each step marks its end; they are read when all steps are over. The
-    one before the first step is recorded on an idle GPU.
+    The event before the first step is recorded on an idle GPU.
     """
     if device.type == "cuda":
         return _cuda_window(steps, device)
@@ -100,10 +93,7 @@ def interleave(
     num_steps: int,
     device: torch.device,
 ) -> dict[str, list[Window]]:
-    """Return the window of each contender in each round.
-
-    The order turns round after each round, so that nobody always follows the same neighbour.
-    """
+    """The order turns round after each round, so that nobody always follows the same neighbour."""
     windows: dict[str, list[Window]] = {name: [] for name in contenders}
     order = list(contenders)
     for _ in range(num_rounds):

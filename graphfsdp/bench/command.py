@@ -45,15 +45,7 @@ _NO_LIMIT_S = 24 * 3600.0
 
 
 def run_bench(arguments: Sequence[str], console: Console) -> int:
-    """Carry out ``graphfsdp bench``, ``graphfsdp bench compare`` or ``graphfsdp bench --mlperf``.
-
-    Returns 0, or 1 where no case could be measured, two results differ for the worse, or the runs
-    to a target have no score.
-
-    Raises:
-        ConfigError: a flag, or a combination of flags, that cannot work.
-        SystemExit: ``--help`` was asked for and printed.
-    """
+    """Return 1 where nothing could be measured, a result is worse, or there is no score."""
     if arguments[:1] == ["compare"]:
         return run_compare(arguments[1:], console)
     if "--mlperf" in arguments:
@@ -121,10 +113,7 @@ class _Bench:
     def _measure_all(
         self, planned: Sequence[PlannedCase]
     ) -> tuple[list[CaseResult], dict[str, str]]:
-        """Measure the speed of all cases, then the memory of those that want it.
-
-        What is known is in the directory after each case, so that Ctrl-C loses little.
-        """
+        """What is known is in the directory after each case, so that Ctrl-C loses little."""
         found: dict[str, CaseResult] = {}
         left_out: dict[str, str] = {}
         with _progress(self._console) as progress:
@@ -151,11 +140,7 @@ class _Bench:
         return list(found.values()), left_out
 
     def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
-        """Measure the speed of one case, which may take three times its share of the time left.
-
-        Raises:
-            CaseFailedError: it cannot be measured; the message says why.
-        """
+        """The case may take three times its share of the time left."""
         left_s = first_says(self._left_s(), self._ranks)
         if left_s < _SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
@@ -170,7 +155,7 @@ class _Bench:
             raise CaseFailedError(str(error)) from error
 
     def _with_memory(self, planned: PlannedCase, found: CaseResult, say: Say) -> CaseResult:
-        """Return the case with the memory of each contender that time is left for, on a CPU."""
+        """On a CPU alone, for contenders that time is left for."""
         wanted = planned.memory and self._device.type == "cpu" and not self._ranks.launched
         if not wanted or not can_forget_peak():
             return found

@@ -54,14 +54,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Side:
-    """A contender in one file.
-
-    Attributes:
-        speedup: How many times as fast as the base, over the rounds.
-        step_ms: Median of all steps.
-        memory_ratio: Peak memory over the base's; None where one of them is unknown.
-        bit_exact: Its losses are the reference's, bit for bit.
-    """
+    """A contender in one file; ratios are over the base's, None where unknown."""
 
     speedup: Spread
     step_ms: float
@@ -71,14 +64,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of a contender in a case.
+    """What has become of a contender in a case; None is what did not run in one of the files.
 
-    Attributes:
-        old: Of the first file; None if it did not run there.
-        ratio: New speed-up over old one, of the medians; None if one of them is missing.
-        low: Lower end of the ratio's 95 % interval (bootstrap over rounds).
-        lost_bits: Losses were bit-exact in the first file and are not in the second.
-        reason: Why it no longer runs; empty otherwise.
+    ``ratio`` is the new speed-up over the old one, of the medians; ``low`` is the lower end of its
+    95 % interval (bootstrap over rounds).
     """
 
     case: str
@@ -99,15 +88,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two results beside each other.
-
-    Attributes:
-        base: Contender that speed-ups are of.
-        tolerance: Part of a speed-up that may be lost before it counts.
-        changes: Every contender of every case that both files have.
-        environment: What differs between the two runs, "old -> new" by name.
-        same_machine: Whether times may be compared, too.
-    """
+    """Two results; ``environment`` holds what differs, as "old -> new"."""
 
     base: str
     tolerance: float
@@ -131,11 +112,9 @@ def compare(
     base: str = REFERENCE,
     other_machine: bool = False,
 ) -> Comparison:
-    """Compare two results; ``tolerance`` is the part of a speed-up that may be lost.
+    """Refuse (ConfigError) what did not measure the same thing, or not on the same machine.
 
-    Raises:
-        ConfigError: they did not measure the same thing, or not on the same machine; the message
-            names what differs.
+    ``tolerance`` is the part of a speed-up that may be lost before it counts.
     """
     if not 0 <= tolerance < 1:
         raise ConfigError(f"--tolerance must be in [0, 1), got {tolerance:g}")
@@ -268,10 +247,9 @@ def _change(
 
 
 def judge(ratio: float, low: float, high: float, tolerance: float) -> Verdict:
-    """Return what a ratio of speed-ups means.
+    """A change counts if it is larger than the tolerance and its interval leaves 1 out.
 
-    A change counts if it is larger than the tolerance and its interval leaves 1 out; a large one
-    whose interval holds 1 is noise, or a call for more rounds.
+    A large one whose interval holds 1 is noise, or a call for more rounds.
     """
     if ratio < 1 - tolerance:
         return Verdict.SLOWER if high < 1 else Verdict.UNCLEAR
@@ -281,9 +259,7 @@ def judge(ratio: float, low: float, high: float, tolerance: float) -> Verdict:
 
 
 def ratio_interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of median(new) / median(old), by resampling the rounds of each.
-
-    The resampling is seeded: the same files give the same verdict.
+    """95 % interval of median(new) / median(old), by resampling the rounds of each, seeded.
 
     Source: Efron 1979, percentile bootstrap.
     """
@@ -317,13 +293,7 @@ def _peak_bytes(contender: ContenderResult) -> int | None:
 
 
 def run_compare(arguments: Sequence[str], console: Console) -> int:
-    """Compare two results and print what has changed.
-
-    Returns 1 if something has become slower, no longer runs or is no longer bit-exact, else 0.
-
-    Raises:
-        ConfigError: a file is no result, or the two cannot be compared.
-    """
+    """Return 1 if something has become slower, no longer runs or is no longer bit-exact."""
     options = _make_parser().parse_args(arguments)
     found = compare(
         read_result(options.old),

@@ -39,12 +39,7 @@ _LR_WARMUP_STEPS = 10
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contender is to train, and where.
-
-    Attributes:
-        seed: Decides the initial weights, which are the same for every contender and rank.
-        strategy: What graphfsdp cuts where there are several ranks.
-    """
+    """``seed`` decides the initial weights, which are the same for every contender and rank."""
 
     case: Case
     device: torch.device
@@ -87,14 +82,10 @@ class Contender(abc.ABC):
         return GraphFacts()
 
     def operator_us(self) -> tuple[float, ...]:
-        """Return how long each recorded operator of an iteration takes; empty if none is.
-
-        Weights and state are afterwards as they were.
-        """
+        """Empty if no operator is recorded; weights and state are afterwards as they were."""
         return ()
 
     def replay_nodes(self) -> tuple[GraphNode, ...]:
-        """Return what a replay of its graph runs; empty without a graph of ours."""
         return ()
 
     def close(self) -> None:
@@ -104,14 +95,7 @@ class Contender(abc.ABC):
 
 @dataclass(frozen=True)
 class ContenderSpec:
-    """A contender that can be asked for by name.
-
-    Attributes:
-        description: What it is, for the reader of a result.
-        make: Returns it, ready for its first step; may raise anything.
-        needs_group: It needs a process group, also of one rank.
-        compiles: Its first steps run torch.compile.
-    """
+    """A contender by name; ``make`` may raise anything, and the group may be of one rank."""
 
     name: str
     description: str
@@ -385,11 +369,7 @@ CONTENDERS = (
 
 
 def find_contenders(names: tuple[str, ...] | None) -> tuple[ContenderSpec, ...]:
-    """Return the contenders of these names, the reference always first; None is all.
-
-    Raises:
-        ConfigError: there is no contender of some name.
-    """
+    """The reference always comes first; None is all."""
     known = {spec.name: spec for spec in CONTENDERS}
     for name in names or ():
         if name not in known:

@@ -118,11 +118,7 @@ def _cpu_name() -> str:
 
 
 def model_flops(case: Case, batch: Batch) -> tuple[float, str]:
-    """Return the FLOPs of one step of a case, and how they were found; nothing is computed.
-
-    Recomputation, the optimizer and everything that is no matrix product or convolution do not
-    count.
-    """
+    """Only matrix products and convolutions count, and recomputation does not."""
     with torch.device("meta"):
         model = make_model(case.workload.model)
     if isinstance(model, GPT):
@@ -170,10 +166,7 @@ def operator_roofline(operator_us: Sequence[float], step_ms: float) -> RooflineR
 
 
 def kernel_roofline(steps: Sequence[Callable[[], object]], step_ms: float) -> RooflineRecord | None:
-    """Run some steps under the profiler and compare a step with the sum over its GPU kernels.
-
-    The sum is the limit where no two kernels run at a time. None where the profiler saw no kernel.
-    """
+    """The sum over kernels is the limit where no two run at a time; None if there are none."""
     with profile(
         activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
     ) as profiler:

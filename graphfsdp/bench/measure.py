@@ -63,15 +63,9 @@ Say = Callable[[str, str], None]
 class MeasureOptions:
     """How a case is measured.
 
-    Attributes:
-        seconds: Of the timed region, all contenders together.
-        data: Text, as ``graphfsdp train --data`` takes it.
-        roofline: Also time kernels (GPU) or operators (CPU).
-        profile: Folder for profiles of all contenders; None for none.
-        nsys: Mark some steps for Nsight Systems.
-        excluded: Contenders that ended a process before, each with how.
-        limit_s: Seconds of the whole case; when half of them are over, no contender starts, and
-            when most are, no round.
+    ``seconds`` are of the timed region, all contenders together. ``limit_s`` is of the whole case:
+    when half of it is over, no contender starts, and when most is, no round. ``excluded`` says of
+    contenders that ended a process before, how.
     """
 
     seconds: float
@@ -88,12 +82,9 @@ class MeasureOptions:
 class RunningContender:
     """A contender and what has been seen of it so far.
 
-    Attributes:
-        before: What a GPU's allocator held before the contender was built.
-        random: States of the generators that it draws from: of its own, so that dropout drops the
-            same for every contender.
-        losses: Of its steps, in pieces of [K] float32 each, on the device.
-        windows: Of the timed region.
+    ``before`` is what a GPU's allocator held before it was built; ``random`` the states of its own
+    generators, so that dropout drops the same for every contender; ``losses`` come in pieces of [K]
+    float32 on the device.
     """
 
     spec: ContenderSpec
@@ -107,10 +98,7 @@ class RunningContender:
     windows: list[Window] = field(default_factory=list)
 
     def warm_up(self, batches: Sequence[Batch], device: torch.device) -> None:
-        """Run the first steps, each timed with a sync after it.
-
-        On a GPU the peak memory until here is measured, capture and compilation included.
-        """
+        """Time each step with a sync after it; a GPU's peak includes capture and compilation."""
         times = []
         for index, batch in enumerate(batches):
             start = time.perf_counter()
@@ -202,11 +190,7 @@ def _set_random(states: tuple[Tensor, ...], device: torch.device) -> None:
 def measure_case(
     setting: Setting, specs: Sequence[ContenderSpec], options: MeasureOptions, say: Say
 ) -> CaseResult:
-    """Measure all contenders of a case; every rank calls it, and all get the same result.
-
-    Raises:
-        ConfigError: the case cannot be made, or the reference cannot run.
-    """
+    """Every rank calls it, and all get the same result; ConfigError if the reference cannot run."""
     case, source = batch_source(
         setting.case,
         data=options.data,
@@ -311,7 +295,7 @@ class _CaseBench:
         )
 
     def _start(self, specs: Sequence[ContenderSpec]) -> None:
-        """Build and warm up every contender; those that compile come last, if time is left."""
+        """Those that compile come last, if time is left."""
         batches = self._source.take(0, NUM_WARMUP_STEPS)
         order = sorted(specs, key=lambda spec: spec.compiles)
         for spec in order:
@@ -354,10 +338,7 @@ class _CaseBench:
         return first_says(schedule, self._setting.ranks)
 
     def _time(self, schedule: Schedule) -> None:
-        """Run rounds of one window each; the order turns round after each of them.
-
-        Where the time for the case is nearly over, fewer rounds must do.
-        """
+        """The order turns round after each round; where time is nearly over, fewer must do."""
         order = list(self._running)
         for number in range(schedule.num_rounds):
             batches = self._source.take(self._next_step, schedule.num_steps)
@@ -374,7 +355,7 @@ class _CaseBench:
     def _window(
         self, item: RunningContender, batches: list[Batch], *, keep: bool = False
     ) -> float | None:
-        """Run a window; a contender that fails in it on any rank leaves. Returns ms per step."""
+        """Return ms per step; a contender that fails in the window on any rank leaves."""
         device, ranks = self._setting.device, self._setting.ranks
         line_up(ranks, device)
         window = attempt(lambda: item.time(batches, self._next_step, device), ranks)
@@ -417,7 +398,6 @@ class _CaseBench:
         ]
 
     def _profile(self) -> None:
-        """Run some more steps of each contender under a profiler, where that was asked for."""
         if self._options.profile is None:
             return
         self._say("profile", "")

@@ -51,13 +51,8 @@ All other flags are those of 'graphfsdp train', such as
 class RunRecord:
     """What the log of one run says.
 
-    Attributes:
-        init_s: Seconds of set-up and capture, before the clock.
-        run_s: Seconds on the clock; None for a run that did not end by itself.
-        num_samples: Sequences trained on.
-        loss: Of the last validation; None without any.
-        accepted: The official compliance checker accepts the log.
-        reason: Why it did not converge or was not accepted; empty otherwise.
+    ``init_s`` is set-up and capture, before the clock; ``run_s`` is None for a run that did not end
+    by itself; ``accepted`` is the verdict of the official compliance checker.
     """
 
     log: str
@@ -73,13 +68,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class TimeToTarget:
-    """Several runs to the same target.
-
-    Attributes:
-        score_s: Olympic mean of the seconds to the target; None where it has none.
-        no_score: Why there is none; empty otherwise.
-        verified: What this is not.
-    """
+    """Several runs to the same target; without a score ``no_score`` says why."""
 
     benchmark: str
     target_loss: float
@@ -94,14 +83,7 @@ class TimeToTarget:
 
 
 def olympic_mean(run_s: Sequence[float | None]) -> float:
-    """Return the mean without the fastest and the slowest run.
-
-    Args:
-        run_s: Seconds of each run; None for one that did not reach the target, which counts as
-            the slowest.
-
-    Raises:
-        ConfigError: there are too few runs, or too many did not reach the target.
+    """Mean without the fastest and the slowest run; None, not converged, counts as the slowest.
 
     Source: MLPerf training rules, section on scoring.
     """
@@ -121,7 +103,7 @@ def olympic_mean(run_s: Sequence[float | None]) -> float:
 
 
 def read_log(path: Path) -> dict[str, tuple[int, object, Mapping[str, object]]]:
-    """Return time in milliseconds, value and metadata of the last line of each key.
+    """Time in ms, value and metadata of each key's last line.
 
     A last line that was cut off, as a crash may leave one, is left out.
     """
@@ -139,10 +121,9 @@ def read_log(path: Path) -> dict[str, tuple[int, object, Mapping[str, object]]]:
 
 
 def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> RunRecord:
-    """Return what a log says; it may be missing where the run failed early.
+    """The log may be missing where the run failed early.
 
-    ``complaint`` is what the compliance checker says against it, empty if it accepts it, and
-    ``failure`` how the run failed, empty if it did not.
+    ``complaint`` is what the compliance checker says against it, empty if it accepts it.
     """
     lines = read_log(path) if path.exists() else {}
 
@@ -205,12 +186,7 @@ def score(
 
 
 def run_mlperf(arguments: Sequence[str], console: Console) -> int:
-    """Carry out ``graphfsdp bench --mlperf``; returns 1 where the runs have no score, else 0.
-
-    Raises:
-        ConfigError: a flag, or a combination of flags, that cannot work.
-        SystemExit: ``--help`` was asked for and printed.
-    """
+    """Return 1 where the runs have no score."""
     options, train_flags = _make_parser().parse_known_args(arguments)
     config = _checked(options, train_flags)
     folder = Path(options.out)
@@ -269,7 +245,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainConfig:
-    """Return the run that the flags ask for, and make the directory."""
+    """Also makes the directory."""
     for name, minimum in (("runs", MIN_NUM_RUNS), ("ranks", 1)):
         if getattr(options, name) < minimum:
             raise ConfigError(f"--{name} must be at least {minimum}, got {getattr(options, name)}")
@@ -321,11 +297,7 @@ def _run_command(
 def _run(
     command: Sequence[str], folder: Path, number: int, seed: int, config: TrainConfig
 ) -> RunRecord:
-    """Train once.
-
-    Raises:
-        ConfigError: the trainer refuses its flags or its data, as it would each time.
-    """
+    """Raises ConfigError where the trainer refuses its flags or data, as it would each time."""
     log, shown = folder / f"result_{number}.txt", folder / f"result_{number}.out"
     code = _execute(command, shown)
     if code == _EXIT_BAD_INPUT:

@@ -25,15 +25,9 @@ NUM_STAGES = 3
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The shape of the model.
+    """``capacity_factor`` is places of an expert over its fair share of the tokens.
 
-    Attributes:
-        gpt: Everything but the experts; its feed-forward width is that of one expert.
-        num_experts: Experts of each layer.
-        experts_per_token: How many of them each token is sent to.
-        capacity_factor: Places of an expert, over its fair share of the tokens. An expert that is
-            full drops tokens, so that every shape is known beforehand.
-        balance_weight: Weight of the loss that asks for equal use of the experts.
+    A full expert drops tokens, so that every shape is known beforehand.
     """
 
     gpt: GPTConfig
@@ -43,7 +37,6 @@ class MoEConfig:
     balance_weight: float = 0.01
 
     def capacity(self, num_tokens: int) -> int:
-        """Places of one expert for that many tokens."""
         share = num_tokens * self.experts_per_token / self.num_experts
         return min(num_tokens, math.ceil(share * self.capacity_factor))
 
@@ -68,7 +61,7 @@ class ExpertLayer(nn.Module):
         self,
         x: Tensor,  # [B, T, C]
     ) -> tuple[Tensor, Tensor]:  # [B, T, C]; [] float32, the balancing loss
-        """Transform each token by its experts; a token that all of them drop becomes zero.
+        """A token that all experts drop becomes zero.
 
         Capture: all shapes follow from those of the input.
         """
@@ -235,12 +228,7 @@ class BertModel(nn.Module):
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """The shape of the model.
-
-    Attributes:
-        channels: Of the first stage; each of the two later ones has twice as many.
-        blocks_per_stage: Residual blocks of each stage.
-    """
+    """``channels`` are of the first stage; each of the two later ones has twice as many."""
 
     channels: int
     blocks_per_stage: int

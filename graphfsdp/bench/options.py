@@ -45,22 +45,7 @@ is the limit: measure both kinds. Sizes and batch sizes are a sweep:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """A run of ``graphfsdp bench``.
-
-    Attributes:
-        suite: Name of a suite, None where workloads are named.
-        batch_size: Samples per step on each rank, for each workload; None is its own.
-        contender: Names of contenders; None is all.
-        seconds: Of the timed region of a case, all contenders together.
-        budget: Minutes of the whole run; None for no limit.
-        threads: Of torch on a CPU.
-        dtype: Precisions; None is fp32.
-        strategy: What graphfsdp cuts where there are several ranks; None is what FSDP2 does.
-        memory: On a CPU, measure peak memory in processes of their own.
-        profile: Keep a profile of each contender in the result directory.
-        nsys: Mark some steps of each contender for Nsight Systems.
-        out: Result directory; None is a new one below runs/.
-    """
+    """Each field is a flag, whose help says what it does."""
 
     suite: str | None = None
     workload: tuple[str, ...] = ()
@@ -128,12 +113,6 @@ class BenchOptions:
 
 
 def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:
-    """Turn the command line after ``graphfsdp bench`` into options.
-
-    Raises:
-        ConfigError: a flag, or a combination of flags, that cannot work.
-        SystemExit: ``--help`` was asked for and printed.
-    """
     given = vars(make_parser().parse_args(arguments))
     lists = ("workload", "batch_size", "dtype", "contender")
     values: dict[str, Any] = {

@@ -29,10 +29,7 @@ def draw_all(result: BenchResult, folder: Path) -> list[Path]:
 
 
 def crossover(result: BenchResult) -> Any:
-    """Draw how many times as fast as eager each contender is, over the items of a step.
-
-    Lines join the batch sizes of one workload; bars go from the least to the greatest pair.
-    """
+    """Lines join the batch sizes of one workload; bars go from the least to the greatest pair."""
     figure = _figure(9, 5)
     axes = figure.add_subplot()
     colours = _colours(result.cases)
@@ -79,7 +76,6 @@ def crossover(result: BenchResult) -> Any:
 
 
 def step_times(result: BenchResult) -> Any:
-    """Draw the median time of a step of each contender, a row of bars for each case."""
     colours = _colours(result.cases)
     figure = _figure(0, 0)
     for axes, case in _panels(figure, result.cases, 0.6 + 0.24 * len(colours)):
@@ -120,7 +116,7 @@ def distributions(result: BenchResult) -> Any:
 
 
 def memory(result: BenchResult) -> Any:
-    """Draw the peak memory of each contender; None where none was measured."""
+    """None where none was measured."""
     cases = [case for case in result.cases if any(own.memory for own in case.contenders)]
     if not cases:
         return None
@@ -141,7 +137,6 @@ def memory(result: BenchResult) -> Any:
 
 
 def _colours(cases: Sequence[CaseResult]) -> dict[str, str]:
-    """Return the contenders with numbers, each with a colour of matplotlib's cycle."""
     names = [name for name in contender_names(cases) if any(case.find(name) for case in cases)]
     return {name: f"C{index}" for index, name in enumerate(names)}
 
@@ -156,7 +151,7 @@ def _figure(width: float, height: float) -> Any:
 def _panels(
     figure: Any, cases: Sequence[CaseResult], height: float
 ) -> Iterator[tuple[Any, CaseResult]]:
-    """Yield axes for each case, three in a row of that height in inches."""
+    """Three in a row of that height in inches."""
     columns = min(3, len(cases))
     rows = -(-len(cases) // columns)
     figure.set_size_inches(4.2 * columns, 0.7 + height * rows)

@@ -38,12 +38,7 @@ class CaseFailedError(GraphFSDPError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a child is to measure.
-
-    Attributes:
-        contenders: Names of those to measure.
-        memory: Measure the memory of the one contender instead of times.
-    """
+    """With ``memory`` that of the one contender is measured instead of times."""
 
     setting: Setting
     contenders: tuple[str, ...]
@@ -61,12 +56,9 @@ class _Ending:
 
 
 def run_case(job: Job, say: Say, limit_s: float) -> CaseResult:
-    """Measure a case in a fresh process.
+    """A contender that ends the process is left out, with the reason; the others start anew.
 
-    A contender that ends the process is left out, with the reason, and the others start anew.
-
-    Raises:
-        CaseFailedError: the case cannot be measured, or not within ``limit_s`` seconds.
+    Raises CaseFailedError where the case cannot be measured, or not within ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     while True:

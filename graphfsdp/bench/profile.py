@@ -41,13 +41,7 @@ _COMPILED = (
 
 @dataclass(frozen=True)
 class KernelTotal:
-    """Everything of one name: a GPU's kernel, copy or fill, or an operator on a CPU.
-
-    Attributes:
-        ms: Milliseconds per step, without what it calls in turn.
-        calls: Per step.
-        share: Of the step.
-    """
+    """All kernels, copies, fills or operators of a name, per step, without what they call."""
 
     name: str
     ms: float
@@ -59,11 +53,7 @@ class KernelTotal:
 class Gap:
     """A stretch of a step in which no kernel (GPU) or operator (CPU) ran.
 
-    Attributes:
-        ms: How long.
-        after: What ran before; empty at the start of the first step.
-        before: What ran next; empty at the end of the last step.
-        within: The innermost named stretch of the host at its start; empty outside of all.
+    ``within`` is the innermost named stretch of the host at its start, empty outside of all.
     """
 
     ms: float
@@ -74,12 +64,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class RangeTotal:
-    """A named stretch of the host's time: a phase, or a unit's gathering and reducing.
-
-    Attributes:
-        ms: Milliseconds per step.
-        calls: Per step.
-    """
+    """A named stretch of the host's time, per step: a phase, or a unit's gathering and reducing."""
 
     name: str
     ms: float
@@ -90,19 +75,8 @@ class RangeTotal:
 class ProfileRecord:
     """Some steps of one contender under torch's profiler, which slows the host down.
 
-    Attributes:
-        what: "kernels" or "operators".
-        num_steps: Steps that were profiled.
-        step_ms: Milliseconds per step, under the profiler.
-        busy_ms: Of those, while at least one kernel or operator ran.
-        num_kernels: Kernels or operators per step.
-        largest: The largest by time.
-        num_gaps: Gaps per step.
-        gaps: The longest.
-        ranges: All named stretches.
-        trace: File name of the Chrome trace.
-        num_named: Events of graph replays to which the trace gives phase and module.
-        notes: What a reader has to know.
+    Counts and milliseconds are per step; in ``busy_ms`` at least one kernel or operator ran.
+    ``num_named`` counts events of graph replays to which the trace gives phase and module.
     """
 
     case: str

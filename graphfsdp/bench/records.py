@@ -73,16 +73,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the numbers were measured on.
+    """What the numbers were measured on; None is unknown or not there.
 
-    Attributes:
-        date: Of the measurement, UTC, ISO 8601 with seconds.
-        commit: Of the checkout, None for an installed package.
-        versions: Of packages that matter, by name; those that are not installed are left out.
-        num_threads: Threads of torch on the CPU, in each process.
-        backend: Of the process group, None where there is none.
-        gpu: Name of the device, None on a CPU.
-        load_average: Programs that ran on the machine before the start; None where unknown.
+    ``date`` is UTC, ISO 8601 with seconds; threads are torch's on the CPU, in each process;
+    ``load_average`` counts programs that ran before the start.
     """
 
     date: str
@@ -109,20 +103,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class WorkloadFacts:
-    """What was trained.
+    """What was trained; batch size and FLOPs are of a step on one rank.
 
-    Attributes:
-        name: Of the preset.
-        family: "gpt", "llama", "moe", "conv" or "bert".
-        dtype: "fp32" or "bf16".
-        batch_size: Samples per step on each rank.
-        items_per_sample: Tokens of a sequence; 1 for an image.
-        unit: What throughput counts: "tokens" or "images".
-        data: Where the inputs come from.
-        num_parameters: Trainable numbers of the whole model.
-        flops_per_step: Matrix arithmetic of forward and backward of one step on one rank,
-            recomputation not counted.
-        flops_formula: How ``flops_per_step`` was found.
+    ``family`` is "gpt", "llama", "moe", "conv" or "bert", ``unit`` "tokens" or "images". FLOPs are
+    the matrix arithmetic of forward and backward, recomputation not counted.
     """
 
     name: str
@@ -149,13 +133,7 @@ class WorkloadFacts:
 
 @dataclass(frozen=True)
 class PeakFacts:
-    """What the machine can do at most.
-
-    Attributes:
-        stated_tflops: Of one GPU, from its data sheet; None where there is none.
-        measured_tflops: The best of some large products of random matrices in that dtype.
-        measured_how: In words.
-    """
+    """Stated of one GPU by its data sheet; measured as the best of some large products."""
 
     stated_tflops: float | None
     measured_tflops: float
@@ -164,16 +142,10 @@ class PeakFacts:
 
 @dataclass(frozen=True)
 class InitRecord:
-    """What happened before the timed region.
+    """What happened before the timed region; None where there was nothing of the kind.
 
-    Attributes:
-        build_ms: Model, optimizer, sharding.
-        warmup_ms: All steps until the first timed one, capture and compilation included.
-        num_warmup_steps: How many those were.
-        capture_ms: The capture itself; None without one.
-        compile_ms: What torch.compile spent; None without it.
-        num_nodes: Of the graph; None without one, or where the driver does not tell.
-        pool_bytes: Memory of the graph's pool; on a CPU the planned memory.
+    ``warmup_ms`` is of all steps until the first timed one, capture and compilation included;
+    ``pool_bytes`` is the graph's pool, on a CPU the planned memory.
     """
 
     build_ms: float
@@ -189,12 +161,9 @@ class InitRecord:
 class TimingRecord:
     """The timed region: windows of steps with no host sync inside.
 
-    Attributes:
-        step_ms: Milliseconds of each step, by window; the windows of all contenders took turns,
-            so that window i of one ran beside window i of every other.
-        host_ms: Milliseconds per step until the window's last call had returned, by window: on a
-            GPU the time that the host needs to launch.
-        cpu_ms: CPU time of the process per step, all threads, by window.
+    The windows of all contenders took turns, so that window i of one ran beside window i of every
+    other. ``host_ms`` is per step until the window's last call had returned: on a GPU the time that
+    the host needs to launch. ``cpu_ms`` is per step, of all threads.
     """
 
     step_ms: tuple[tuple[float, ...], ...]
@@ -214,13 +183,8 @@ class TimingRecord:
 class MemoryRecord:
     """Peak memory of a contender.
 
-    Attributes:
-        how: How it was measured.
-        process_bytes: Peak resident memory of a process that runs nothing else.
-        init_bytes: The same less what the libraries need, up to the first timed step.
-        steps_bytes: Likewise, of later steps alone.
-        allocated_bytes: Peak of a GPU's allocator, less what was there before.
-        reserved_bytes: Peak of what the allocator took from the driver, likewise.
+    The process runs nothing else; what it holds up to the first timed step and after it is less
+    what the libraries need. The GPU allocator's numbers are less what was there before.
     """
 
     how: str
@@ -233,16 +197,10 @@ class MemoryRecord:
 
 @dataclass(frozen=True)
 class ParityRecord:
-    """Losses beside the reference's, over every step of the run, timed ones included.
+    """Losses beside the reference's, over every step of the run; None is one not finite.
 
-    Attributes:
-        num_steps: How many losses were compared.
-        max_difference: Largest absolute difference; None where one is not finite.
-        bit_exact: All losses are equal bit for bit.
-        first_difference: Number of the first step whose losses differ, from 0; None if none does.
-        early_difference: Largest absolute difference in the first ten steps, before rounding
-            errors have had time to grow.
-        last_loss: Of the last step; None where it is not finite.
+    ``early_difference`` is of the first ten steps, before rounding errors have had time to grow;
+    ``first_difference`` counts steps from 0, and is None if none differs.
     """
 
     num_steps: int
@@ -257,11 +215,8 @@ class ParityRecord:
 class RooflineRecord:
     """How far an iteration is from the time that its kernels alone take.
 
-    Attributes:
-        how: How the kernels were timed.
-        kernel_ms: Sum over the kernels (GPU) or operators (CPU) of one iteration.
-        num_kernels: How many there are in one iteration.
-        ratio: Median time of a step over ``kernel_ms``; 1 is the limit if no two kernels overlap.
+    ``ratio`` is the median time of a step over the sum of kernels (GPU) or operators (CPU) of one
+    iteration; 1 is the limit if no two kernels overlap.
     """
 
     how: str
@@ -272,8 +227,6 @@ class RooflineRecord:
 
 @dataclass(frozen=True)
 class ContenderResult:
-    """One contender of a case."""
-
     name: str
     description: str
     init: InitRecord
@@ -286,13 +239,7 @@ class ContenderResult:
 
 @dataclass(frozen=True)
 class NotRun:
-    """A contender that did not run, and why.
-
-    Attributes:
-        name: Of the contender.
-        reason: One sentence.
-        detail: The end of a traceback or of a log, for who wants to know; may be empty.
-    """
+    """``detail`` is the end of a traceback or of a log, for who wants to know; may be empty."""
 
     name: str
     description: str
@@ -313,10 +260,7 @@ class CaseResult:
         return next((item for item in self.contenders if item.name == name), None)
 
     def ratios(self, name: str, base: str = REFERENCE) -> tuple[float, ...]:
-        """Return how many times as fast as the base a contender was, round by round.
-
-        Empty where one of the two did not run.
-        """
+        """How many times as fast as the base, by round; empty where one of them did not run."""
         return self._over(name, base, lambda timing: timing.window_ms)
 
     def speedup(self, name: str, base: str = REFERENCE) -> Spread | None:
@@ -324,10 +268,7 @@ class CaseResult:
         return Spread.of(ratios) if ratios else None
 
     def cpu_ratios(self, name: str, base: str = REFERENCE) -> tuple[float, ...]:
-        """Return how many times as much CPU time the base needed, round by round.
-
-        Other programs on the machine hardly change it, unlike the time on a clock.
-        """
+        """As ``ratios``, of CPU time; other programs hardly change it, unlike a clock's."""
         return self._over(name, base, lambda timing: timing.cpu_ms)
 
     def _over(
@@ -365,13 +306,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A whole run of ``graphfsdp bench``.
-
-    Attributes:
-        options: The command's options, seed included, as plain values.
-        command: The command line.
-        left_out: Cases that did not run at all, by key, and why.
-    """
+    """``left_out`` holds cases that did not run at all, by key, and why."""
 
     environment: Environment
     options: Mapping[str, object]
@@ -387,28 +322,22 @@ class BenchResult:
 
 
 def to_data(record: object) -> Any:
-    """Return a record as plain dicts, lists, strings and numbers.
-
-    Numbers that are not finite become None, which JSON has and NaN is not.
-    """
+    """Numbers that are not finite become None, which JSON has and NaN is not."""
     return _plain(
         asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
     )
 
 
 def to_json(record: object) -> str:
-    """Return a record as text; lists of numbers take one line each."""
+    """Lists of numbers take one line each."""
     text = json.dumps(to_data(record), indent=1, allow_nan=False)
     return _NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text) + "\n"
 
 
 def from_data(kind: type[T], data: object, where: str = "result") -> T:
-    """Return the record that ``to_data`` made these values of.
+    """What ``to_data`` made; fields that are missing get their defaults.
 
-    Fields that are missing get their defaults; fields that no version knows are refused.
-
-    Raises:
-        ConfigError: a field is missing, unknown, or has another type; the message names it.
+    Unknown fields and other types are refused by name (ConfigError).
     """
     made = _read(kind, data, where)
     assert isinstance(made, kind)
@@ -416,7 +345,7 @@ def from_data(kind: type[T], data: object, where: str = "result") -> T:
 
 
 def write_result(result: BenchResult, path: str | os.PathLike[str]) -> None:
-    """Write a result file; it is whole or not there."""
+    """The file is whole or not there."""
     target = Path(path)
     unfinished = target.with_name(f"{target.name}.unfinished")
     unfinished.write_text(to_json(result), encoding="utf-8")
@@ -424,12 +353,7 @@ def write_result(result: BenchResult, path: str | os.PathLike[str]) -> None:
 
 
 def read_result(path: str | os.PathLike[str]) -> BenchResult:
-    """Read a result file, or the ``result.json`` of a result directory.
-
-    Raises:
-        ConfigError: it cannot be read, is no result of ``graphfsdp bench``, or was written by a
-            later version.
-    """
+    """Also takes a result directory; refuses (ConfigError) what a later version has written."""
     source = Path(path)
     if source.is_dir():
         source = source / "result.json"

@@ -112,7 +112,6 @@ def _parts(result: BenchResult, pictures: Sequence[Path], form: _Form) -> Iterat
 
 
 def case_notes(case: CaseResult) -> list[str]:
-    """Return the sentences that belong to a case's tables."""
     workload = case.workload
     notes = [
         f"{workload.num_parameters:,} parameters; {workload.data}; "
@@ -128,12 +127,12 @@ def case_notes(case: CaseResult) -> list[str]:
 
 
 def markdown(result: BenchResult, pictures: Sequence[Path] = ()) -> str:
-    """Return a whole result in Markdown, with links to PNG files beside it."""
+    """With links to PNG files beside it."""
     return "\n\n".join(_parts(result, pictures, _MARKDOWN)) + "\n"
 
 
 def page(result: BenchResult, pictures: Sequence[Path] = ()) -> str:
-    """Return the same as one HTML page that needs no network: the PNG files go into it."""
+    """Needs no network: the PNG files go into it."""
     body = "\n".join(_parts(result, pictures, _HTML))
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
@@ -143,11 +142,7 @@ def page(result: BenchResult, pictures: Sequence[Path] = ()) -> str:
 
 
 def make_directory(out: str | None) -> Path:
-    """Make the directory, so that an impossible one is refused before anything is measured.
-
-    Raises:
-        ConfigError: it holds something, or cannot be made.
-    """
+    """Refuses an impossible one (ConfigError) before anything is measured."""
     if out is None:
         out = str(Path("runs") / f"bench-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     refuse_used_directory(out)
@@ -162,7 +157,7 @@ def make_directory(out: str | None) -> Path:
 
 
 def write_directory(result: BenchResult, folder: Path, *, plots: bool = True) -> None:
-    """Write everything that is known so far; may be called again when more is."""
+    """May be called again when more is known."""
     write_result(result, folder / RESULT)
     drawn = draw_all(result, folder) if plots else []
     (folder / REPORT).write_text(markdown(result, drawn), encoding="utf-8")

@@ -51,11 +51,7 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as text.
-
-    Attributes:
-        num_left: Columns that are aligned to the left.
-    """
+    """The first ``num_left`` columns are aligned to the left."""
 
     title: str
     heading: tuple[str, ...]
@@ -109,7 +105,6 @@ def ratio_text(spread: Spread | None) -> str:
 
 
 def parity_text(parity: ParityRecord) -> str:
-    """Say how a contender's losses compare with the reference's."""
     if parity.bit_exact:
         return f"equal bit for bit ({parity.num_steps} steps)"
     if parity.max_difference is None or parity.early_difference is None:
@@ -156,7 +151,6 @@ def utilization_text(case: CaseResult, name: str) -> str:
 
 
 def peak_text(case: CaseResult) -> str:
-    """Say what utilization is measured by."""
     measured = f"{case.peak.measured_tflops:.3g} TFLOP/s measured ({case.peak.measured_how})"
     if case.peak.stated_tflops is None:
         return f"no data sheet states a peak for this machine; {measured}"
@@ -164,7 +158,6 @@ def peak_text(case: CaseResult) -> str:
 
 
 def workload_text(workload: WorkloadFacts) -> str:
-    """Return a case's name as tables show it."""
     items = f"x {workload.items_per_sample} tokens" if workload.unit == "tokens" else workload.unit
     return f"{workload.name} {workload.dtype}, {workload.batch_size} {items}"
 
@@ -214,8 +207,6 @@ def _overview(
 
 
 def overview(result: BenchResult) -> Table:
-    """Return ms/step of each contender, and how many times as fast as the reference it is."""
-
     def cell(case: CaseResult, own: ContenderResult) -> str:
         text, speedup = f"{own.timing.steps.median:.2f}", case.speedup(own.name)
         if own.name == REFERENCE or speedup is None:
@@ -243,7 +234,6 @@ def cpu_overview(result: BenchResult) -> Table:
 
 
 def memory_overview(result: BenchResult) -> Table:
-    """Return the peak memory of each contender, for cases whose memory was measured."""
     title = "peak memory, and on a CPU (of it, what the training takes besides the libraries)"
     return _overview(result, title, lambda case, own: own_memory_text(own) if own.memory else "")
 
@@ -313,7 +303,6 @@ def _case_table(case: CaseResult, title: str, columns: Sequence[str]) -> Table:
 
 
 def speed_table(case: CaseResult) -> Table:
-    """Return the timed region of a case."""
     windows = case.contenders[0].timing.step_ms
     title = f"{len(windows)} windows of {len(windows[0])} steps each, in turns"
     return _case_table(case, f"{workload_text(case.workload)}: {title}", _SPEED)
@@ -325,7 +314,6 @@ def start_table(case: CaseResult) -> Table:
 
 
 def short_table(case: CaseResult) -> Table:
-    """Return what fits into a terminal."""
     return _case_table(case, workload_text(case.workload), _SHORT)
 
 

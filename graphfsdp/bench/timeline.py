@@ -29,13 +29,9 @@ _PROCESS = "graphfsdp"
 
 @dataclass(frozen=True)
 class Event:
-    """A complete event of a Chrome trace.
+    """A complete event of a Chrome trace, times in microseconds.
 
-    Attributes:
-        start: Microseconds.
-        end: Microseconds.
-        thread: Where it ran.
-        correlation: Number of the launch that a GPU's event belongs to; None without.
+    ``correlation`` is the number of the launch that a GPU's event belongs to.
     """
 
     name: str
@@ -47,7 +43,6 @@ class Event:
 
     @property
     def us(self) -> float:
-        """How long it lasted."""
         return self.end - self.start
 
 
@@ -116,22 +111,14 @@ def window_of(events: Sequence[Event]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node of the graph that a replay runs.
-
-    Attributes:
-        phase: "forward", "backward" or "optimizer".
-        module: Full name of the module, empty for the outermost; None outside of all.
-    """
+    """``module`` is its full name, empty for the outermost; None outside of all."""
 
     phase: str
     module: str | None
 
 
 def replay_nodes(report: Any) -> tuple[GraphNode, ...]:
-    """Return what a replay runs, in order: called operators on a CPU, kernels on CUDA.
-
-    ``report`` is the ``CaptureReport`` of a step.
-    """
+    """In order: called operators on a CPU, kernels on CUDA; ``report`` is a ``CaptureReport``."""
     found = []
     for node in report.nodes():
         on_device = sum(name.startswith(_SEEN_NODES) for name in node.kernels)
@@ -163,10 +150,7 @@ def replays_of(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def name_replays(trace: dict[str, Any], events: Sequence[Event], nodes: Sequence[GraphNode]) -> int:
-    """Add a track of phases and one of modules to a trace, which is changed.
-
-    Returns how many events were named; 0 where they cannot be told apart.
-    """
+    """Changes the trace; returns how many events were named, 0 where they cannot be told apart."""
     replays = replays_of(events)
     if not replays or not nodes or any(len(replay) < len(nodes) for replay in replays):
         return 0

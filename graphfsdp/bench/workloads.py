@@ -40,12 +40,7 @@ _BYTES, _BYTES_AND_SPECIAL = 256, 264
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with a name.
-
-    Attributes:
-        family: "gpt", "llama", "moe", "bert", "conv" or "zoo".
-        batch_size: Samples per step on each rank, where none is asked for.
-    """
+    """``batch_size`` is samples per step on each rank, where none is asked for."""
 
     name: str
     family: str
@@ -67,7 +62,6 @@ class Workload:
         return "tokens" if self.items_per_sample > 1 else "samples"
 
     def with_vocabulary(self, num_tokens: int) -> "Workload":
-        """Return the workload with room for that many different tokens of text."""
         if isinstance(self.model, ConvConfig | ZooConfig):
             return self
         special = NUM_SPECIAL if isinstance(self.model, BertConfig) else 0
@@ -80,11 +74,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One workload in one precision and batch size.
-
-    Attributes:
-        batch_size: Samples per step on each rank.
-    """
+    """One workload in one precision; ``batch_size`` is samples per step on each rank."""
 
     workload: Workload
     dtype: DtypeName
@@ -185,11 +175,6 @@ def workloads() -> Iterator[Workload]:
 
 
 def find_workload(name: str) -> Workload:
-    """Return the workload of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
     known = {workload.name: workload for workload in workloads()}
     if name not in known:
         raise ConfigError(f"there is no workload {name!r}; expected one of {', '.join(known)}")
@@ -198,12 +183,7 @@ def find_workload(name: str) -> Workload:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case, and how it is measured.
-
-    Attributes:
-        contenders: Their names; None is all of them.
-        memory: On a CPU, also run each contender in a process of its own for its peak memory.
-    """
+    """A case and how it is measured; ``contenders`` None is all of them."""
 
     case: Case
     contenders: tuple[str, ...] | None = None
@@ -218,11 +198,7 @@ def plan_cases(
     *,
     memory: bool,
 ) -> tuple[PlannedCase, ...]:
-    """Return the product of workloads, precisions and batch sizes (None: each workload's own).
-
-    Raises:
-        ConfigError: there is no such workload.
-    """
+    """Product of workloads, precisions and batch sizes (None: each workload's own)."""
     found = [find_workload(name) for name in dict.fromkeys(names)]
     return tuple(
         PlannedCase(Case(workload, dtype, size), contenders, memory)
