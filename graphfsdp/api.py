@@ -43,11 +43,7 @@ _ANSWER: ContextVar[Callable[..., Any] | None] = ContextVar("graphfsdp_capture",
 
 @contextmanager
 def answering(answer: Callable[..., Any]) -> Iterator[None]:
-    """Give every call of ``graphfsdp.capture`` in the body to a function, for a check of scripts.
-
-    Args:
-        answer: Takes ``model``, ``optimizer`` and the keyword arguments that were given.
-    """
+    """Give calls of ``graphfsdp.capture`` in the body to a function, for a check of scripts."""
     token = _ANSWER.set(answer)
     try:
         yield
@@ -201,7 +197,6 @@ def capture(
 
 
 def _arguments_of(example: object) -> ExampleBatch | None:
-    """Return positional and keyword arguments of an example batch, None if there is none."""
     if example is None:
         return None
     if isinstance(example, Mapping):

@@ -21,8 +21,6 @@ _SAY_FIRST_S = 5.0
 
 @dataclass(frozen=True)
 class Command:
-    """A word after ``graphfsdp`` and what it does."""
-
     name: str
     summary: str
     run: Callable[[Sequence[str]], int | None]  # returns an exit code other than 0
@@ -80,18 +78,11 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Return 0 done; 1 failed, hazards or differences found; 2 bad input; 130 interrupted.
 
     Of several processes that a launcher has started, the first on each machine tells of bad
     input and interruption, which are common to all. A failure may be one rank's alone, so that
     rank tells of it.
-
-    Args:
-        argv: Words after the program's name; None takes those of this process.
-
-    Returns:
-        Exit code: 0 done; 1 failed, hazards found, or two checkpoints or results differ; 2 bad
-        input; 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -92,7 +92,7 @@ def draw_lifetimes(report: CaptureReport, path: PathLike) -> None:
 
 
 def place_buffers(uses: Sequence[BufferUse], pool_bytes: int) -> list[tuple[BufferUse, int]]:
-    """Return each buffer with its first byte: planned ones where they are, others above."""
+    """Planned buffers stay where they are, others go above; each with its first byte."""
     placed = [(use, use.offset) for use in uses if use.offset is not None]
     active: list[tuple[BufferUse, int]] = []
     for use in sorted((u for u in uses if u.offset is None), key=lambda u: (u.first, -u.num_bytes)):
@@ -108,7 +108,6 @@ def place_buffers(uses: Sequence[BufferUse], pool_bytes: int) -> list[tuple[Buff
 
 
 def _buffers_of(model: nn.Module | ModelPlan) -> list[tuple[str, BufferLayout, Sequence[str]]]:
-    """Return title, layout and names by slot of each flat buffer that is sharded."""
     found: list[tuple[str, BufferLayout, Sequence[str]]] = []
     if isinstance(model, ModelPlan):
         for plan in model.units:
@@ -152,11 +151,7 @@ def _rectangle(corner: tuple[float, float], width: float, height: float, colour:
 
 
 def _figure() -> Any:
-    """Return matplotlib's Figure: not pyplot, so no window system and no global state.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Not pyplot, so no window system and no global state."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "pictures need matplotlib, which is not installed. Remedy: pip install graphfsdp[plot]"

@@ -50,7 +50,6 @@ def _is_wrapper(optimizer: object) -> bool:
 
 
 def refuse_parallel_wrapper(model: nn.Module) -> None:
-    """Refuse torch's own data parallelism."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | DataParallel):
             where = f"module {name!r}" if name else "the model"
@@ -88,7 +87,6 @@ def refuse_other_types(model: object, loss_fn: object, mp_policy: object) -> Non
 def refuse_clipping_of_scaled_gradients(
     optimizer: torch.optim.Optimizer, options: CaptureOptions
 ) -> None:
-    """Refuse a clipping of ``capture`` beside a loss scale."""
     scaled = isinstance(optimizer, DeviceOptimizer) and optimizer.control.grad_scaler is not None
     if scaled and options.max_grad_norm is not None:
         raise ConfigError(
@@ -198,7 +196,6 @@ def trainable_parameters(
 
 
 def refuse_foreign_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has nothing to do with the model."""
     trainable = {id(param) for param in model.parameters() if param.requires_grad}
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if trainable and not trainable & held:
@@ -211,7 +208,6 @@ def refuse_foreign_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def only_device(model: nn.Module, named_params: dict[str, nn.Parameter]) -> torch.device:
-    """Return the device on which all of a model lies."""
     named = {**named_params, **dict(model.named_parameters()), **dict(model.named_buffers())}
     first: dict[torch.device, str] = {}
     for name, tensor in named.items():
@@ -225,7 +221,6 @@ def only_device(model: nn.Module, named_params: dict[str, nn.Parameter]) -> torc
 
 
 def as_list(value: object, name: str) -> list[Any]:
-    """Return the items of a sequence, or the value alone."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     if not items:
         raise ConfigError(f"{name} is an empty sequence; expected at least one")
@@ -244,7 +239,7 @@ def one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 def refuse_several(model: object, optimizer: object) -> None:
-    """Refuse sequences, which only a user's own iteration can train."""
+    """Only a user's own iteration can train several."""
     for name, value in (("model", model), ("optimizer", optimizer)):
         if isinstance(value, list | tuple):
             raise ConfigError(
@@ -284,7 +279,6 @@ def refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None:
 def trainable_of_all(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of the model, and those of each optimizer, each once."""
     found: dict[str, nn.Parameter] = {}
     known: set[int] = set()
     for index, optimizer in enumerate(optimizers):

@@ -35,7 +35,6 @@ class Opened:
 
 
 def open_any(path: str | os.PathLike[str], step: int | None = None) -> Opened:
-    """Open a folder of checkpoints, one checkpoint, a safetensors file or one of ``torch.save``."""
     place = Path(path)
     if place.is_file() and place.name != MANIFEST:
         manifest, tensors = describe_full(read_full_file(place))
@@ -116,7 +115,6 @@ def _write_checkpoint(opened: Opened, root: Path) -> Path:
 
 
 def describe(opened: Opened, *, verify: bool, tensors: bool) -> Iterator[str]:
-    """Yield lines that say what is inside."""
     manifest, facts = opened.manifest, opened.manifest.facts
     yield f"{opened.path}"
     if opened.files is not None:

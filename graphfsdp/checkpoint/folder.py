@@ -25,15 +25,13 @@ _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """A complete checkpoint in a folder."""
-
     step: int
     attempt: int  # 0, or more where the same step was saved again
     name: str
 
 
 def entries(root: Path) -> list[Entry]:
-    """Return the complete checkpoints of a folder, the oldest first."""
+    """The oldest first."""
     if not root.is_dir():
         return []
     found = []
@@ -45,7 +43,7 @@ def entries(root: Path) -> list[Entry]:
 
 
 def resolve(path: Path, step: int | None = None) -> Path:
-    """Return the folder of one checkpoint; without a step, of the one that ``latest`` names."""
+    """Without a step, the one that ``latest`` names."""
     if (path / MANIFEST).is_file() and step is None:
         return path
     known = entries(path)
@@ -77,10 +75,7 @@ def _describe(known: list[Entry]) -> str:
 
 
 def begin(root: Path, step: int | None) -> tuple[int, str]:
-    """Make the folder that a save writes into; return its step, and its name when it is done.
-
-    What earlier saves have left unfinished is removed, so one job at a time may save here.
-    """
+    """Return its step, and its name when it is done; removes what earlier saves left unfinished."""
     with explained(root):
         root.mkdir(parents=True, exist_ok=True)
         for path in root.iterdir():
@@ -96,7 +91,6 @@ def begin(root: Path, step: int | None) -> tuple[int, str]:
 
 
 def unfinished(root: Path, name: str) -> Path:
-    """Return where a checkpoint is while it is written."""
     return root / f"{UNFINISHED}{name}"
 
 
@@ -119,16 +113,14 @@ def commit(root: Path, name: str, manifest: Manifest, keep_last: int | None) -> 
 
 
 def give_up(root: Path, name: str) -> None:
-    """Remove what a failed save has left, as far as that is possible."""
     shutil.rmtree(unfinished(root, name), ignore_errors=True)
 
 
 def _remove_old(root: Path, name: str, keep_last: int | None) -> None:
-    """Remove checkpoints that are not wanted any more; the one that was just saved is.
+    """Later steps stay: who went back to an earlier one must not lose it for others.
 
-    Those of later steps stay: who went back to an earlier one goes on from that, and must not
-    lose it for others, which may be damaged. They go when the run has passed their steps.
-    Failing to is no failure of the save: what is left is removed the next time.
+    Those may be damaged; they go when the run has passed their steps. Failing to remove is no
+    failure of the save: what is left is removed the next time.
     """
     known = entries(root)
     saved = next(entry for entry in known if entry.name == name)

@@ -218,7 +218,6 @@ def _describe_optimizer(saved: Mapping[str, Any], tensors: dict[str, Tensor]) ->
 
 
 def _distribute(plan: LoadPlan, tensors: Mapping[str, Tensor], members: Members) -> None:
-    """Send every tensor that is needed from rank 0, and copy each rank's parts of it."""
     wanted: dict[str, list[Part]] = {}
     for key, part in plan.parts:
         wanted.setdefault(key, []).append(part)

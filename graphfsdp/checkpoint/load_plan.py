@@ -39,13 +39,11 @@ class LoadPlan:
         return tensor
 
     def act(self) -> None:
-        """Do what is to be done when all parts were read."""
         with torch.no_grad():
             for action in self.afterwards:
                 action()
 
     def refuse_problems(self, what: str, remedy: str) -> None:
-        """Raise CheckpointMismatchError with the whole list, if anything does not fit."""
         if self.problems:
             listed = "\n".join(f"  {problem}" for problem in self.problems)
             raise CheckpointMismatchError(
@@ -54,7 +52,6 @@ class LoadPlan:
             )
 
     def filled(self) -> Iterator[Tensor]:
-        """Yield the model's tensors that the load gives values."""
         for name, tensor in self.model.tensors.items():
             if name not in self.unread:
                 yield tensor
@@ -74,7 +71,6 @@ class LoadPlan:
         return None if key is None else self.manifest.tensors[key].dtype
 
     def fits(self, key: str, shape: Sequence[int], what: str) -> bool:
-        """Compare the shape of something saved; note it if it differs."""
         saved = self.manifest.tensors[key].shape
         if saved != tuple(shape):
             self.problems.append(f"{what}: saved {list(saved)}, here {list(shape)}")
@@ -90,7 +86,6 @@ class LoadPlan:
                 self.join_piece(weight_key, remainder_key, piece)
 
     def join_piece(self, weight_key: str, remainder_key: str, into: Part) -> None:
-        """Read a piece of a weight and of its remainder, and put them together."""
         weight = into.with_local(torch.empty_like(into.local, dtype=torch.bfloat16))
         remainder = into.with_local(torch.empty_like(into.local, dtype=torch.int16))
         self.parts += [(weight_key, weight), (remainder_key, remainder)]
@@ -128,7 +123,7 @@ def plan_model(plan: LoadPlan) -> None:
 def _plan_weight(
     plan: LoadPlan, key: str, main_key: str, main: SavedTensor | None, into: Part
 ) -> None:
-    """Plan to read one weight, from the main weight where that has more digits to give."""
+    """From the main weight, where that has more digits to give."""
     saved = plan.manifest.tensors[key]
     if main is None or into.dtype.itemsize <= saved.dtype.itemsize:
         plan.parts.append((key, into))

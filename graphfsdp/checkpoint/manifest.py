@@ -40,8 +40,6 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of the checkpoint."""
-
     num_bytes: int
     head_bytes: int  # so many at its start belong to no tensor
     head_crc32: int

@@ -60,7 +60,6 @@ class Members:
         raise type(first)(f"rank {rank}: {first}") from failure
 
     def first(self, make: Callable[[], T]) -> T:
-        """Run something on rank 0 and return its result on every rank; a collective."""
         made = self.together(lambda: make() if self.rank == 0 else None)
         found = self.gather(made)[0]
         assert found is not None

@@ -50,10 +50,9 @@ class NamedModel:
         return found or (Member(name, -1, ()),)
 
     def part(self, param: Tensor, value: Tensor) -> Part:
-        """Return this rank's part of a parameter, or of one of its states.
+        """A state is a DTensor too, or a plain tensor: this rank's rows if it has as many as these.
 
-        A state is a DTensor too, or a plain tensor, which is this rank's rows if it has as many
-        as these. Rows may have another length, as the scales of moments do.
+        Rows may have another length, as the scales of moments do.
         """
         offsets = self.offsets.get(id(param))
         if is_dtensor(value) or not is_dtensor(param):
@@ -95,7 +94,6 @@ def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedMode
 
 
 def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[NamedPart]:
-    """Yield every tensor of a model, fused ones in members."""
     buffers = model.buffers()
     for name, tensor in model.tensors.items():
         if name in buffers and not with_buffers:
@@ -116,17 +114,13 @@ def cut(
 
 
 def shape_of(member: Member, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that a tensor is saved with, or one member of it."""
     return tuple(shape) if member.num_rows < 0 else (member.num_rows, *shape[1:])
 
 
 def name_parameters(
     model: NamedModel, optimizer: torch.optim.Optimizer
 ) -> list[list[tuple[str, Tensor]]]:
-    """Return the parameters of an optimizer with their names, in its groups.
-
-    A parameter that the model does not have is named after its place in the optimizer.
-    """
+    """A parameter that the model does not have is named after its place in the optimizer."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     return [
         [

@@ -26,7 +26,7 @@ class Stateful(Protocol):
     """What can be kept in a checkpoint beside model and optimizer."""
 
     def state_dict(self) -> Any:
-        """Return the state: numbers, texts, tensors and collections of these."""
+        """Numbers, texts, tensors and collections of these."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
@@ -91,11 +91,7 @@ class TensorSink:
     parts: list[NamedPart] = field(default_factory=list)
 
     def store(self, where: str, tensor: Tensor) -> str:
-        """Keep a tensor and return its key.
-
-        A plain tensor's key has its checksum, so that ranks whose tensors are equal write one,
-        and ranks whose tensors differ write one each.
-        """
+        """A plain tensor's key has its checksum: ranks whose tensors are equal write one."""
         if is_dtensor(tensor):
             offsets = self.model.offsets.get(id(tensor))
             self.parts.append((where, part_of(tensor, offsets)))

@@ -44,10 +44,7 @@ _RULE_SETTINGS = (
 def describe_optimizer(
     model: NamedModel, optimizer: torch.optim.Optimizer, store: StoreTensor
 ) -> tuple[dict[str, Json], list[NamedPart]]:
-    """Return what the manifest says of an optimizer, and the tensors of its state.
-
-    ``store`` keeps large tensors that belong to no parameter.
-    """
+    """``store`` keeps large tensors that belong to no parameter."""
     state_dict = optimizer.state_dict()
     named = name_parameters(model, optimizer)
     groups = []
@@ -102,7 +99,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
 
 
 def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
-    """Plan to read the state of an optimizer; note what does not fit."""
     saved = plan.manifest.facts.get("optimizer")
     if saved is None:
         plan.problems.append("optimizer: the checkpoint was saved without one")
@@ -152,7 +148,6 @@ def _plan_group(
     here: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """Return the group with the hyper-parameters that its parameters were saved with."""
     row_of = {name: row for row, g in enumerate(saved["groups"]) for name in g["params"]}
     rows: dict[int, str] = {}
     for name, _ in group:
@@ -189,8 +184,6 @@ def _plan_group(
 
 
 class _StateReader:
-    """Plans to read the state of one parameter."""
-
     def __init__(
         self,
         plan: LoadPlan,
@@ -277,13 +270,11 @@ class _StateReader:
         self._fill(found[key], keys)
 
     def _fill(self, target: Tensor, keys: Sequence[str]) -> None:
-        """Plan to read what is saved under a key for each member."""
         part = self._plan.model.part(self._param, target)
         for saved_key, member in zip(keys, self._members, strict=True):
             self._plan.parts += [(saved_key, piece) for _, piece in cut("", [member], part)]
 
     def _shape(self, key: str, saved: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that a state has here."""
         existing = self._entries.get(key)
         if isinstance(existing, Tensor):
             return self._plan.model.part(self._param, existing).whole_shape
@@ -303,7 +294,6 @@ class _StateReader:
         return wrap_rows_like(rows, self._param)
 
     def _new(self, dtype: torch.dtype) -> Tensor:
-        """Return a new state with the parameter's shape and placements."""
         local = local_part(self._param.detach())
         return wrap_like(torch.empty_like(local, dtype=dtype, device=self._device), self._param)
 

@@ -41,15 +41,13 @@ NamedPart = tuple[str, Part]
 
 
 def whole(tensor: Tensor) -> Part:
-    """Return a plain tensor as a part: it has everything."""
     return Part(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 def part_of(tensor: Tensor, offsets: tuple[int, ...] | None = None) -> Part:
-    """Return what this rank holds of a tensor.
+    """``offsets`` say where the part of a DTensor begins whose rows are cut unevenly.
 
-    ``offsets`` say where the part of a DTensor begins whose rows are cut unevenly, along as many
-    dims as they have; None is for a DTensor that is cut as torch does it.
+    They have as many dims as are cut; None is for a DTensor that is cut as torch does it.
     """
     if not is_dtensor(tensor):
         return whole(tensor)
@@ -147,8 +145,6 @@ def gated_delta_net_conv(pattern: str, *, key_rows: int, value_rows: int) -> Fus
 
 @dataclass(frozen=True)
 class Member:
-    """One of the matrices in a fused weight."""
-
     name: str
     num_rows: int
     runs: tuple[tuple[int, int], ...]  # first row in the fused weight and number of rows, in order

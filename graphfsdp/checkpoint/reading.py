@@ -73,7 +73,6 @@ class CheckpointFiles:
                 )
 
     def check_all(self) -> None:
-        """Compare every checksum."""
         for name in self.manifest.files:
             self._content(name)
         for key, saved in self.manifest.tensors.items():
@@ -103,7 +102,6 @@ class CheckpointFiles:
         return found
 
     def objects(self, name: str) -> dict[str, Json]:
-        """Return the encoded states of a rank's objects."""
         content = self._content(name)
         self.raise_damage()
         assert content is not None
@@ -111,7 +109,6 @@ class CheckpointFiles:
         return found
 
     def raise_damage(self) -> None:
-        """Complain of all that was noted, if anything was."""
         if not self._damage:
             return
         named = "\n".join(f"  {line}" for line in self._damage[:_MAX_NAMED])
@@ -174,7 +171,6 @@ def _overlap(piece: SavedPiece, part: Part) -> tuple[Box, Box] | None:
 
 
 def _byte_range(piece: SavedPiece, box: Box, itemsize: int) -> tuple[int, int]:
-    """Return the first byte and the end of a box of a piece."""
     first = last = 0
     for size, place in zip(piece.sizes, box, strict=True):
         first = first * size + place.start
@@ -183,10 +179,7 @@ def _byte_range(piece: SavedPiece, box: Box, itemsize: int) -> tuple[int, int]:
 
 
 def name_last_good(damaged: Path) -> str:
-    """Return a sentence that names the newest earlier checkpoint without damage.
-
-    It is read as a whole, so that nobody is sent from one damaged checkpoint to the next.
-    """
+    """Read as a whole, so that nobody is sent from one damaged checkpoint to the next."""
     known = entries(damaged.parent)
     names = [entry.name for entry in known]
     earlier = known[: names.index(damaged.name)] if damaged.name in names else known

@@ -78,10 +78,9 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write the tensors of a model.
+    """Tied tensors are written under the first of their names.
 
-    A tensor that has several names, such as tied embeddings, is written under the first; the
-    others stand in the file's metadata, where ``safetensors.torch.load_model`` looks for them.
+    The others stand in the file's metadata, where ``safetensors.torch.load_model`` looks for them.
     The file appears under its name only when it is complete.
     """
     tensors: dict[str, Tensor] = {}

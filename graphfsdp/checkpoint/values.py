@@ -38,12 +38,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def encode(value: Any, where: str, store: StoreTensor) -> Json:
-    """Return a state as JSON values: nested collections of numbers, texts, bytes, tensors, arrays.
+    """``where`` names it in messages and names large tensors, which ``store`` keeps.
 
-    ``where`` names it in messages and names large tensors, which ``store`` keeps.
-
-    Raises:
-        CheckpointError: something in it could only be pickled; it is named.
+    Raises CheckpointError that names what could only be pickled.
     """
     if value is None or isinstance(value, bool):
         return value

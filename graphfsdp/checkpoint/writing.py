@@ -34,8 +34,6 @@ Finish = Callable[[dict[str, SavedFile], dict[str, SavedTensor]], None]
 
 @dataclass(frozen=True)
 class _Box:
-    """What a rank has of a tensor."""
-
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -56,7 +54,6 @@ class _Written:
 
 
 def objects_file(rank: int) -> str:
-    """Return the name of the file with the state of a rank's objects."""
     return f"objects-{rank:05d}.json"
 
 
@@ -149,10 +146,9 @@ def _write(
 
 
 def _write_tensors(file: BinaryIO, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Write tensors and return the checksums of their blocks; the disk begins meanwhile.
+    """Return the checksums of the tensors' blocks; the disk begins while they are written.
 
-    Left alone, the system keeps what is written in memory, and the one sync at the end waits for
-    all of it.
+    Left alone, the system keeps what is written in memory, and the one sync at the end waits.
     """
     found = []
     num_new_bytes = 0

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Activations:
-    """What one micro-batch needs beside weights and their gradients."""
-
     saved_bytes: int  # what the forward pass leaves for the backward pass
     peak_bytes: int  # the most that lives at one time, over forward and backward
 
@@ -27,13 +25,7 @@ class Activations:
 
 
 def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
-    """Run a forward and a backward pass on the meta device, and add up what lives.
-
-    Args:
-        model: On the meta device. Gradients of its parameters are dropped as soon as they are
-            there, as a unit does that reduces them.
-        run: The forward pass; returns the loss.
-    """
+    """The model is on the meta device; gradients go at once, as in a unit that reduces."""
     lives = _Lives(model)
     handles = [
         param.register_post_accumulate_grad_hook(_drop_gradient)

@@ -25,12 +25,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run_plan(arguments: Sequence[str], console: Console) -> None:
-    """Carry out ``graphfsdp plan``.
-
-    Raises:
-        ConfigError: a flag, or a combination of flags, that cannot work.
-        SystemExit: ``--help`` was asked for and printed.
-    """
     parser = _make_parser()
     given, others = parser.parse_known_args(arguments)
     if given.strategy is not None:

@@ -28,12 +28,7 @@ _BORDER_NUMEL = 64  # optimizer state that does not continue its neighbour start
 class Collective:
     """What ranks do together in one iteration.
 
-    Attributes:
-        op: "all_gather", "reduce_scatter" or "all_reduce".
-        unit: Full name of the unit; "norm of the gradients" for that.
-        count: Calls in one iteration.
-        buffer_bytes: Bytes of the whole buffer of one call, padding included.
-        num_ranks: Ranks that take part.
+    ``buffer_bytes`` are of the whole buffer of one call, padding included.
     """
 
     op: str
@@ -51,7 +46,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The flat buffers of one module that ``fully_shard`` wraps; the root's name is ""."""
+    """The flat buffers of one wrapped module; the root's name is ""."""
 
     name: str
     buffers: tuple[BufferPlan, ...]
@@ -61,14 +56,8 @@ class UnitPlan:
 class ModelPlan:
     """Where the parameters of a model will lie.
 
-    Attributes:
-        units: In the order of the modules, the root first; so they lie in memory.
-        strategy: What is sharded.
-        mesh: Ranks that share every unit.
-        num_microbatches: Forwards and backwards of an iteration.
-        reshard_after_forward: Whole weights are dropped between forward and backward.
-        module_buffer_bytes: Bytes of the model's own buffers (``register_buffer``).
-        pool: Of whole weights and gradients; None if no forward pass was given to find it by.
+    ``units`` are in the order of the modules, the root first; so they lie in memory. ``pool`` is
+    None if no forward pass was given to find it by.
     """
 
     units: tuple[UnitPlan, ...]
@@ -132,7 +121,7 @@ class ModelPlan:
 
     @property
     def unreduced_outside_bytes(self) -> int:
-        """Bytes of gradients that are reduced over the inner axis alone, beside the main grads."""
+        """Gradients that are reduced over the inner axis alone, beside the main grads."""
         if not self.mesh.cuts_outside:
             return 0  # the main grads themselves
         waiting = [
@@ -198,7 +187,6 @@ class ModelPlan:
         return tuple(found)
 
     def _outside(self, name: str, buffer: BufferPlan) -> Iterator[Collective]:
-        """Yield what the ranks of the outer axis do with a buffer in one iteration."""
         share = self.mesh.num_inner if buffer.sharded else 1
         cuts = buffer.sharded and self.mesh.cuts_outside
         if cuts:
@@ -226,23 +214,10 @@ def plan_model(
 ) -> ModelPlan:
     """Lay a model out as ``fully_shard`` would, without ranks and without memory.
 
-    Args:
-        model: On any device; its parameters are looked at, not touched.
-        units: Full names of the modules that are wrapped one by one, in the order of wrapping;
-            the root comes last by itself.
-        num_ranks: Ranks that share every unit.
-        num_outer: How many of them hold the same shard: ranks of the outer axis.
-        cuts_outside: Main weights, main grads and optimizer state are cut over these too.
-        strategy: As for ``fully_shard``.
-        mp_policy: As for ``fully_shard``.
-        num_microbatches: Forwards and backwards of an iteration.
-        reshard_after_forward: As for ``fully_shard``.
-        overlap: As for ``fully_shard``.
-        run: ``run(copy)`` is the forward pass of one micro-batch of a copy of the model on the
-            meta device, and returns the loss; so the pool is found to the byte.
-
-    Raises:
-        ConfigError: there is no such module, or a number is out of range.
+    ``units`` are in the order of wrapping; the root comes last by itself. ``run(copy)`` is the
+    forward pass of a micro-batch of a copy on the meta device, and returns the loss; so the pool is
+    found to the byte. ``num_outer`` of the ranks hold the same shard; with ``cuts_outside`` main
+    weights, main grads and optimizer state are cut over these too.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ConfigError(

@@ -35,10 +35,7 @@ RunForward = Callable[[nn.Module], Tensor]
 class PlannedMesh:
     """Ranks of a mesh (replicate, shard), counted along the inner axis first.
 
-    Attributes:
-        num_ranks: All of them.
-        num_outer: Ranks of the outer axis; 1 for a mesh of one axis.
-        cuts_outside: Main weights, main grads and optimizer state are cut over both axes.
+    With ``cuts_outside`` main weights, main grads and optimizer state are cut over both axes.
     """
 
     num_ranks: int
@@ -70,10 +67,7 @@ class PlannedMesh:
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """What the pool of ``fully_shard(..., buffer_pool=True)`` comes to.
-
-    ``peak_bytes`` is the most that is alive at a time: what any allocator needs for it.
-    """
+    """Of ``fully_shard(..., buffer_pool=True)``; the peak is what any allocator needs for it."""
 
     num_bytes: int
     peak_bytes: int

@@ -25,13 +25,10 @@ _GIGA = 1e9
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the machines are taken to do.
+    """What the machines are taken to do, each GPU and rank for itself.
 
-    Attributes:
-        tflops: Matrix arithmetic of one GPU, as its data sheet has it.
-        utilization: Share of it that the model reaches while it computes (MFU).
-        bandwidth_gbs: Gigabytes (1e9) that each rank sends per second while all do.
-        latency_us: Microseconds of one step of a ring.
+    Bandwidth is gigabytes (1e9) sent per second while all ranks do; latency is of one step of a
+    ring; ``utilization`` is the share of ``tflops`` that is reached while it computes (MFU).
     """
 
     tflops: float = 989.0
@@ -51,12 +48,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Milliseconds of one iteration.
-
-    Attributes:
-        compute_ms: Matrix arithmetic of one rank.
-        communication_ms: All collectives, one after the other.
-    """
+    """Milliseconds of one iteration, all collectives one after the other."""
 
     compute_ms: float
     communication_ms: float
@@ -163,16 +155,9 @@ class TrainingPlan:
 def plan_training(
     config: TrainConfig, *, num_ranks: int, rank: int = 0, speeds: Speeds | None = None
 ) -> TrainingPlan:
-    """Plan a training run without a GPU, without ranks and without its memory.
+    """Plan without a GPU, without ranks and without the run's memory.
 
-    Args:
-        config: The run, as ``graphfsdp train`` takes it.
-        num_ranks: Processes that torchrun would start, all machines together.
-        rank: Whose optimizer state to count.
-        speeds: What to estimate the time from.
-
-    Raises:
-        ConfigError: the batch cannot be cut over the ranks, or a number is out of range.
+    ``num_ranks`` counts all machines; ``rank`` is the one whose optimizer state is counted.
     """
     batch = config.batch(num_ranks)
     shape = config.gpt(config.vocab_size or _BYTES_VOCABULARY)

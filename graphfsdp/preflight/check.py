@@ -174,13 +174,7 @@ def _kind(name: HazardKind | str) -> HazardKind:
 
 
 class _Preflight:
-    """One check.
-
-    Attributes:
-        hazards: What was found.
-        device: Where the model lies, "?" if on several devices.
-        num_ops: Operators of the judged run.
-    """
+    """``device`` is "?" for a model on several; ``num_ops`` counts those of the judged run."""
 
     def __init__(
         self,
@@ -202,7 +196,6 @@ class _Preflight:
         self.num_ops = 0
 
     def run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note everything that a graph could not hold of an iteration with this batch."""
         with self._noting(HazardKind.CONFIG):  # what leaves nothing to go on with
             self._run(batch, kwargs)
 
@@ -298,7 +291,6 @@ class _Preflight:
                 )
 
     def note(self, error: ConfigError, kind: HazardKind) -> None:
-        """Note what is wrong with a setting."""
         why, fix = split_remedy(str(error))
         self.hazards.add(Hazard(kind, why, fix))
 

@@ -49,7 +49,6 @@ exit code: 0 no hazard, 1 hazards, 2 the check could not run.
 
 
 def run_check(arguments: Sequence[str]) -> int:
-    """Check what the words after ``graphfsdp check`` name, and print the report."""
     if "--precision-table" in arguments[:1]:
         Console().print(rich_table())
         return 0

@@ -34,9 +34,8 @@ _MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
 class HostTensors:
     """The tensors that would lie in host memory if the model lay on a GPU.
 
-    On a CPU all memory is the host's. But a tensor that is made without ``device=`` would be made
-    in host memory everywhere, and moving it to a GPU inside an iteration is what a capture does
-    not permit. Everything else is taken to lie where the model does.
+    On a CPU, these are the ones made without ``device=``: moving one to a GPU inside an iteration
+    is what a capture does not permit. Everything else is taken to lie where the model does.
     """
 
     def __init__(self, storages: StorageTable) -> None:
@@ -45,14 +44,12 @@ class HostTensors:
         self._factories = {*torch_device._device_constructors(), *_LITERALS}
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor was made in host memory."""
         info = self._info(tensor)
         return info is not None and id(info) in self._found
 
     def judge_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[str, Refusal] | None:
-        """Judge a torch function that makes or moves host tensors."""
         if function in _LITERALS:
             position = 1 if function is Tensor.new_tensor else 0
             data = kwargs.get("data", args[position] if len(args) > position else None)
@@ -76,7 +73,6 @@ class HostTensors:
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Note what a torch function has made."""
         if function in _MOVES and (function is not Tensor.to or _moves(args[1:], kwargs)):
             self.forget(flat_tensors([result]))
         elif function in self._factories and not any(isinstance(a, Tensor) for a in args):
@@ -88,7 +84,6 @@ class HostTensors:
     def judge_op(
         self, op: torch._ops.OpOverload, inputs: Sequence[Tensor], varies: Callable[[Tensor], bool]
     ) -> Refusal | None:
-        """Judge an operator by where its arguments lie."""
         on_host = [tensor for tensor in inputs if self.holds(tensor)]
         if not on_host or len(on_host) == len(inputs):
             return None
@@ -102,7 +97,6 @@ class HostTensors:
         return None
 
     def note_op(self, inputs: Sequence[Tensor], result: Any, *, is_literal: bool) -> None:
-        """Note what an operator has made."""
         if is_literal or (inputs and all(self.holds(tensor) for tensor in inputs)):
             self._add(flat_tensors([result]))
 

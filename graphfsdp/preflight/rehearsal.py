@@ -53,7 +53,7 @@ class Rehearsal:
         self._for_cuda = for_cuda
 
     def run(self, iterate: Callable[[], object]) -> int:
-        """Run the iteration and note what a graph cannot hold; return the number of operators."""
+        """Return the number of operators."""
         runs: list[PreflightWatcher] = []
         found = generators_of(self._model, self._device)
         generators = [(each, each.get_state()) for each in found]
@@ -140,7 +140,7 @@ class Rehearsal:
         reword: Callable[[Refusal], Refusal] | None,
         told: set[tuple[str, int | None]],
     ) -> set[tuple[str, int | None]]:
-        """Note where two runs passed other values; return the places."""
+        """Return the places."""
         found = set()
         known = {h.source for h in self._hazards if h.kind is HazardKind.BAKED_NUMBER}
         sites = after.sites.sites()

@@ -25,11 +25,7 @@ _NO_CUDA = ("CUDA", "NVIDIA", "accelerator")
 
 
 class ScriptError(ConfigError):
-    """A program did not get as far as a check.
-
-    Attributes:
-        cause: The exception that the program ended with, None if it ended well.
-    """
+    """A program did not get as far as a check; ``cause`` is None if it ended well."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message)
@@ -42,13 +38,7 @@ class _CheckedExit(SystemExit):
 
 @dataclass(frozen=True)
 class ScriptCheck:
-    """How programs are checked.
-
-    Attributes:
-        target: Whose rules count; see ``graphfsdp.check``.
-        ignore: Kinds of hazards to leave out.
-        on_cpu: Where the program asks for a GPU, give it the CPU.
-    """
+    """``on_cpu``: where the program asks for a GPU, give it the CPU."""
 
     target: str = "cuda"
     ignore: Sequence[HazardKind | str] = ()
@@ -104,13 +94,7 @@ class ScriptCheck:
 
 @dataclass
 class _Flight:
-    """One run of a script.
-
-    Attributes:
-        how: How to check.
-        num_steps: Steps that it has captured.
-        reports: What was found; at most one.
-    """
+    """One run of a script; ``reports`` has at most one."""
 
     how: ScriptCheck
     num_steps: int = 0
@@ -119,7 +103,6 @@ class _Flight:
     def answer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> "_CheckedStep":
-        """Answer a call of ``graphfsdp.capture``."""
         self.num_steps += 1
         return _CheckedStep(self, model, optimizer, options)
 
@@ -169,7 +152,6 @@ class _CheckedStep:
 
 @contextlib.contextmanager
 def _as_program(argv: list[str], folder: str) -> Iterator[None]:
-    """Let a program find its arguments and its neighbours."""
     saved_argv, saved_path = sys.argv, list(sys.path)
     sys.argv = argv
     sys.path.insert(0, folder)

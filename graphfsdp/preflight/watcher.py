@@ -19,9 +19,7 @@ from graphfsdp.preflight.host_tensors import HostTensors
 class PreflightWatcher(Watcher):
     """Watches one run of an iteration that is to leave no trace.
 
-    Attributes:
-        constants: The Python values that went into operators.
-        undo: What was written outside the iteration, as it was before.
+    ``constants`` are Python values that went into operators; ``undo`` is what was overwritten.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class PreflightWatcher(Watcher):
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Judge a torch function called from Python, and run it."""
         if self._on_host is None or self.is_quiet:
             return super().on_function(function, args, kwargs)
         judged = self._on_host.judge_function(function, args, kwargs)
@@ -74,7 +71,6 @@ class PreflightWatcher(Watcher):
         kwargs: Mapping[str, Any],
         inputs: Sequence[Tensor],
     ) -> Refusal | None:
-        """Return why a graph cannot hold an operator call, None if it can."""
         found = super().judge_op(op, args, kwargs, inputs)
         if found is None and self._on_host is not None:
             found = self._on_host.judge_op(op, inputs, super().varies)
@@ -88,7 +84,6 @@ class PreflightWatcher(Watcher):
         written: Sequence[Tensor],
         run: Run,
     ) -> Any:
-        """Keep what the operator is about to overwrite, and run it."""
         self.constants.add(op, args, kwargs, self.site)
         for tensor in flat_tensors(args) + flat_tensors(kwargs.values()):
             if self._sums is not None and self._sums.has_changed(tensor):
@@ -115,7 +110,6 @@ class PreflightWatcher(Watcher):
         infos: Sequence[StorageInfo],
         results: Sequence[Tensor],
     ) -> None:
-        """Keep the book of storages, and of those in host memory."""
         super().note_results(op, args, infos, results)
         self.constants.add_results(args, {}, results)
         if self._on_host is not None:

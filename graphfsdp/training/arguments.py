@@ -28,8 +28,6 @@ _SECTIONS = (
 
 @dataclass(frozen=True)
 class Preset:
-    """A named training run, and one line for the help."""
-
     config: TrainConfig
     description: str
 
@@ -159,7 +157,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
-    """Turn the command line after ``graphfsdp train`` into a training run."""
     given = vars(make_parser().parse_args(arguments))
     impl = given.pop("cuda_graph_impl", None)
     if impl is not None:

@@ -23,8 +23,6 @@ from graphfsdp.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The parts of a training run, ready for the first iteration."""
-
     config: TrainConfig
     ranks: Ranks
     batch: IterationBatch
@@ -100,7 +98,6 @@ def _make_program(
     vocab_size: int,
     example: tuple[Tensor, Tensor] | None,
 ) -> tuple[GPT, FusedAdam | CPUOffload, graphfsdp.CapturedStep]:
-    """Make model, optimizer and step; with an example batch, the graph too."""
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     torch.manual_seed(config.seed)
     on_meta = config.init_model_with_meta_device
@@ -186,7 +183,7 @@ def _mesh_of(model: GPT, num_instances: int) -> DeviceMesh | None:
 
 
 def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
-    """Return the device to train on: with several ranks on a machine, one GPU each."""
+    """With several ranks on a machine, one GPU each."""
     available = torch.cuda.is_available()
     if choice == "cuda" and not available:
         raise ConfigError(
@@ -211,7 +208,7 @@ def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
 def make_model(
     config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype
 ) -> GPT:
-    """Return the model on its device, its weights drawn from torch's global generator."""
+    """Weights are drawn from torch's global generator."""
     # Drawn on the CPU, so that a seed means the same weights on every device.
     with torch.device("meta" if device.type == "meta" else "cpu"):
         model = GPT(config.gpt(vocab_size))
@@ -234,7 +231,7 @@ def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
 
 
 def _vocab_size_without_data(config: TrainConfig) -> int:
-    """Return the size of the embedding where the data may not be looked at yet."""
+    """Where the data may not be looked at yet."""
     if config.vocab_size is None and config.data is not None and config.data.endswith(".bin"):
         raise ConfigError(
             f"--mllog makes the model before the clock starts, and --data {config.data} must not "
@@ -246,7 +243,7 @@ def _vocab_size_without_data(config: TrainConfig) -> int:
 def _made_up_batch(
     batch: IterationBatch, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return random tokens and targets, [B, T], shaped like one rank's part of a batch."""
+    """Random tokens and targets, [B, T], shaped like one rank's part of a batch."""
     size = (batch.num_microbatches * batch.micro_batch_size, batch.seq_length + 1)
     # A generator of its own: torch's global one draws the same as in a run without this.
     windows = torch.randint(vocab_size, size, generator=torch.Generator().manual_seed(0))
@@ -289,7 +286,6 @@ def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAd
 
 
 def _flag_values(config: TrainConfig) -> dict[str, object]:
-    """Return the flags, which must be equal on every rank."""
     return {f"--{name.replace('_', '-')}": value for name, value in asdict(config).items()}
 
 

@@ -29,8 +29,6 @@ _FREE = frozenset(
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is."""
-
     iteration: int = 0  # iterations done
     tokens: int = 0  # trained on, all ranks together
 
@@ -109,7 +107,6 @@ class RunCheckpoints:
         scheduler.apply()
 
     def save_if_due(self, position: Position, *, is_last: bool) -> None:
-        """Save after an iteration that ``--save-interval`` names, and after the last."""
         run, config, done = self._run, self._run.config, position.iteration
         due = config.save_interval > 0 and done % config.save_interval == 0
         if config.save is None or not (due or is_last):
@@ -126,7 +123,6 @@ class RunCheckpoints:
         )
 
     def close(self) -> None:
-        """Wait for what is being saved."""
         if self._saver is not None:
             self._saver.close()
 

@@ -271,7 +271,6 @@ class TrainConfig:
         self._check_mllog()
 
     def gpt(self, vocab_size: int) -> GPTConfig:
-        """Return the model's shape; ConfigError if there is no such model."""
         shared = {field.name for field in fields(GPTConfig)} & {
             field.name for field in fields(self)
         }
@@ -287,7 +286,6 @@ class TrainConfig:
         return ShardingStrategy.parse(self.data_parallel_sharding_strategy)
 
     def batch(self, num_ranks: int) -> IterationBatch:
-        """Return how an iteration's batch is cut over that many ranks, if it can be."""
         together = self.micro_batch_size * num_ranks
         num_sequences = self.global_batch_size or together
         if num_sequences % together:
@@ -336,12 +334,10 @@ class TrainConfig:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Dtype of the model weights, in which forward and backward compute."""
         return torch.bfloat16 if self.bf16 else torch.float32
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """Dtype of the weights that the optimizer updates."""
         return _dtype(self.main_params_dtype) if self.bf16 else torch.float32
 
     @property
@@ -354,7 +350,6 @@ class TrainConfig:
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """Which dtype each copy of a weight and of its gradient has."""
         return MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
             main_params_dtype=_dtype(self.main_params_dtype),

@@ -59,7 +59,6 @@ class TrainingConsole:
         self.line(metrics.describe(self._train_iters))
 
     def summary(self, run: TrainingRun, validation_loss: float) -> None:
-        """Print the result of the run beside the loss of a model without context."""
         entropy = run.corpus.unigram_entropy
         self.line(
             f"validation loss {validation_loss:.4f} nats per token; unigram entropy of the "
@@ -68,7 +67,6 @@ class TrainingConsole:
         self.line(str(run.step.report()))
 
     def sample(self, prompt: str, continuation: str) -> None:
-        """Print a generated sample after its prompt."""
         text = Text.assemble((prompt, "dim"), continuation)
         self._console.print(Panel(text, title="sample (prompt from the held-out part)"))
 

@@ -34,8 +34,6 @@ _PROMPT_SEARCH_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on and tokens held out."""
-
     name: str  # for the banner
     train: TokenArray  # the first 95 %
     validation: TokenArray
@@ -152,10 +150,7 @@ class BatchSampler:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        """Prepare to cut windows of ``seq_length`` tokens and the one that follows.
-
-        ``batch_size`` counts sequences of a training batch, all micro-batches and ranks together.
-        """
+        """``batch_size`` is in sequences, all micro-batches and ranks together."""
         for part, tokens in (("training", corpus.train), ("held-out", corpus.validation)):
             if len(tokens) < seq_length + 1:
                 raise ConfigError(

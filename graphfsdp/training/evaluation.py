@@ -35,10 +35,9 @@ def validation_loss(
     device: torch.device,
     ranks: Ranks | None = None,
 ) -> float:
-    """Return the mean loss in nats per token over fixed batches of the held-out part.
+    """Mean loss in nats per token over fixed batches of the held-out part.
 
-    Training continues as if this had not run: modes and generators are put back. Ranks share
-    the batches out between them; all must call this, and all get the same mean, whose terms and
+    Ranks share the batches out: all must call this, and all get the same mean, whose terms and
     whose order of addition do not depend on the number of ranks.
     """
     ranks = ranks or Ranks()

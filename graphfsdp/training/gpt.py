@@ -122,10 +122,7 @@ class RotaryEmbedding(nn.Module):
         self,
         x: Tensor,  # [B, H, T, D] any float dtype
     ) -> Tensor:  # [B, H, T, D] same dtype
-        """Rotate queries or keys.
-
-        Capture: no host sync; the tables are read at fixed addresses.
-        """
+        """Capture: no host sync; the tables are read at fixed addresses."""
         seq_length, half = x.shape[2], x.shape[3] // 2
         wide = x.float()  # bf16 angles would be off by several degrees
         swapped = torch.cat([wide[..., half:], wide[..., :half]], dim=-1)
@@ -160,10 +157,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,  # [B, T, C]
     ) -> Tensor:  # [B, T, C]
-        """Mix each token with those before it.
-
-        Capture: no host sync; dropout draws from the device's default generator.
-        """
+        """Capture: no host sync; dropout draws from the device's default generator."""
         batch, seq_length, width = x.shape
         heads = (self.num_heads, self.num_groups, self.num_groups)
         qkv = self.qkv(x).view(batch, seq_length, sum(heads), width // self.num_heads)
@@ -198,10 +192,7 @@ class FeedForward(nn.Module):
         self,
         x: Tensor,  # [B, T, C]
     ) -> Tensor:  # [B, T, C]
-        """Transform each token alone.
-
-        Capture: no host sync.
-        """
+        """Capture: no host sync."""
         inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
         outer: Tensor = self.down(inner)
         return outer
@@ -225,17 +216,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def branch_ends(self) -> tuple[nn.Module, nn.Module]:
-        """Return the layers that write into the residual stream."""
         return self.attention.out, self.ffn.down
 
     def forward(
         self,
         x: Tensor,  # [B, T, C]
     ) -> Tensor:  # [B, T, C]
-        """Run one layer.
-
-        Capture: no host sync; dropout draws from the device's default generator.
-        """
+        """Capture: no host sync; dropout draws from the device's default generator."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         x = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return x
@@ -281,10 +268,9 @@ class GPT(nn.Module):
         tokens: Tensor,  # [B, T] int64
         targets: Tensor | None = None,  # [B, T] int64, the token that follows each one
     ) -> Tensor:  # [] float32 loss in nats per token, or [B, T, V] logits without targets
-        """Predict the next token at each position.
+        """Capture: no host sync, no data-dependent shape; positions are a slice at a fixed address.
 
-        Capture: no host sync and no data-dependent shape; positions are a slice at a fixed
-            address; dropout draws from the device's default generator.
+        Dropout draws from the device's default generator.
         """
         seq_length = tokens.shape[1]
         if seq_length > self.config.seq_length:
@@ -314,10 +300,7 @@ class GPT(nn.Module):
         temperature: float = 0.8,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # [B, T + num_tokens] int64, on the prompt's device
-        """Continue a prompt, token by token, eagerly; dropout is off meanwhile.
-
-        A CPU generator of its own lets sampling leave the global one alone.
-        """
+        """Runs eagerly, dropout off; a CPU generator lets sampling leave the global one alone."""
         was_training = self.training
         self.eval()
         try:

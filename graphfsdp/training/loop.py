@@ -33,12 +33,9 @@ class TrainResult:
 
 
 def train(config: TrainConfig, console: Console) -> TrainResult:
-    """Train, print, and keep the run in ``config.out`` if that is given.
+    """Processes that torchrun has started train together; the first one prints and writes.
 
-    Processes that torchrun has started train together; the first one prints and writes.
-
-    Raises:
-        ConfigError: the run cannot start; nothing was written then.
+    Raises ConfigError where the run cannot start; nothing was written then.
     """
     began_ms = time.time_ns() // 1_000_000
     ranks = find_ranks()
@@ -130,7 +127,6 @@ def _iterate(
     start: Position,
     log: RunLog,
 ) -> Metrics:
-    """Run every iteration from a position on and return the last one's metrics."""
     config, step = run.config, run.step
     log.block_starts(start.iteration * run.batch.num_sequences)
     window = _Window(run)
@@ -209,7 +205,6 @@ class _Window:
             torch.cuda.synchronize(self._run.device)
 
     def leave_out(self, began: float) -> None:
-        """Leave out what has been done since a moment."""
         self._start += time.perf_counter() - began
 
     def measure(

@@ -34,7 +34,6 @@ class Metrics:
         return json.dumps(known)
 
     def describe(self, train_iters: int) -> str:
-        """Return one line for people."""
         parts = [
             f"step {self.step:>{len(str(train_iters))}}/{train_iters}",
             f"loss {self.loss:.4f}",
@@ -119,7 +118,6 @@ def peak_tflops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def describe_mfu(model: GPT, device_name: str, dtype: torch.dtype) -> str:
-    """Return one line that says what a run's MFU means."""
     peak = peak_tflops(device_name, dtype)
     if peak is None:
         return "not shown: the peak of this GPU is not known"

@@ -74,7 +74,6 @@ class RunLog:
         self._is_running = True
 
     def block_starts(self, num_samples: int) -> None:
-        """Training goes on until the next validation."""
         self._num_samples = self._block_samples = num_samples
         self._write("start", "block_start", samples_count=num_samples)
         self._block_began = time.perf_counter()
@@ -84,7 +83,6 @@ class RunLog:
         self._num_samples = num_samples
 
     def block_stops(self, num_samples: int) -> None:
-        """A validation is about to begin."""
         seconds = time.perf_counter() - self._block_began
         self._num_samples = num_samples
         speed = {"throughput": (num_samples - self._block_samples) / seconds}
@@ -93,7 +91,6 @@ class RunLog:
         self._write("start", "eval_start", samples_count=num_samples)
 
     def validated(self, num_samples: int, loss: float) -> None:
-        """A validation has ended."""
         self._write("event", "eval_accuracy", loss, samples_count=num_samples)
         self._write("end", "eval_stop", samples_count=num_samples)
 
@@ -220,7 +217,6 @@ def _wait_for_sigterm(pipe: int, act: Callable[[], None]) -> None:
 
 
 def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:
-    """Return who has run what, on what, and all that decides speed and numbers of the run."""
     batch = config.batch(ranks.size)
     kept = "preset " + config.preset if config.out is None else f"{config.out}/config.json"
     return {

@@ -89,7 +89,6 @@ class Ranks:
 
 
 def find_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """Return what the launcher has told this process."""
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environment]
     if not missing:

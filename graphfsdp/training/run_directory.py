@@ -85,7 +85,6 @@ class RunDirectory:
                     self._tensorboard.add_scalar(name, value, metrics.step)
 
     def write_model(self, state: Mapping[str, Tensor]) -> None:
-        """Write whole parameters and persistent buffers as ``model.safetensors``."""
         write_state(self.path / "model.safetensors", state)
 
     def close(self) -> None:
@@ -109,7 +108,7 @@ class RunDirectory:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one, whenever the process ends."""
+    """Whenever the process ends, the file is either the old one or the new one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
@@ -139,7 +138,6 @@ def _open_tensorboard(path: Path) -> "SummaryWriter | None":
 
 
 def plot_loss(path: Path, history: Sequence[Metrics], *, unigram_entropy: float) -> bool:
-    """Draw training and validation loss over the steps, where matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     # A Figure of its own, not pyplot: no window system and no global list of figures.
