@@ -250,7 +250,6 @@ def refuse_several(model: object, optimizer: object) -> None:
 
 
 def refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None:
-    """Refuse what a user's own iteration has to do itself."""
     if not callable(iteration):
         raise ConfigError(f"iteration must be a function, got {type(iteration).__name__}")
     remedies = {

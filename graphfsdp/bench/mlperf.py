@@ -308,7 +308,6 @@ def _run(
 
 
 def _execute(command: Sequence[str], shown: Path) -> int:
-    """Run a command to its end, keep what it says, and return its exit code."""
     # A checkout that is not installed is found by its runs, wherever they are started.
     root = str(Path(graphfsdp.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

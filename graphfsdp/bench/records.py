@@ -249,8 +249,6 @@ class NotRun:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One workload in one precision and batch size, under all contenders."""
-
     workload: WorkloadFacts
     peak: PeakFacts
     contenders: tuple[ContenderResult, ...]

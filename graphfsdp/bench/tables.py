@@ -163,7 +163,6 @@ def workload_text(workload: WorkloadFacts) -> str:
 
 
 def environment_text(environment: Environment) -> str:
-    """Return one sentence for below a table."""
     where = environment.gpu or f"{environment.cpu} ({environment.num_cpus} cores)"
     parts = [f"Measured {environment.date[:10]} on {where}"]
     if environment.gpu is None:

@@ -37,8 +37,6 @@ def series(generator: torch.Generator, rows: int) -> Batch:  # [rows, TOKENS, WI
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model that returns its loss, and what to feed it."""
-
     description: str
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator, int], Batch] = tokens

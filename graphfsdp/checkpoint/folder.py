@@ -75,7 +75,10 @@ def _describe(known: list[Entry]) -> str:
 
 
 def begin(root: Path, step: int | None) -> tuple[int, str]:
-    """Return its step, and its name when it is done; removes what earlier saves left unfinished."""
+    """Return the step and the final name of the save, whose folder is made.
+
+    What earlier saves have left unfinished is removed, so one job at a time may save here.
+    """
     with explained(root):
         root.mkdir(parents=True, exist_ok=True)
         for path in root.iterdir():

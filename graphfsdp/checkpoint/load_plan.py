@@ -32,7 +32,6 @@ class LoadPlan:
     unread: set[str] = field(default_factory=set)  # the model's tensors that are left as they are
 
     def read_whole(self, key: str) -> Tensor:
-        """Plan to read a tensor that belongs to no parameter, and return it."""
         saved = self.manifest.tensors[key]
         tensor = torch.empty(saved.shape, dtype=saved.dtype)
         self.parts.append((key, whole(tensor)))
@@ -95,7 +94,6 @@ class LoadPlan:
 
 
 def plan_model(plan: LoadPlan) -> None:
-    """Plan to read every tensor of the model; note what is missing, left over or differs."""
     used: set[str] = set()
     for name, tensor in plan.model.tensors.items():
         part = plan.model.part(tensor, tensor)

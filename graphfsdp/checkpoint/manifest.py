@@ -31,8 +31,6 @@ class SavedPiece:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A whole tensor and the pieces that it was saved in."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[SavedPiece, ...]

@@ -85,8 +85,6 @@ class RandomState:
 
 @dataclass
 class TensorSink:
-    """Collects tensors that are too large to stand beside the numbers."""
-
     model: NamedModel  # tells where DTensors of its parameters are cut
     parts: list[NamedPart] = field(default_factory=list)
 

@@ -46,7 +46,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The flat buffers of one wrapped module; the root's name is ""."""
+    """The flat buffers of one module that ``fully_shard`` wraps; the root's name is ""."""
 
     name: str
     buffers: tuple[BufferPlan, ...]

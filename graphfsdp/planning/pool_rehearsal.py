@@ -60,7 +60,6 @@ class PlannedMesh:
         return self.num_ranks if self.cuts_outside else self.num_inner
 
     def part(self, rank: int) -> int:
-        """Return which of them a rank holds."""
         outer, inner = divmod(rank, self.num_inner)
         return inner * self.num_outer + outer if self.cuts_outside else inner
 

@@ -210,7 +210,6 @@ class _Window:
     def measure(
         self, position: Position, loss: Tensor, lr: float, phase: graphfsdp.Phase
     ) -> Metrics:
-        """Read what the devices of all ranks hold of the last iteration."""
         self._wait()
         run, seconds = self._run, (time.perf_counter() - self._start) / self.num_steps
         tokens_per_s = run.batch.num_tokens / seconds

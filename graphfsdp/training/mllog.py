@@ -105,7 +105,6 @@ class RunLog:
         self._write("event", "train_samples", num_samples)
 
     def abort(self) -> None:
-        """Stop the clock, if it runs."""
         self.run_stops(self._num_samples, success=False)
 
 
@@ -166,7 +165,6 @@ def _open_file(name: str) -> _LogFile:
 
 
 def is_success(config: TrainConfig, loss: float) -> bool:
-    """Return whether a run that ends with this validation loss did what was asked for."""
     return math.isfinite(loss) if config.target_loss is None else reached(config, loss)
 
 
