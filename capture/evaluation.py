@@ -11,8 +11,8 @@ from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.ranks.agreement import Agreement
 from graphfsdp._capture.ranks.failure import RankFailures
 from graphfsdp._capture.recording import Recording, Recordings
+from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
-from graphfsdp._capture.undo.random_state import save_random_states
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.nvtx import nvtx_range
 

@@ -13,7 +13,7 @@ from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.trace.backend import Graph
 from graphfsdp._capture.trace.op_digests import OpDigest, OpDigests, base_name, first_other
 from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
-from graphfsdp._capture.undo.random_state import generators_of
+from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import VerificationError
 

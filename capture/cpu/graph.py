@@ -15,8 +15,7 @@ from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
-from graphfsdp._capture.trace.storages import refuse_dropped_tensors
-from graphfsdp._capture.trace.values import Value, materialise
+from graphfsdp._capture.trace.values import Value, materialise, refuse_dropped_tensors
 from graphfsdp._capture.undo.commit_point import ReplayUndo, find_commit_point
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import without_collector

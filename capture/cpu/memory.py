@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.cpu.calls import can_write_into
 from graphfsdp._capture.trace.op_tensors import is_empty, scratch_places
-from graphfsdp._capture.trace.storages import StorageInfo
 from graphfsdp._capture.trace.values import (
     Node,
+    StorageInfo,
     Value,
     geometry_of,
     materialise,

@@ -14,8 +14,14 @@ from graphfsdp._capture.trace.op_tensors import (
     is_empty,
     read_tensors,
 )
-from graphfsdp._capture.trace.storages import StorageInfo, storage_of
-from graphfsdp._capture.trace.values import Geometry, Node, Value, geometry_of
+from graphfsdp._capture.trace.values import (
+    Geometry,
+    Node,
+    StorageInfo,
+    Value,
+    geometry_of,
+    storage_of,
+)
 from graphfsdp.base.hazards import HazardKind
 
 

@@ -18,7 +18,7 @@ from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import has_compiled_regions, user_line_of
-from graphfsdp._capture.trace.storages import refuse_dropped_tensors
+from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind

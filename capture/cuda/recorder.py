@@ -12,7 +12,7 @@ from graphfsdp._capture.report.description import Description, Region, region_of
 from graphfsdp._capture.rules.watcher import Run, Watcher
 from graphfsdp._capture.trace.op_tensors import flat_tensors
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
-from graphfsdp._capture.trace.storages import storage_of
+from graphfsdp._capture.trace.values import storage_of
 
 
 class CudaRecorder(Watcher):

@@ -22,7 +22,7 @@ from graphfsdp._capture.trace.program_facts import (
     ProgramFacts,
 )
 from graphfsdp._capture.trace.source import Site
-from graphfsdp._capture.trace.storages import span
+from graphfsdp._capture.trace.values import span
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVES = ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_")  # ours

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from graphfsdp._capture.trace.program_facts import BufferFacts, BufferKind, NodeFacts, ProgramFacts
-from graphfsdp._capture.trace.storages import span
+from graphfsdp._capture.trace.values import span
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import SourceLine
 

@@ -27,7 +27,7 @@ from graphfsdp._capture.trace.source import (
     has_compiled,
     has_compiled_regions,
 )
-from graphfsdp._capture.trace.storages import has_storage, storage_of
+from graphfsdp._capture.trace.values import has_storage, storage_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
 

@@ -33,7 +33,7 @@ from graphfsdp._capture.trace.source import (
     user_line_in_backward,
     user_source_line,
 )
-from graphfsdp._capture.trace.storages import StorageInfo, StorageTable, has_storage
+from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardLog, SourceLine
 from graphfsdp.errors import CaptureError
 

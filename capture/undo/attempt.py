@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from graphfsdp._capture.trace.backend import Undo
-from graphfsdp._capture.undo.host_state import HostState
-from graphfsdp._capture.undo.random_state import save_random_states
+from graphfsdp._capture.undo.host_state import HostState, save_random_states
 
 
 class Attempt:

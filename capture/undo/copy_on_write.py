@@ -14,7 +14,7 @@ from graphfsdp._capture.trace.op_tensors import (
     flat_tensors,
     may_write,
 )
-from graphfsdp._capture.trace.storages import identity_of, span, storage_of
+from graphfsdp._capture.trace.values import identity_of, span, storage_of
 from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last

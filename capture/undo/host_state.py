@@ -1,12 +1,15 @@
 """The host side of an iteration's state: what Python objects point at which tensors."""
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.trace.source import assignment_of
-from graphfsdp._capture.undo.host_optimizer import HostOptimizer
+from graphfsdp._capture.trace.source import assignment_of, definition_of
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.errors import CaptureError
 
@@ -138,3 +141,125 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _join(module_name: str, name: str) -> str:
     return f"{module_name}.{name}" if module_name else name
+
+
+class HostOptimizer:
+    """What an optimizer held before an iteration, to compare with and to put back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {param: dict(state) for param, state in optimizer.state.items()}
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._numbers = _numbers(vars(optimizer))
+
+    def changes(self) -> Iterator[CaptureError]:
+        """Yield a refusal of each thing that an iteration made or counted on the host."""
+        for param, state in self._optimizer.state.items():
+            before_state = self._state.get(param, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and before_state.get(key) is not value:
+                    yield CaptureError(
+                        f"the optimizer made new state {key!r} for a parameter of shape "
+                        f"{tuple(param.shape)} while the iteration was recorded; each replay "
+                        "would start it anew. Remedy: more warm-up steps, so that every "
+                        "parameter has been stepped once before the capture",
+                        kind=HazardKind.OPTIMIZER,
+                        source=definition_of(type(self._optimizer).step),
+                    )
+            where = f"its state of a parameter of shape {tuple(param.shape)}"
+            yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
+        for index, (before_group, group) in enumerate(
+            zip(self._groups, self._optimizer.param_groups, strict=False)
+        ):
+            yield from self._changed_settings(index, _numbers(before_group), _numbers(group))
+        now = _numbers(vars(self._optimizer))
+        yield from self._changed_numbers(self._numbers, now, "its attributes")
+
+    def restore(self) -> None:
+        optimizer = self._optimizer
+        for param in list(optimizer.state):
+            if param not in self._state:
+                del optimizer.state[param]
+            else:
+                optimizer.state[param].clear()
+                optimizer.state[param].update(self._state[param])
+        vars(optimizer).update(self._numbers)
+        del optimizer.param_groups[len(self._groups) :]
+        for group, before_group in zip(optimizer.param_groups, self._groups, strict=False):
+            group.clear()
+            group.update(before_group)
+
+    def _changed_settings(
+        self, index: int, before: Mapping[str, float], after: Mapping[str, float]
+    ) -> Iterator[CaptureError]:
+        for key, value in after.items():
+            if key in before and before[key] != value:
+                yield CaptureError(
+                    f"the iteration changed {key!r} of group {index} of "
+                    f"{type(self._optimizer).__name__} from {before[key]} to {value}; a replay "
+                    "runs no Python and would leave it so. Remedy: change it after the captured "
+                    "step, outside the iteration, which replays see",
+                    kind=HazardKind.BAKED_NUMBER,
+                    source=None,
+                )
+
+    def _changed_numbers(
+        self, before: Mapping[str, float], after: Mapping[str, float], where: str
+    ) -> Iterator[CaptureError]:
+        for key, value in after.items():
+            if before.get(key) != value:
+                yield CaptureError(
+                    f"{type(self._optimizer).__name__} changed the number {key!r} among {where} "
+                    f"from {before.get(key)} to {value}; a replay runs no Python and would go on "
+                    "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
+                    "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor",
+                    kind=HazardKind.OPTIMIZER,
+                    source=assignment_of(self._optimizer, key)
+                    or definition_of(type(self._optimizer).step),
+                )
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def save_random_states(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Remember every generator's state; return a function that puts the states back.
+
+    Those are torch's, those that modules hold, Python's and NumPy's. Generators that only the loss
+    function knows are seen when an operator draws from them, on a CPU; on a GPU they are not.
+    """
+    states = [(generator, generator.get_state()) for generator in generators_of(model, device)]
+    python_state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")  # not imported for this alone
+    numpy_state = None if numpy is None else numpy.random.get_state()
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+
+    return restore
+
+
+def generators_of(model: nn.Module, device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators for the CPU and the device, and those that modules hold."""
+    generators = {id(torch.default_generator): torch.default_generator}
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[_index(device)]
+        generators[id(generator)] = generator
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator):
+                generators[id(value)] = value
+    return list(generators.values())
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

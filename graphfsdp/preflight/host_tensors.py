@@ -10,7 +10,7 @@ from torch.utils import _device as torch_device
 
 from graphfsdp._capture.rules.refusals import UNSUPPORTED, Refusal
 from graphfsdp._capture.trace.op_tensors import flat_tensors
-from graphfsdp._capture.trace.storages import StorageInfo, StorageTable, has_storage
+from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardKind
 
 _PAGEABLE = Refusal(

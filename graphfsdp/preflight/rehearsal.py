@@ -12,9 +12,8 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.rules.constants import unseen_read
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.trace.source import user_line_of
-from graphfsdp._capture.trace.storages import dropped_tensors
-from graphfsdp._capture.undo.host_state import HostState
-from graphfsdp._capture.undo.random_state import generators_of
+from graphfsdp._capture.trace.values import dropped_tensors
+from graphfsdp._capture.undo.host_state import HostState, generators_of
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.errors import CaptureError, GraphFSDPError, InvalidLossError, split_remedy
 from graphfsdp.preflight.watcher import MemorySums, PreflightWatcher

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.undo.random_state import save_random_states
+from graphfsdp._capture.undo.host_state import save_random_states
 
 _Undo = Callable[[], None]
 _MAX_DEPTH = 3  # of objects of ours that an optimizer holds

@@ -10,7 +10,7 @@ from graphfsdp._capture.rules.constants import ConstantLog
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.rules.watcher import Run, Watcher
 from graphfsdp._capture.trace.op_tensors import TRUSTED_NAMESPACES, flat_tensors, may_write
-from graphfsdp._capture.trace.storages import StorageInfo, has_storage
+from graphfsdp._capture.trace.values import StorageInfo, has_storage
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.hazards import HazardKind, HazardLog
 from graphfsdp.preflight.host_tensors import HostTensors

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.trace.storages import StorageInfo
-from graphfsdp._capture.trace.values import Node, Value, geometry_of
+from graphfsdp._capture.trace.values import Node, StorageInfo, Value, geometry_of
 from graphfsdp._capture.undo.commit_point import find_commit_point
 
 
