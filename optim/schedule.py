@@ -54,7 +54,6 @@ class ParamSchedule:
     weight_decay_incr_iters: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         for name, known in (
             ("lr_decay_style", LR_DECAY_STYLES),
             ("lr_wsd_decay_style", LR_WSD_DECAY_STYLES),

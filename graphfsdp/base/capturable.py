@@ -11,18 +11,12 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope
 
 
 class CapturableOptimizer(Protocol):
-    """An optimizer whose step can be recorded once and replayed.
-
-    Attributes:
-        optimizers: The user's optimizer objects.
-        use_decoupled_grad: It reads ``param.decoupled_grad`` instead of ``param.grad``.
-    """
+    """An optimizer whose step can be recorded once and replayed."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     use_decoupled_grad: bool
 
-    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-        """Return the dtype that the persistent gradient of ``param`` has under ``policy``."""
+    def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype: ...
 
     def check(
         self,
@@ -30,16 +24,10 @@ class CapturableOptimizer(Protocol):
         policy: MixedPrecisionPolicy,
         scope: Scope,
     ) -> None:
-        """Refuse what this optimizer cannot step on, before anything runs.
+        """Refuse what cannot be stepped on, before anything runs.
 
-        Args:
-            named_params: Every trainable parameter by its full name.
-            policy: Precision of the main weights and main grads.
-            scope: The optimizer is inside the graph only for ``FULL_ITERATION``.
-
-        Raises:
-            PrecisionError: a gradient would reach the optimizer as a casted copy.
-            ConfigError: the optimizer cannot be captured; the message says what can.
+        PrecisionError: a gradient would reach the optimizer as a casted copy. ConfigError: the
+        optimizer cannot be captured; the message says what can.
         """
 
     def prepare_skipping(self, scope: Scope) -> None:
@@ -49,12 +37,9 @@ class CapturableOptimizer(Protocol):
         """Return [] float32, the steps that were skipped so far; None if it counts none."""
 
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
-        """Run one optimizer step on the gradients that are bound now.
+        """Step on the gradients that are bound now, each times ``grad_scale`` ([] float32).
 
-        Args:
-            grad_scale: [] float32, multiplies every gradient (the clip coefficient), or None.
-            found_inf: [] float32; unless it is zero, nothing is changed. None: never skip.
-
+        Unless ``found_inf`` ([] float32) is zero, nothing is changed; with None no step is skipped.
         Capture: no host sync; every address is fixed after the first call.
         """
 
@@ -65,11 +50,7 @@ class CapturableOptimizer(Protocol):
         """Return what the recording has baked in and is not so any more; empty before ``bake``."""
 
     def before_replay(self) -> None:
-        """Upload hyper-parameters that changed; refuse a change of a baked one.
-
-        Raises:
-            GuardError: a value that the recording has baked in was changed; it is named.
-        """
+        """Upload hyper-parameters that changed; GuardError names a baked one that has."""
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every persistent tensor of the optimizer with a name for messages."""
@@ -87,9 +68,8 @@ class Restartable(Protocol):
 class Classed(Protocol):
     """An optimizer that steps parameters with equal step counts as one.
 
-    Attributes:
-        step_classes: Numbers that are equal only for parameters whose step counts are equal, and
-            stay so in every recorded iteration; another dict when they change.
+    Numbers in ``step_classes`` are equal only for such, and stay so in every recorded iteration; it
+    is another dict when they change.
     """
 
     step_classes: dict[Tensor, int]

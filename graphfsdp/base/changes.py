@@ -10,8 +10,6 @@ _MAX_SHOWN = 8
 
 
 class ChangeKind(enum.Enum):
-    """What sort of thing has changed."""
-
     ADDRESS = "address"  # a tensor lies in other memory, or is another object
     LAYOUT = "layout"  # same memory, other shape, strides or dtype
     REQUIRES_GRAD = "requires_grad"
@@ -27,15 +25,7 @@ class ChangeKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was when the iteration was captured.
-
-    Attributes:
-        kind: What sort of thing.
-        name: The thing, by its full name.
-        old: What it was.
-        new: What it is now.
-        remedy: What to do, other than to capture again.
-    """
+    """What is not as it was when captured; ``remedy`` is what to do other than capture again."""
 
     kind: ChangeKind
     name: str
@@ -48,11 +38,7 @@ class Change:
 
 
 def refuse(changes: Sequence[Change]) -> None:
-    """Raise if anything has changed.
-
-    Raises:
-        GuardError: names each change with old, new and remedy; ``changes`` holds all of them.
-    """
+    """Raise a GuardError that names and holds all changes, if there are any."""
     if not changes:
         return
     remedies = "; ".join(dict.fromkeys(change.remedy for change in changes[:_MAX_SHOWN]))

@@ -51,7 +51,6 @@ _LIBRARY.define("wait_(Tensor(a!) output, Tensor input, Tensor(b!) ticket) -> ()
 
 
 def _renamed(new: str, old: str) -> Callable[..., Any]:
-    """Return a function of torch.distributed by its newer name where torch has that."""
     function: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
     return function
 
@@ -123,10 +122,9 @@ def _wait(output: Tensor, input: Tensor, ticket: Tensor) -> None:  # noqa: A002
 
 @contextmanager
 def interruptible(ask: Callable[[], None]) -> Iterator[None]:
-    """Ask now and then while the body waits for a collective on a CPU; see Note [Waiting for gloo].
+    """Call ``ask`` now and then while the body waits on a CPU; see Note [Waiting for gloo].
 
-    Args:
-        ask: May raise; then the wait ends, and what was waited for is lost.
+    It may raise; then the wait ends, and what was waited for is lost.
     """
     token = _asked.set(ask)
     try:
@@ -183,10 +181,7 @@ class Transfer:
         self.ticket: Tensor = output.new_empty(0)
 
     def wait(self) -> None:
-        """Wait until the output is there: on CUDA the current stream waits, on a CPU the host.
-
-        Capture: one node.
-        """
+        """On CUDA the current stream waits, on a CPU the host. Capture: one node."""
         torch.ops.graphfsdp.wait_(self._output, self._source, self.ticket)
 
 
@@ -196,10 +191,7 @@ def all_gather_(
     group: dist.ProcessGroup,
     transfer: Transfer | None = None,
 ) -> None:
-    """Gather every rank's shard into one buffer.
-
-    Capture: one node; the wait is inside, or, with a transfer, another one.
-    """
+    """Capture: one node; the wait is inside, or, with a transfer, another one."""
     torch.ops.graphfsdp.all_gather_(output, shard, group.group_name, _ticket_of(transfer))
 
 
@@ -211,12 +203,9 @@ def reduce_scatter_(
     reduction: str = "mean",
     transfer: Transfer | None = None,
 ) -> None:
-    """Reduce the full buffers of all ranks by "mean" or "sum", and keep this rank's part.
+    """Reduce by "mean" or "sum", and keep this rank's part.
 
-    Raises:
-        ConfigError: output and input share memory, or the reduction is unknown.
-
-    Capture: one node; the wait is inside, or, with a transfer, another one.
+    Capture: as ``all_gather_``.
     """
     _check_reduction(reduction)
     if output.untyped_storage()._cdata == full.untyped_storage()._cdata:
@@ -235,12 +224,9 @@ def all_reduce_(
     reduction: str = "mean",
     transfer: Transfer | None = None,
 ) -> None:
-    """Reduce a tensor over all ranks by "mean", "sum" or "max", in place.
+    """Reduce in place by "mean", "sum" or "max".
 
-    Raises:
-        ConfigError: the reduction is unknown.
-
-    Capture: one node; the wait is inside, or, with a transfer, another one.
+    Capture: as ``all_gather_``.
     """
     _check_reduction(reduction)
     torch.ops.graphfsdp.all_reduce_(tensor, group.group_name, reduction, _ticket_of(transfer))

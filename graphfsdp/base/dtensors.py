@@ -28,10 +28,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def sharding_groups(tensor: Tensor) -> RankGroups:
-    """Return the ranks that hold the other parts of a DTensor, a group per sharded mesh axis.
-
-    None of them for a plain tensor, and where each rank holds all of it.
-    """
+    """The ranks that hold the other parts, a group per sharded mesh axis; none if plain."""
     if not is_dtensor(tensor):
         return ()
     dtensor: Any = tensor
@@ -57,10 +54,7 @@ def num_meshes(tensors: Iterable[Tensor]) -> int:
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return a view of this rank's part as a DTensor with mesh, placements and shape of ``like``.
-
-    For a plain tensor ``local`` is returned as it is.
-    """
+    """This rank's part as a DTensor, a view, laid out as ``like``; ``local`` itself if plain."""
     return _wrap(local, like, like.shape, like.stride())
 
 
@@ -93,12 +87,9 @@ def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...
 def can_be_copied(tensor: Tensor) -> Tensor:
     """Return a DTensor that ``copy.deepcopy`` and ``torch.save`` take.
 
-    It shares memory with the other one, and the count of writes. torch gives a DTensor the storage
-    offset of its local part, though it has no storage, and tells from a data pointer of zero that
-    it has none: so it reads the storage of those whose local part begins in the middle of a buffer.
-
-    Args:
-        tensor: A plain one is returned as it is.
+    It shares memory and the count of writes. torch gives a DTensor the storage offset of its local
+    part, though it has no storage, and tells from a data pointer of zero that it has none: so it
+    reads the storage of those whose local part begins in the middle of a buffer.
     """
     if not is_dtensor(tensor) or tensor.storage_offset() == 0:
         return tensor

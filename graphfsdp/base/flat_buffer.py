@@ -39,7 +39,6 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the row-major strides of a shape."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -49,15 +48,10 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class FlatBuffer:
-    """Views for a list of tensors in one zero-filled 1-D storage.
+    """Views for a list of tensors in one zero-filled 1-D storage, in the same order.
 
     A view has its tensor's shape, and its strides too where these are dense (channels_last
     weights), so that elementwise kernels can run over the flat storage of both.
-
-    Attributes:
-        flat: [E] the storage as one tensor, padding included.
-        slots: Where each view lies.
-        views: One view per given tensor, in the same order.
     """
 
     def __init__(self, like: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device) -> None:

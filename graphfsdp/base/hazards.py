@@ -100,12 +100,9 @@ class HazardLog:
         self._counts: dict[Hazard, int] = {}
 
     def add(self, hazard: Hazard, *, is_echo: bool = False) -> None:
-        """Note a hazard.
+        """Note a hazard; an echo is one that was met in a backward pass.
 
-        Args:
-            hazard: The hazard.
-            is_echo: It was met in a backward pass; if its line has told the same kind in the
-                forward pass, it is that one's.
+        If its line has told the same kind in the forward pass, it is that one's.
         """
         single = dataclasses.replace(hazard, count=1)
         if is_echo and hazard.source is not None:

@@ -1,7 +1,4 @@
-"""Places in memory: borders, neighbours, and plans for buffers whose lifetimes are known.
-
-Integers only: takes no torch.
-"""
+"""Places in memory, in integers: borders, neighbours, plans for buffers of known lifetimes."""
 
 import random
 from bisect import insort
@@ -17,7 +14,6 @@ _ITEMSIZES = (1, 2, 4, 8, 16)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple that is not below a number."""
     return -(-number // multiple) * multiple
 
 
@@ -29,10 +25,7 @@ def alignment_numel(itemsize: int) -> int:
 
 
 def neighbour_starts(numels: Iterable[int], itemsize: int) -> list[int]:
-    """Return where pieces of one storage start, in elements, and where the last one ends.
-
-    Each starts on a 16-byte border.
-    """
+    """Where pieces start in one storage, on 16-byte borders, and the last one ends, in elements."""
     step = alignment_numel(itemsize)
     starts = [0]
     for numel in numels:
@@ -42,8 +35,6 @@ def neighbour_starts(numels: Iterable[int], itemsize: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """How long a buffer is needed."""
-
     start: int  # first step that touches it
     end: int  # last step that touches it; in that step it may not share its place
     num_bytes: int
@@ -51,8 +42,6 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where each buffer lies."""
-
     offsets: tuple[int, ...]  # first byte of each buffer, in the order of the lifetimes
     num_bytes: int
     peak_bytes: int  # the most bytes that live at a time; no plan can be smaller

@@ -60,11 +60,9 @@ def reduce_parts(
 ) -> Tensor:
     """Return [], one number out of the numbers of all ranks.
 
-    Args:
-        parts: This rank's numbers by the groups of ranks that have others; () for a number that
-            all ranks have in common. The same keys in the same order on every rank.
-        join: Makes one number out of two of this rank.
-        reduction: Makes one number out of those of a group: "sum" or "max".
+    ``parts`` are this rank's, by the groups of ranks that have others; () for a number that all
+    ranks have in common. The same keys in the same order on every rank. ``join`` makes one out of
+    two of this rank, ``reduction`` ("sum" or "max") one out of those of a group.
 
     Capture: no host sync; one collective per group.
     """

@@ -1,7 +1,4 @@
-"""Names for stretches of the host's time: NVTX ranges on CUDA, and torch's profiler where it runs.
-
-For NVTX the `nvtx` package where installed, else torch's own.
-"""
+"""NVTX ranges of the host's time on CUDA, and torch's profiler where it runs."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,10 +40,7 @@ def _profiled(name: str) -> Iterator[None]:
 
 
 def nvtx_range(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that shows as ``name`` in a profiler's timeline.
-
-    Capture: host side only; inside a recording it marks the host's time, not the kernels'.
-    """
+    """Capture: host side only; inside a recording it marks the host's time, not the kernels'."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _profiled(name)
     return _factory()(name)

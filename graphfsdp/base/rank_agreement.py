@@ -24,18 +24,11 @@ _LONGEST_PAUSE_S = 0.05
 class RankStore:
     """The part of the store that belongs to the ranks of some groups; all of them make it alike.
 
-    Attributes:
-        groups: A group of each axis that this rank is in, in the same order on every rank.
-        is_shared: Whether there are other ranks.
+    ``groups``: one of each axis that this rank is in, in the same order on every rank.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup], purpose: str) -> None:
-        """Prepare; talks to nobody.
-
-        Args:
-            groups: Those that this rank is in, maybe one for each axis of a mesh.
-            purpose: Tells apart who uses the store; the n-th use on one rank is the n-th on all.
-        """
+        """Talk to nobody yet; the n-th store of a purpose on one rank is the n-th on all."""
         self.groups = tuple(dict.fromkeys(group for group in groups if group.size() > 1))
         self.is_shared = bool(self.groups)
         self._purpose = purpose
@@ -72,11 +65,9 @@ class RankStore:
         return known
 
     def name_of(self, rank: int) -> str:
-        """Return what people call a rank."""
         return f"rank {rank} of {dist.get_world_size()}"
 
     def put(self, key: str, text: str) -> None:
-        """Put a text."""
         _store().set(self._key(key), text)
 
     def put_first(self, key: str, text: str) -> str:
@@ -88,7 +79,6 @@ class RankStore:
         return bytes(_store().get(self._key(key))).decode() if self.has([key]) else None
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Tell whether there are texts under all of some keys."""
         return bool(_store().check([self._key(key) for key in keys]))
 
     def _key(self, key: str) -> str:
@@ -113,13 +103,9 @@ class RankAgreement:
     ) -> dict[int, str]:
         """Wait until every rank has come as far; return by rank what each has told.
 
-        Args:
-            mine: What this one tells.
-            stage: Name of this exchange, where ranks may have made different numbers of them.
-            heard: Called now and then while this waits; may raise.
-
-        Raises:
-            GraphFSDPError: a rank has not come within the process group's timeout.
+        ``stage`` names the exchange where ranks may have made different numbers of them; ``heard``
+        is called now and then, and may raise. GraphFSDPError: a rank has not come within the
+        process group's timeout.
         """
         store = self.store
         if not store.is_shared:
@@ -141,11 +127,9 @@ class RankAgreement:
         return {rank: store.get(key) or "" for rank, key in keys.items()}
 
     def go_on(self, failure: BaseException | None) -> None:
-        """Go on if no rank has failed; every rank must call it.
+        """Every rank must call it; if one has failed, all raise, and name the ranks.
 
-        Raises:
-            ConfigError: some rank has failed with one; or
-            GraphFSDPError: with anything else. Every rank raises, and names the ranks.
+        ConfigError if some rank has failed with one, else GraphFSDPError.
         """
         mine = "" if failure is None else _told(failure)
         told = {rank: json.loads(text) for rank, text in self.exchange(mine).items() if text}
@@ -159,15 +143,7 @@ class RankAgreement:
         raise kind(message) from failure
 
     def refuse_differences(self, what: str, mine: Sequence[str]) -> None:
-        """Check that a list of names is the same on every rank; all must call it.
-
-        Args:
-            what: It is a list of, for the message.
-            mine: This rank's.
-
-        Raises:
-            ConfigError: a rank has another one.
-        """
+        """ConfigError if a list of names is not the same on every rank; all must call it."""
         told = self.exchange(json.dumps(list(mine)))
         first = min(told)
         expected = json.loads(told[first])

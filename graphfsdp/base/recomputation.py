@@ -90,7 +90,6 @@ class _Kept:
 
     @property
     def is_shared(self) -> bool:
-        """Whether somebody else holds the memory, too."""
         return (
             self.storage is not None and torch._C._storage_Use_Count(self.storage) > _OWN_REFERENCES
         )
@@ -176,8 +175,7 @@ class _Mode(TorchDispatchMode, abc.ABC):
     @abc.abstractmethod
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Take an operator call, and return its result."""
+    ) -> Any: ...
 
 
 class _Keep(_Mode):
@@ -279,7 +277,6 @@ def _takes_itself_apart(kind: type) -> bool:
 def _written(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Return the arguments that an operator writes."""
     if not op._schema.is_mutable:
         return []
     return [

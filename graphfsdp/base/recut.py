@@ -12,21 +12,14 @@ from graphfsdp.errors import ConfigError
 
 
 def recut(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return each value cut like the tensor that it is meant for.
+    """Return each value, plain and whole or a DTensor, cut like the tensor that it is meant for.
 
     torch's ``distribute_tensor`` cuts every tensor by ``torch.chunk``, whatever placement it was
-    asked for, so what ``set_model_state_dict(full_state_dict=True)`` hands over can have other
-    rows than the parameter here. A DTensor of another cut becomes whole for a moment, one after
-    the other. Collective over the mesh where a value is a DTensor with another placement; every
-    rank gives the same pairs.
-
-    Args:
-        pairs: A value, plain and whole or a DTensor, and where it belongs. What is a plain tensor
-            there, or has another shape, is returned as it is.
-
-    Raises:
-        ConfigError: rows are not in the order of the ranks here, and a value does not say whether
-            its are.
+    asked for, so what ``set_model_state_dict(full_state_dict=True)`` hands over can have other rows
+    than the parameter here. A DTensor of another cut becomes whole for a moment, one after the
+    other. Collective over the mesh where a value is a DTensor with another placement; every rank
+    gives the same pairs. ConfigError: rows are not in the order of the ranks here, and a value does
+    not say whether its are.
     """
     found = [value for value, _ in pairs]
     unsure = []
@@ -64,10 +57,7 @@ def recut_hook(managed: Callable[[], Iterable[Tensor]]) -> Callable[..., None]:
 
 
 def recut_states(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict whose tensors are cut as those that it has, or will have.
-
-    Groups that do not fit are left alone.
-    """
+    """The state dict, cut as the optimizer's tensors are or will be; misfitting groups stay."""
     places = list(_state_places(state_dict, optimizer))
     values = recut([(state_dict["state"][key][name], like) for key, name, like in places])
     states = {key: dict(entries) for key, entries in state_dict["state"].items()}
@@ -145,7 +135,6 @@ def _local_shape(tensor: Any) -> torch.Size:
 
 @torch.no_grad()
 def _whole(value: Any) -> Tensor:
-    """Return all rows of a DTensor."""
     found: Tensor = value.full_tensor()
     return found
 

@@ -12,13 +12,9 @@ from graphfsdp.base.dtensors import RankGroups
 
 @dataclass(frozen=True)
 class MainGrad:
-    """Where the reduced gradient of one parameter lies for ever.
+    """Where the reduced gradient of one parameter lies for ever: this rank's rows, maybe none.
 
-    Attributes:
-        view: DTensor over this rank's rows of the persistent buffer, maybe none.
-        groups: The ranks that hold the other parts, a group for each mesh axis that it is cut
-            over; none if every rank holds the whole gradient.
-        decoupled: Bound to ``param.decoupled_grad`` instead of ``param.grad``.
+    ``groups``: the ranks with the other parts, by mesh axis; none if every rank holds the whole.
     """
 
     view: Tensor
@@ -33,27 +29,22 @@ class ShardedModule(Protocol):
     def prepare_shards(self) -> None:
         """Bring all shards to the addresses that they keep."""
 
-    def set_is_last_microbatch(self, is_last: bool) -> None:
-        """Tell whether the coming backward pass ends the iteration."""
+    def set_is_last_microbatch(self, is_last: bool) -> None: ...
 
     def finish_microbatches(self) -> None:
         """Reduce what still waits after the last backward pass of an iteration."""
 
-    def abandon_iteration(self) -> None:
-        """Forget an iteration that an exception has ended somewhere in the middle."""
+    def abandon_iteration(self) -> None: ...
 
     def replaced_parameters(self) -> Mapping[int, nn.Parameter]:
         """Return the sharded parameters by the id of the whole one that each has replaced."""
 
-    def process_groups(self) -> Sequence[dist.ProcessGroup]:
-        """Return the groups of ranks that share the module, each once."""
+    def process_groups(self) -> Sequence[dist.ProcessGroup]: ...
 
-    def main_grads(self) -> Mapping[nn.Parameter, MainGrad]:
-        """Return where the gradient of each parameter lies, units below included."""
+    def main_grads(self) -> Mapping[nn.Parameter, MainGrad]: ...
 
 
 def sharded_roots(model: nn.Module) -> list[ShardedModule]:
-    """Return the outermost sharded modules of a model."""
     if isinstance(model, ShardedModule):
         return [model]
     return [root for child in model.children() for root in sharded_roots(child)]

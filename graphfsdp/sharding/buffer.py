@@ -26,23 +26,16 @@ Moment = tuple[int, bool]
 
 
 class _Prefetched(NamedTuple):
-    """An all-gather that is under way."""
-
     full: Tensor  # [B] where the weights arrive
     transfer: Transfer
     moment: Moment  # what must not have changed when the weights are used
 
 
 class ShardBuffer:
-    """The storage of one BufferPlan on this rank.
+    """One BufferPlan's storage on this rank: [S] main weights, [B] gathered ones while unsharded.
 
-    Attributes:
-        main: [S] main weights; [B] where nothing is sharded.
-        gradients: Of these weights; None for frozen parameters.
-        full: [B] gathered weights while unsharded, else None.
-        params: What the optimizer and the user see of the main weights.
-        gather_group: The communicator of all-gathers over the inner axis: one of their own, so
-            that they do not queue behind reductions, or that of the axis.
+    ``params``: what the optimizer and the user see of the main weights. ``gather_group``: of
+    all-gathers alone where possible, so that they do not queue behind reductions.
     """
 
     def __init__(self, plan: BufferPlan, mesh: UnitMesh, device: torch.device) -> None:
@@ -72,10 +65,7 @@ class ShardBuffer:
         return None if self.gradients is None else self.gradients.main
 
     def move(self, main: Tensor, grad: Tensor | None) -> None:
-        """Continue in other memory of the same sizes, where the shards of all units are neighbours.
-
-        Contents are copied, unless they are on the meta device.
-        """
+        """Copy into other memory, where the shards of all units are neighbours."""
         from_meta = self.main.is_meta
         if not from_meta:
             main.copy_(self.main)
@@ -88,7 +78,6 @@ class ShardBuffer:
             self.gradients.main = grad
 
     def local_view(self, flat: Tensor, slot: Slot) -> Tensor:
-        """Return this rank's rows of one parameter, as a view of ``main`` or ``grad``."""
         if not self.sharded:
             return self.full_view(flat, slot)
         rows = self.local_rows(slot)
@@ -103,7 +92,6 @@ class ShardBuffer:
 
     @staticmethod
     def full_view(flat: Tensor, slot: Slot) -> Tensor:
-        """Return one whole parameter as a view of a [B] buffer."""
         return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
 
     def placements(self, slot: Slot) -> list[Placement]:
@@ -117,7 +105,7 @@ class ShardBuffer:
         self.local_view(self.main, slot).copy_(value)
 
     def unshard(self) -> Tensor:
-        """Return [B] gathered weights in the compute dtype, gathering them if need be.
+        """Return [B] gathered weights in the compute dtype.
 
         Capture: one cast if the dtypes differ, one all-gather; the result of ZeRO-3 is from the
             graph's pool. Where the optimizer's part is cut over the outer axis too, one more
@@ -137,10 +125,7 @@ class ShardBuffer:
         return self.full
 
     def begin_unshard(self, lane: Lane) -> None:
-        """Begin to gather weights that are not here; ``unshard`` waits for them.
-
-        Capture: as ``unshard``, which adds a wait.
-        """
+        """Begin to gather weights that are not here. Capture: as ``unshard``, which adds a wait."""
         if self.full is not None or self.is_prefetched or not self.sharded:
             return
         if self.layout.total_numel:
@@ -161,10 +146,7 @@ class ShardBuffer:
             prefetched.transfer.wait()
 
     def moment(self) -> Moment:
-        """Return what is another value after each write into the weights.
-
-        A write through a DTensor counts on that alone, so the parameters are looked at too.
-        """
+        """Another value after each write into weights; one through a DTensor counts there alone."""
         writes = sum(version_of(tensor) for tensor in (self.main, *self.params))
         return writes, torch.is_inference_mode_enabled()
 
@@ -198,7 +180,6 @@ class ShardBuffer:
         return take(self._pool, self, numel, dtype, self.main.device)
 
     def use_pool(self, pool: BufferPool) -> None:
-        """Take memory for whole weights and gradients from a pool from now on."""
         self._pool = pool
         if self.gradients is not None:
             self.gradients.pool = pool
@@ -218,12 +199,7 @@ class ShardBuffer:
         return inner
 
     def reshard(self, *, outside: bool = False) -> None:
-        """Drop the gathered weights, also those that are still on their way.
-
-        Args:
-            outside: Also what was gathered over the outer axis, as when the main weights have
-                changed.
-        """
+        """Drop gathered weights, also those on their way; ``outside``: the outer axis's, too."""
         self.drop_prefetched()
         was_whole, self.full = self.full is not None, None
         if was_whole and self._pool is not None:

@@ -41,8 +41,6 @@ _Key = tuple[Hashable, int]  # who asks, and for the how-manyth time in this ite
 
 @dataclass(eq=False)
 class _Place:
-    """A stretch of the pool."""
-
     storage: torch.UntypedStorage  # over the stretch, and nothing else
     num_bytes: int  # what it was planned for
     neighbours: "list[_Place]"  # places that share some of its memory
@@ -59,8 +57,6 @@ class _Place:
 
 @dataclass
 class _Request:
-    """A buffer that was asked for."""
-
     key: _Key
     num_bytes: int
     device: torch.device
@@ -78,15 +74,10 @@ class _Request:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """What a pool has come to.
+    """Requests that got their place (hits), or were allocated, are since the last plan.
 
-    Attributes:
-        num_bytes: Bytes of the pool.
-        peak_bytes: The most bytes of the planned iteration that were alive at a time: no pool for
-            it can be smaller.
-        num_plans: How often places were planned.
-        num_hits: Requests that got their place, since the last plan.
-        num_misses: Requests that were allocated, since the last plan.
+    ``peak_bytes``: the most bytes of the planned iteration that were alive at a time: no pool for
+    it can be smaller.
     """
 
     num_bytes: int
@@ -97,8 +88,6 @@ class PoolStats:
 
 
 class BufferPool:
-    """Memory of the whole weights and gradients of all units under one root."""
-
     def __init__(self) -> None:
         self._places: dict[_Key, _Place] = {}
         self._stream: int | None = None  # the CUDA stream that the plan is for
@@ -121,11 +110,7 @@ class BufferPool:
         )
 
     def begin(self, *, trains: bool) -> None:
-        """Begin an iteration: plan from the last one if that did not fit.
-
-        Args:
-            trains: False for a forward pass alone, which is served but not planned for.
-        """
+        """Plan from the last iteration if that did not fit; a forward alone is only served."""
         missed = self._is_traced and self._missed
         if missed and self._is_planned_from and len(self._requests) < _MAX_REQUESTS:
             self._plan()
@@ -142,10 +127,8 @@ class BufferPool:
     def take(self, owner: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return [numel] with undefined contents, the caller's as long as anybody refers to it.
 
-        The owner is the same in each iteration.
-
-        Capture: on CUDA memory from before the capture where there is a place; else, and on a CPU
-            always, an allocation inside it.
+        The owner is the same in each iteration. Capture: on CUDA memory from before the capture
+        where there is a place; else, and on a CPU always, an allocation inside it.
         """
         if not numel or _is_recorded_on_cpu(device):
             return torch.empty(numel, dtype=dtype, device=device)
@@ -203,7 +186,6 @@ class BufferPool:
         self._alive = alive
 
     def _plan(self) -> None:
-        """Find places for the buffers of the iteration that is over."""
         self._end_the_dead()
         last = self._num_requests
         self._places = {}
@@ -247,7 +229,6 @@ class BufferPool:
 def take(
     pool: BufferPool | None, owner: Hashable, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return memory from a pool, or an allocation if there is none; see BufferPool.take."""
     if pool is None:
         return torch.empty(numel, dtype=dtype, device=device)
     return pool.take(owner, numel, dtype, device)

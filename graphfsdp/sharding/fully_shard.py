@@ -129,7 +129,6 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
 def _cast_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast floating-point inputs of a unit to the dtype that it computes in."""
     if dtype is None:
         return args, kwargs
 

@@ -21,13 +21,9 @@ Reducing = Generator[None, None, None]  # yields while a collective is under way
 
 
 class Gradients:
-    """The gradients of one buffer on their way to its main grads.
+    """The gradients of one buffer on their way to its [S] main grads.
 
     ``accumulate`` means everywhere that the main grads hold something that must stay.
-
-    Attributes:
-        main: [S] the main grads.
-        pool: Where whole gradients get their memory; None allocates it.
     """
 
     def __init__(self, plan: BufferPlan, mesh: UnitMesh, main: Tensor) -> None:
@@ -59,14 +55,10 @@ class Gradients:
         return self._comm_dtype == self.main.dtype
 
     def add(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
-        """Add one backward pass's gradients to what is to be reduced.
+        """Add one backward pass's gradients, each whole, in slot order.
 
-        Args:
-            grads: One whole gradient per slot, in slot order; None where there is none.
-            accumulate: See the class.
-
-        Capture: one copy or add per gradient, into a buffer from the graph's pool; where
-            nothing is sharded, into the main grads themselves.
+        Capture: one copy or add per gradient, into a buffer from the graph's pool; where nothing is
+            sharded, into the main grads themselves.
         """
         for slot, grad in zip(self._layout.slots, grads, strict=True):
             target = self._place(slot, accumulate=accumulate)
@@ -81,10 +73,7 @@ class Gradients:
                 target.copy_(grad)
 
     def view(self, slot: Slot, *, accumulate: bool) -> Tensor:
-        """Return the whole gradient of one parameter for a layer that adds to it by itself.
-
-        Capture: zeroed once an iteration.
-        """
+        """A whole gradient, zeroed once an iteration, for a layer that adds to it by itself."""
         target = self._place(slot, accumulate=accumulate)
         if slot.index not in self._written:
             self._written.add(slot.index)
@@ -110,20 +99,13 @@ class Gradients:
     def reduce(
         self, lane: Lane | None, *, accumulate: bool, reduction: str, outside: bool = True
     ) -> Reducing:
-        """Reduce over all ranks into the main grads, which are complete at the end.
+        """Reduce over all ranks into the main grads; yields when a collective is under way.
 
-        Args:
-            lane: Where a collective runs while others compute; None waits for it at once.
-            accumulate: See the class.
-            reduction: "mean" or "sum".
-            outside: Where there is an outer axis, reduce over it too; else the gradients wait,
-                reduced over the inner axis alone, for a call that does.
+        Without a lane, each is waited for at once. Without ``outside``, gradients are reduced over
+        the inner axis alone, and wait for a call with it.
 
-        Yields:
-            When a collective is under way.
-
-        Capture: one collective; the first of an iteration writes straight into the main grads.
-            With an outer axis one more for its last microbatch. A lane adds a wait to each.
+        Capture: one collective; the first of an iteration writes straight into the main grads. With
+            an outer axis one more for its last microbatch. A lane adds a wait to each.
         """
         full, self._full = self._full, None
         self._written.clear()

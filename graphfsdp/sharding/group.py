@@ -35,19 +35,13 @@ _TAKEN_AS = "_graphfsdp_taken_as"
 
 @dataclass(eq=False)
 class ManagedParameter:
-    """One parameter of a unit.
+    """One parameter of a unit; ``owners`` are several modules where it is tied.
 
-    Attributes:
-        name: Full name within the unit's module.
-        param: What the optimizer and the user see: a DTensor over this rank's main weights.
-        whole: Gives what the module held before, if somebody still does.
-        owners: The modules and attribute names that hold it (several where it is tied).
-        buffer: The flat buffer that it lies in.
-        slot: Where it lies there.
-        axes: How model parallelism has cut it; the buffer holds this rank's part of that.
-        main_grad: DTensor over this rank's main grads, maybe of no row; None if frozen.
-        awaited: The whole parameter on the meta device whose values are still to come; None once
-            there are values.
+    ``param`` is what the optimizer and the user see: a DTensor over this rank's main weights;
+    ``main_grad`` is one over its main grads, maybe of no row. ``whole`` gives what the module held
+    before, if somebody still does. ``axes``: how model parallelism has cut it; the buffer holds
+    this rank's part of that. ``awaited``: the whole parameter on the meta device, until there are
+    values.
     """
 
     name: str
@@ -84,7 +78,6 @@ class ManagedParameter:
         return (*over_model, *over_data)
 
     def offsets(self) -> tuple[int, ...]:
-        """Return where this rank's part begins in the whole parameter, along each dim."""
         first = self.buffer.local_rows(self.slot).first_row
         inside = (first, *[0] * (len(self.slot.shape) - 1)) if self.slot.shape else ()
         if self.axes is None:
@@ -106,24 +99,14 @@ class UnitOptions:
 
 
 class ShardGroup:
-    """The buffers and parameters of one unit.
-
-    Attributes:
-        name: Full name of the unit's module, set when the root is known; "" until then.
-        managed: Its parameters.
-        buffers: Its flat buffers.
-    """
+    """The buffers and parameters of one unit; it has no ``name`` until the root is known."""
 
     name: str
     managed: list[ManagedParameter]
     buffers: list[ShardBuffer]
 
     def __init__(self, module: nn.Module, options: UnitOptions) -> None:
-        """Take over the parameters of a module that no unit below it has taken.
-
-        Raises:
-            ConfigError: a parameter cannot be sharded.
-        """
+        """Take over what no unit below has taken; ConfigError if a parameter cannot be sharded."""
         self.name = ""
         self.options = options
         self.managed = []
@@ -206,11 +189,9 @@ class ShardGroup:
                 item.main_grad = self._as_dtensor(view, item.name, item.buffer, item.slot)
 
     def check_memory(self) -> None:
-        """Refuse parameters that were moved out of the unit's buffers.
+        """Refuse shards that were moved elsewhere: training would go on with the old ones.
 
-        Raises:
-            ConfigError: a parameter's shard lies elsewhere; training would go on with the old one.
-                Or it has a hook that nobody would call.
+        Also hooks that nobody would call.
         """
         for item in self.managed:
             if item.awaited is not None:
@@ -234,7 +215,6 @@ class ShardGroup:
         return any(item.awaited is not None for item in self.managed)
 
     def full_name(self, item: ManagedParameter) -> str:
-        """Return the name of a parameter from the root on, as far as the root is known."""
         return f"{self.name}.{item.name}".lstrip(".")
 
     def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
@@ -246,7 +226,6 @@ class ShardGroup:
             yield item, item.buffer.full_view(item.buffer.full, item.slot)
 
     def reshard(self, *, outside: bool = False) -> None:
-        """Drop the gathered weights of every buffer; see ``ShardBuffer.reshard``."""
         for buffer in self.buffers:
             buffer.reshard(outside=outside)
 
@@ -274,7 +253,6 @@ class ShardGroup:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every group of ranks that this rank shares the unit with, each once."""
         over_model = (group for axes in self._axes.values() for group in axes.all_groups)
         return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
 
@@ -303,10 +281,7 @@ class ShardGroup:
         return any(b.gradients is not None and b.gradients.is_pending for b in self.buffers)
 
     def has_main_grads(self) -> bool:
-        """Tell whether the main grads hold something to add to; make unbound ones zero then.
-
-        Capture: nothing, or one fill for each parameter that has no gradient while others have.
-        """
+        """Whether main grads hold something to add to; those without a gradient get zeros then."""
         name = self._grad_attribute
         unbound = [item for item in self.trainable if getattr(item.param, name, None) is None]
         if len(unbound) == len(self.trainable):
@@ -328,10 +303,7 @@ class ShardGroup:
         return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
 
     def reduce_pending(self) -> None:
-        """Reduce gradients of earlier microbatches that wait for it, over all ranks.
-
-        Capture: see Gradients.reduce.
-        """
+        """Reduce what waits of earlier microbatches, over all ranks; see Gradients.reduce."""
         accumulate = self.has_main_grads()
         for buffer in self.buffers:
             waits = buffer.gradients

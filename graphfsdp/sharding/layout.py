@@ -50,13 +50,7 @@ _ENDLESS = 1 << 128  # an element that no buffer reaches
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its buffer.
-
-    Attributes:
-        index: Number of the parameter in the unit.
-        offset: First element in the buffer, counted over all ranks.
-        shape: Full shape of the parameter.
-    """
+    """Where a parameter lies in its buffer; ``offset`` is in elements, counted over all ranks."""
 
     index: int
     offset: int
@@ -86,14 +80,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """What one rank owns of one parameter.
+    """What one rank owns of one parameter; ``shard_offset`` is in elements from its shard's start.
 
-    Attributes:
-        first_row: First row of the parameter that this rank owns; where it owns none, the
-            number of rows that lower ranks own.
-        num_rows: How many rows it owns, maybe none.
-        shard_offset: Where they begin, in elements from the start of the rank's shard.
-        numel: How many elements they are.
+    Where it owns no row, ``first_row`` is the number of rows that lower ranks own.
     """
 
     first_row: int
@@ -106,11 +95,8 @@ class LocalRows:
 class BufferLayout:
     """One flat buffer: equal shards, and slots that no rank border cuts inside a row.
 
-    Attributes:
-        num_ranks: Number of ranks that share the buffer.
-        alignment: Every slot starts at a multiple of this many elements (16 bytes).
-        shard_numel: Number of elements of each rank's shard, padding included.
-        slots: In order of offset. Parameters without elements come first, at offset 0.
+    Slots start at multiples of ``alignment`` elements (16 bytes), in order of offset; parameters
+    without elements come first, at offset 0. ``shard_numel`` includes padding.
     """
 
     num_ranks: int
@@ -180,7 +166,6 @@ class BufferLayout:
         return self.total_numel - self.numel
 
     def ranks_of(self, slot: Slot) -> range:
-        """Return the ranks that own rows of a slot of this buffer, in O(1)."""
         if not slot.num_rows:
             return range(0)
         if not slot.numel:  # the rows of a (5, 0) tensor need an owner too
@@ -188,7 +173,6 @@ class BufferLayout:
         return range(slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1)
 
     def local_rows(self, slot: Slot, rank: int) -> LocalRows:
-        """Return what ``rank`` owns of a slot of this buffer, in O(1)."""
         begin = self._begin_of(rank)
         if not slot.numel:
             return LocalRows(slot.num_rows, 0, 0, 0) if rank else LocalRows(0, slot.num_rows, 0, 0)
@@ -221,17 +205,9 @@ def plan_unit(
 
         shard_numel <= 1.01 * sum of round_up(fsdp2_shard_numel(shape, num_ranks), 16 bytes).
 
-    Args:
-        shapes: Full shape of each parameter. Any shape is good, also () and ones with a zero.
-        num_ranks: Number of ranks that share the unit.
-        itemsize: Bytes of an element. Where kinds of buffers (model weights, main weights, main
-            grads) differ in it, the smallest: what is aligned for that is aligned for all.
-
-    Returns:
-        The buffers, in the order of their first parameter; none for a unit without parameters.
-
-    Raises:
-        ConfigError: A size is negative, num_ranks is below 1, or itemsize is not 1, 2, 4, 8, 16.
+    Any shape is good, also () and ones with a zero. Where kinds of buffers (model weights, main
+    weights, main grads) differ in ``itemsize`` (bytes), the smallest: what is aligned for that is
+    aligned for all. Buffers are in the order of their first parameter.
     """
     if num_ranks < 1:
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -364,9 +340,7 @@ class _Planner:
     def _place(self, order: Sequence[Slot], shard_numel: int) -> list[Slot]:
         """Place tensors one after the other, each in the first gap that takes it.
 
-        Returns:
-            The slots, as if there were as many ranks as it takes; none where a tensor can lie
-            nowhere.
+        As if there were as many ranks as it takes; no slots where a tensor can lie nowhere.
         """
         slots: list[Slot] = []
         gaps = [(0, _ENDLESS)]

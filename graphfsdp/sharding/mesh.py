@@ -27,14 +27,9 @@ from graphfsdp.sharding.placement import RowShard
 class UnitMesh:
     """The ranks of a unit.
 
-    Attributes:
-        mesh: Of the parameters' DTensors: (inner,), or (outer, inner), or one axis with all ranks
-            where the optimizer's part is cut over both.
-        inner: Ranks that the unit is cut over.
-        outer: Ranks that hold the same part; None where no other rank does.
-        cuts_outside: Main weights, main grads and optimizer state are cut over the outer ranks
-            too.
-        experts: The axis along which each rank has other experts; None where there is none.
+    ``mesh`` is that of the parameters' DTensors: (inner,), or (outer, inner), or one axis with all
+    ranks where the optimizer's part is cut over both, so with ``cuts_outside``. Ranks of ``outer``
+    hold the same part, those of ``experts`` other experts.
     """
 
     mesh: DeviceMesh
@@ -72,7 +67,6 @@ class UnitMesh:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every group of ranks that this rank shares the unit with."""
         return (self.inner,) if self.outer is None else (self.inner, self.outer)
 
     @property
@@ -101,11 +95,7 @@ def find_axes(
     expert_axis: str | None,
     cuts_outside: bool,
 ) -> UnitMesh:
-    """Return the axes of a mesh that a unit uses; arguments as those of ``fully_shard``.
-
-    Raises:
-        ConfigError: the mesh has other axes.
-    """
+    """Arguments are those of ``fully_shard``; ConfigError if the mesh has other axes."""
     experts = None
     if expert_axis is not None:
         mesh, experts = _without(mesh, expert_axis, {shard_axis, replicate_axis})
@@ -164,7 +154,6 @@ def _select(mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None
 def _without(
     mesh: DeviceMesh, expert_axis: str, others: set[str | None]
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return a mesh without the axis of the experts, and that axis."""
     names = mesh.mesh_dim_names or ()
     if expert_axis not in names:
         raise ConfigError(f"the mesh has no axis {expert_axis!r}; it has {_axes(mesh)}")
@@ -201,13 +190,9 @@ def _axes(mesh: DeviceMesh) -> str:
 
 @dataclass(frozen=True)
 class ModelAxes:
-    """How a parameter lies on the axes of model parallelism.
+    """How a parameter lies on the axes of model parallelism; ``shape`` is over all their ranks.
 
-    Attributes:
-        mesh: These axes.
-        placements: On each of them.
-        shape: Of the parameter over all ranks of these axes.
-        wraps: The module computes with a DTensor; else with this rank's part as a plain tensor.
+    ``wraps``: the module computes with a DTensor; else with this rank's part as a plain tensor.
     """
 
     mesh: DeviceMesh
@@ -229,7 +214,6 @@ class ModelAxes:
         return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
 
     def num_parts(self, dim: int) -> int:
-        """Return into how many parts a tensor dim is cut along these axes."""
         return math.prod(self.mesh.size(axis) for axis in self._axes_of(dim))
 
     def offset(self, dim: int) -> int:
@@ -259,15 +243,10 @@ class ModelAxes:
 
 
 def find_model_axes(name: str, param: nn.Parameter, experts: DeviceMesh | None) -> ModelAxes | None:
-    """Return how a parameter lies on the axes of model parallelism; None if it is on none.
+    """Take a DTensor of ``parallelize_module``'s, or a plain parameter; None if on no such axis.
 
-    Args:
-        name: Full name, for messages.
-        param: A DTensor that ``parallelize_module`` has made, or a plain parameter.
-        experts: Along this axis each rank has other experts, as plain parameters.
-
-    Raises:
-        ConfigError: its parts are not equally large, or no plain pieces of it.
+    Along ``experts`` each rank has other experts, as plain parameters. ConfigError: its parts are
+    not equally large, or no plain pieces of it.
     """
     if isinstance(param, DTensor):
         axes = ModelAxes(param.device_mesh, tuple(param.placements), tuple(param.shape), wraps=True)
@@ -299,11 +278,7 @@ def find_model_axes(name: str, param: nn.Parameter, experts: DeviceMesh | None) 
 
 
 def join_meshes(data: DeviceMesh, model: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the mesh of a parameter that is cut by fully_shard and by model parallelism.
-
-    Raises:
-        ConfigError: they are no different axes of one mesh.
-    """
+    """The mesh of a parameter that both cut; ConfigError if they are not two axes of one mesh."""
     try:
         if data.mesh_dim_names is None or model.mesh_dim_names is None:
             raise RuntimeError("axes have no names")

@@ -20,21 +20,14 @@ _Kind = tuple[torch.dtype, torch.device, bool]
 
 
 class ModelShards:
-    """The units of a model, with all shards of a kind in one storage.
+    """The units of a model, in the order of the modules, with all shards of a kind in one storage.
 
     Main weights of all units are neighbours in one storage per dtype, main grads likewise and in
     the same order, so that an optimizer can run over the whole model in a handful of kernels.
-
-    Attributes:
-        units: Every unit, in the order of the modules.
     """
 
     def __init__(self, root: nn.Module, units: list[Unit]) -> None:
-        """Name the units, check them, and move their shards together.
-
-        Raises:
-            ConfigError: a parameter is held by two units, or a unit is in the middle of work.
-        """
+        """ConfigError: a parameter is held by two units, or a unit is in the middle of work."""
         self._root = weakref.ref(root)
         self.units = units
         names = {id(module): name for name, module in root.named_modules()}
@@ -160,17 +153,11 @@ def _cut(tensors: list[Tensor], device: torch.device) -> Iterator[Tensor]:
 
 
 def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the communicator that all-gathers of a group use; made once for each group.
+    """A communicator for a group's all-gathers, made once; all ranks must call this together.
 
-    torch keeps it with all others, so ``destroy_process_group()`` closes it. All ranks of the
-    group must call this together.
-
-    Args:
-        group: The ranks.
-
-    Returns:
-        Another group of the same ranks; the group itself where one cannot be made: for one rank,
-        or where the ranks hold different numbers of groups, from which torch takes the name.
+    torch keeps it with all others, so ``destroy_process_group()`` closes it. The group itself where
+    one cannot be made: for one rank, or where the ranks hold different numbers of groups, from
+    which torch takes the name.
     """
     if group.size() == 1:
         return group
@@ -194,7 +181,6 @@ def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:
-    """Return how long the group waits for its ranks; None, torch's default, if it does not say."""
     types = group._device_types
     if not types:  # a group that is written in Python
         return None

@@ -19,14 +19,13 @@ class RowShard(Shard):
 
     It equals ``Shard(0)`` for every operator that works on local rows. It knows which rows each
     rank holds, where ``Shard`` takes for granted that ``torch.chunk`` has cut the tensor: so
-    ``full_tensor`` and torch.distributed.checkpoint find the right rows (``distribute_tensor``
-    does not: torch puts a plain ``Shard`` in the place of any child of it).
-    Results of arithmetic carry plain ``Shard(0)`` again: take these of parameters, gradients and
-    their detached or saved copies.
+    ``full_tensor`` and torch.distributed.checkpoint find the right rows (``distribute_tensor`` does
+    not: torch puts a plain ``Shard`` in the place of any child of it). Results of arithmetic carry
+    plain ``Shard(0)`` again: take these of parameters, gradients and their detached or saved
+    copies.
 
-    Attributes:
-        borders: First row of each part, and behind the last one the number of rows.
-        order: Which part each rank holds; None if they are in the order of the ranks.
+    ``borders``: first row of each part, and behind the last one the number of rows. ``order``:
+    which part each rank holds; None if they are in the order of the ranks.
     """
 
     borders: tuple[int, ...]

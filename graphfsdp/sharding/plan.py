@@ -21,14 +21,7 @@ class ParameterKind:
 
 @dataclass(frozen=True)
 class BufferDtypes:
-    """Element types of the copies of one buffer.
-
-    Attributes:
-        compute: Gathered weights, which forward and backward compute with.
-        main: Weights that the optimizer updates.
-        grad: Main grads.
-        comm: What gradients are reduced in.
-    """
+    """Of gathered weights, main weights, main grads, and what gradients are reduced in."""
 
     compute: torch.dtype
     main: torch.dtype
@@ -47,14 +40,9 @@ class BufferDtypes:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One flat buffer of a unit before it has memory.
+    """One flat buffer of a unit before it has memory; ``names`` are in the order of the slots.
 
-    Attributes:
-        layout: Where each parameter lies.
-        names: Full names within the unit of the parameters, in the order of the slots.
-        dtypes: Element types of its copies.
-        strategy: What is sharded; NO_SHARD for scalars, which have no rows to share out.
-        trainable: Whether its parameters get gradients.
+    ``strategy`` is NO_SHARD for scalars, which have no rows to share out.
     """
 
     layout: BufferLayout
@@ -65,7 +53,6 @@ class BufferPlan:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds only its part of the main weights."""
         return self.strategy is not ShardingStrategy.NO_SHARD
 
     @property

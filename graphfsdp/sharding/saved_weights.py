@@ -24,8 +24,6 @@ class _Place(NamedTuple):
 
 
 class _DTensorPlace(NamedTuple):
-    """A saved weight that is a DTensor of model parallelism: the place of its part here."""
-
     local: _Place
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -60,12 +58,9 @@ class _Pack:
 def saving_places(
     unit: str, buffers: Sequence[ShardBuffer], gather: Callable[[ShardBuffer], Tensor]
 ) -> AbstractContextManager[Any]:
-    """Save places of unsharded buffers while the body runs; backward gathers them again.
+    """Save places of a unit's unsharded buffers while the body runs.
 
-    Args:
-        unit: Its name.
-        buffers: The buffers of a unit, unsharded.
-        gather: Called whenever backward asks for a place; returns the whole buffer.
+    Whenever backward asks for a place, ``gather`` is called, and returns the whole buffer.
     """
     storages = {
         buffer.full.untyped_storage()._cdata: index
@@ -107,5 +102,4 @@ def foreign_hooks_are_active() -> bool:
 
 
 def is_in_backward() -> bool:
-    """Tell whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1

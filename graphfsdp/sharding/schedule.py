@@ -30,8 +30,6 @@ MAX_FULL_GRADS = 2
 
 
 class Scheduled(Protocol):
-    """What the schedule asks of a unit."""
-
     @property
     def group(self) -> ShardGroup: ...
 
@@ -58,10 +56,7 @@ class Order:
         self.begin()
 
     def note(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> list[Entry]:
-        """Note that buffers are used now, and return those of the unit that comes next, if known.
-
-        Buffers of the same unit that follow at once are returned too.
-        """
+        """Return the next unit's buffers, if known; of the same unit those that follow at once."""
         for buffer in buffers:
             index = len(self._seen)
             self._seen.append((unit, buffer))
@@ -103,10 +98,8 @@ class _Reduction:
 class Schedule:
     """Prefetch and reductions of all units under one root.
 
-    Attributes:
-        pool: Memory for the buffers of units that were told to use it.
-        num_prefetches: Buffers whose gather was begun ahead of their use.
-        max_reductions: The most units whose gradients were on their way at a time.
+    ``num_prefetches`` are gathers that were begun ahead of use, ``max_reductions`` the most units
+    whose gradients were on their way at a time.
     """
 
     def __init__(self) -> None:
@@ -174,10 +167,7 @@ class Schedule:
     def reduce(
         self, unit: Scheduled, steps: Sequence[Reducing], done: Callable[[], None] | None
     ) -> None:
-        """Begin to reduce a unit's gradients: one step for each buffer, see Gradients.reduce.
-
-        ``done`` is called when that is over, before the backward pass is.
-        """
+        """Begin a step for each buffer; ``done`` is called when all is over, before backward is."""
         reduction = _Reduction(unit, steps, done)
         if not unit.group.options.overlap.reduce_grads:
             reduction.finish()
@@ -194,7 +184,6 @@ class Schedule:
             self._reductions.popleft().finish()
 
     def end_iteration(self) -> None:
-        """Note that the backward pass under way is the last one of an iteration."""
         self._iteration_is_over = True
 
     def settle(self) -> None:

@@ -38,16 +38,9 @@ from graphfsdp.sharding.schedule import Schedule
 class Unit:
     """One module that `fully_shard` has wrapped.
 
-    Attributes:
-        module: The module.
-        group: Its parameters and buffers.
-        schedule: What all units under one root do while others compute.
-        requires_gradient_sync: Reduce gradients after backward; off while accumulating.
-        is_last_microbatch: Strategies that reduce once an iteration do it now, and every strategy
-            reduces over the outer axis of its mesh.
-        requires_all_reduce: False: not yet over the outer axis.
-        in_forward: Its forward pass runs.
-        pinned: Unsharded by hand: stays whole until reshard().
+    With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
+    reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
+    ``pinned``: unsharded by hand, so that it stays whole until reshard().
     """
 
     def __init__(self, module: nn.Module, group: ShardGroup) -> None:
@@ -75,27 +68,17 @@ class Unit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole weights are in the module, by hand or in its forward pass."""
         return self.pinned or self.in_forward
 
     def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None:
-        """Begin to gather one of the buffers, unless the unit is at work.
-
-        Capture: see ShardBuffer.begin_unshard.
-        """
+        """Begin to gather, unless the unit is at work. Capture: see ShardBuffer.begin_unshard."""
         if not self.is_whole:
             self._refresh()
             with nvtx_range(f"unshard {self.group.name}"):
                 buffer.begin_unshard(lane)
 
     def enter_forward(self) -> None:
-        """Put whole weights into the module.
-
-        Raises:
-            PhaseError: the unit is inside its own forward already.
-
-        Capture: an all-gather per buffer.
-        """
+        """PhaseError: the unit is inside its own forward. Capture: an all-gather per buffer."""
         if self.in_forward:
             raise PhaseError(
                 f"unit {self.group.name!r} was called inside its own forward pass; its weights "
@@ -115,11 +98,7 @@ class Unit:
             self._context.enter_context(hooks)
 
     def leave_forward(self) -> None:
-        """Put the sharded parameters back, and drop the whole weights where they are not kept.
-
-        Raises:
-            PhaseError: the forward pass has written into whole weights.
-        """
+        """Drop whole weights that are not kept; PhaseError if the forward has written into them."""
         if not self.in_forward:
             return
         written = any(version_of(whole) != version for whole, version in self._whole)
@@ -150,7 +129,6 @@ class Unit:
             self._drop_weights(outside=not torch.is_grad_enabled() and not self._fresh)
 
     def unshard(self) -> None:
-        """Hold whole weights in the module until ``reshard``."""
         self.pinned = True
         self.group.reshard(outside=True)
         with torch.no_grad():
@@ -162,10 +140,7 @@ class Unit:
         self._install_shards()
 
     def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Reduce the gradients of one backward pass, or keep them until the sync.
-
-        Args:
-            grads: One per trainable parameter, whole; None where there is none.
+        """Reduce whole gradients of one backward pass, one per trainable parameter, or keep them.
 
         Capture: see Gradients.add and Gradients.reduce.
         """
@@ -236,11 +211,7 @@ class Unit:
             self.reshard()
 
     def _inner_call(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
-        """See to it that a module inside the unit finds whole weights.
-
-        Raises:
-            PhaseError: it was called from outside the unit's forward.
-        """
+        """Give a module inside the unit whole weights; PhaseError outside the unit's forward."""
         if self.is_whole:
             return
         if not is_in_backward():
@@ -314,7 +285,6 @@ class Unit:
         self.schedule.gathered(self, missing)
 
     def _gather_again(self, buffer: ShardBuffer) -> Tensor:
-        """Return a whole buffer in a backward pass."""
         self._queue_end_of_backward()
         full = buffer.full
         if full is None:

@@ -24,7 +24,6 @@ from graphfsdp.optim.offload.offload import CPUOffload
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
-    """Return the adapter that fits an optimizer."""
     if isinstance(optimizer, LiveOptimizer):
         return NativeAdapter(optimizer)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):

@@ -59,11 +59,9 @@ class Adapter:
         """Refuse what the optimizer cannot do in a graph or outside of one."""
 
     def changes(self) -> list[Change]:
-        """Return what the recording has baked in and is not so any more."""
         raise NotImplementedError
 
     def before_replay(self) -> None:
-        """Refuse a change of what is baked in."""
         refuse(self.changes())
         self._before_replay()
         # Schedulers warn when they have not seen a step, and a replay calls none.
@@ -126,10 +124,7 @@ class BakedAdapter(Adapter):
             yield "number of skipped steps", self._skipped
 
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
-        """Scale the gradients in place, then take one step.
-
-        Capture: as capturable as the optimizer is.
-        """
+        """Scale the gradients in place before. Capture: as capturable as the optimizer is."""
         if found_inf is not None and self._skipped is not None:
             self._skipped.add_(found_inf)
             if not self._skips_itself and bool(found_inf):  # outside the graph: the host may read
@@ -240,7 +235,6 @@ class TorchSGDAdapter(_TorchAdapter):
     """torch's SGD, which is capturable as it is."""
 
     def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
-        """Refuse what torch's SGD cannot step on."""
         row = find_row(Situation(TORCH_SGD, dtensor=True))
         for name, param in named_params.items():
             if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
@@ -258,8 +252,6 @@ def one_mesh_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     plain tensors, do not go into one list: so it is with a model that is cut by
     ``parallelize_module`` in parts. The update is parameter by parameter, so no number changes.
     Groups that are stepped tensor by tensor are left as they are.
-
-    Capture: nothing of its own.
     """
     groups = optimizer.param_groups
     split = [part for group in groups for part in _parts(group)]
@@ -285,8 +277,6 @@ def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class BakedValues:
-    """The values of all groups at the time of the recording."""
-
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._num_params = [len(group["params"]) for group in groups]
         self._values = [
@@ -300,7 +290,6 @@ class BakedValues:
         ]
 
     def changes(self, groups: Sequence[Mapping[str, Any]], owner: str) -> list[Change]:
-        """Return what has changed since the recording."""
         num_params = [len(group["params"]) for group in groups]
         if num_params != self._num_params:
             return [changed_groups(owner, self._num_params, num_params)]
@@ -318,7 +307,6 @@ class BakedValues:
 
 
 def changed_groups(owner: str, old: Sequence[int], new: Sequence[int]) -> Change:
-    """Return the change of an optimizer whose groups have grown, shrunk or multiplied."""
     words = (f"groups of {list(old)} parameters", f"groups of {list(new)}")
     remedy = "set up all parameter groups before the capture"
     return Change(ChangeKind.GROUPS, f"param_groups of {owner}", *words, remedy)

@@ -26,13 +26,11 @@ _PACKAGES: Mapping[str, str] = MappingProxyType({"transformer_engine": TE, "apex
 
 
 def foreign_name(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the table's name of a foreign FusedAdam, or None."""
     cls = type(optimizer)
     return _PACKAGES.get(cls.__module__.split(".")[0]) if cls.__name__ == "FusedAdam" else None
 
 
 def installed_version(package: str) -> Version:
-    """Return the version of an installed package, or nothing where it has none."""
     try:
         text = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -59,7 +57,6 @@ class ForeignAdamAdapter(BakedAdapter):
     def _check_inside_graph(
         self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        """Refuse what the table does."""
         super()._check_inside_graph(named_params, policy)
         version = installed_version(type(self.optimizer).__module__.split(".")[0])
         made: Any = self.optimizer
@@ -90,10 +87,7 @@ class ForeignAdamAdapter(BakedAdapter):
                 )
 
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
-        """Take a step that scales and skips in the optimizer's own kernels.
-
-        Capture: as capturable as the optimizer is; no pass over the gradients of its own.
-        """
+        """Scale and skip in the optimizer's own kernels. Capture: as capturable as these are."""
         made: Any = self.optimizer
         if not getattr(made, "capturable", False):
             super().step(grad_scale, found_inf)

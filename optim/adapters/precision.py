@@ -24,8 +24,6 @@ _NUM_NAMED = 3
 
 
 class Case(Enum):
-    """What a row is about; its value is what a reader sees."""
-
     NOT_CAPTURABLE = "made without capturable=True (CUDA), or fused=True"
     GRAD_UNLIKE_PARAM = "a gradient's dtype is not its parameter's"
     EMPTY_SHARD = "a rank owns no element of a parameter"
@@ -41,8 +39,6 @@ class Case(Enum):
 
 @dataclass(frozen=True)
 class Situation:
-    """One parameter, and how its optimizer was made."""
-
     optimizer: str  # a name that rows have
     version: Version = ()  # of its package; empty where that does not matter
     param: torch.dtype = torch.float32
@@ -55,7 +51,6 @@ class Situation:
     empty_shard: bool = False  # this rank owns no element of the parameter
 
     def is_case(self, case: Case) -> bool:
-        """Return whether a row of this case speaks of the situation."""
         same = {self.moments} & {(dtype, dtype) for dtype in (torch.float32, torch.bfloat16)}
         return {
             Case.NOT_CAPTURABLE: not self.capturable,
@@ -85,11 +80,9 @@ class PrecisionRow:
 
     @property
     def versions(self) -> str:
-        """The versions that the row holds for, in words."""
         return f"before {'.'.join(map(str, self.before))}" if self.before else "any"
 
     def fits(self, situation: Situation) -> bool:
-        """Return whether the row speaks of a situation."""
         return (
             self.optimizer == situation.optimizer
             and (not self.before or situation.version < self.before)
@@ -234,7 +227,6 @@ TABLE: tuple[PrecisionRow, ...] = (
 
 
 def find_row(situation: Situation) -> PrecisionRow:
-    """Return the row that decides."""
     for row in TABLE:
         if row.fits(situation):
             return row
@@ -250,7 +242,6 @@ def table_rows() -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def rich_table() -> "Table":
-    """Return the table for a rich console."""
     from rich.table import Table
 
     table = Table(title="What the precision guard accepts; the first row that fits decides")
@@ -263,8 +254,6 @@ def rich_table() -> "Table":
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What the guard has to know about an optimizer."""
-
     name: str  # its class, for messages
     use_decoupled_grad: bool
     main_weight_dtype: Callable[[Tensor], torch.dtype]  # of the weight that it updates
@@ -295,10 +284,6 @@ def check_precision(
 
     A cast makes a new tensor: it is no view of the persistent buffer, costs a pass over memory in
     each iteration, and is what a graph would go on reading while the buffer gets new values.
-
-    Raises:
-        PrecisionError: two settings clash; the message has both, with their values, the first
-            parameters that are concerned, and each way out.
     """
     if policy.use_decoupled_grad != facts.use_decoupled_grad:
         raise PrecisionError(_decoupling_message(policy, facts))

@@ -26,7 +26,6 @@ def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], 
 
 
 def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: StepSettings) -> None:
-    """Refuse parameters of a group that was added, alone or beside those of the other groups."""
     name_of = parameter_name(groups)
     for index, param in enumerate(groups[row]["params"]):
         check_parameter(local_part(param), name_of(row, index))
@@ -54,7 +53,6 @@ def check_devices(groups: Sequence[Mapping[str, Any]], settings: StepSettings) -
 
 
 def check_parameter(param: Tensor, name: str) -> None:
-    """Refuse a parameter that the step cannot update."""
     if param.layout != torch.strided or not param.dtype.is_floating_point:
         raise ConfigError(
             f"only dense tensors of a real floating-point dtype can be trained; {name} has the "
@@ -79,7 +77,6 @@ def check_buffers(groups: Sequence[Mapping[str, Any]], has_moments: bool) -> Non
 
 
 def check_lr_device(group: Mapping[str, Any], row: int) -> None:
-    """Refuse an lr that is a tensor on another device than the group's parameters."""
     lr = group["lr"]
     if not isinstance(lr, Tensor):
         return
@@ -114,7 +111,6 @@ def check_rows(param: Tensor, name: str) -> None:
 def check_state(
     param: Tensor, state: Mapping[str, Tensor], name: str, settings: StepSettings
 ) -> None:
-    """Refuse state tensors that somebody has replaced by others that do not fit."""
     local = local_part(param)
     dense = is_dense(local.shape, local.stride())
     like = local if dense else torch.empty_like(local, device="meta")
@@ -147,7 +143,6 @@ def check_state(
 
 
 def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
-    """Refuse a gradient that the step cannot read."""
     problem = None
     if grad.layout != torch.strided:
         problem = (

@@ -16,8 +16,6 @@ from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
 
 
 class NormParts(NamedTuple):
-    """Gradients by the ranks that share them."""
-
     whole: list[Tensor]  # [...] each, the same on every rank
     sharded: dict[RankGroups, list[Tensor]]  # [...] each, by the groups that hold the other parts
 
@@ -39,10 +37,8 @@ def norm_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Norm
 class StepControl:
     """Device scalars around the fused operation; none of them is read on the host.
 
-    Attributes:
-        grad_scaler: The loss scale, or None.
-        skipped_steps: [] float32, steps that were skipped; its address stays after the first step.
-        grad_norm: [] float32, norm of the unscaled gradients in the last step that needed it.
+    ``skipped_steps`` ([] float32) keeps its address after the first step. ``grad_norm`` ([]
+    float32) is of the unscaled gradients in the last step that needed it.
     """
 
     def __init__(
@@ -61,16 +57,12 @@ class StepControl:
         self.grad_norm = torch.zeros(())
 
     def place(self, device: torch.device | None) -> None:
-        """Move the scalars to where the first parameters are, if they are elsewhere.
-
-        Capture: copies from the host: never inside a capture.
-        """
+        """Move to where the first parameters are. Capture: never inside, copies from the host."""
         if device is not None and self.skipped_steps.device != device:
             self.skipped_steps = self.skipped_steps.to(device)
             self.grad_norm = self.grad_norm.to(device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every persistent tensor with a name for messages."""
         yield "number of skipped steps", self.skipped_steps
         yield "gradient norm", self.grad_norm
         if self.grad_scaler is not None:
@@ -83,7 +75,6 @@ class StepControl:
         self.grad_norm.zero_()
 
     def needs_norm(self, found_inf: Tensor | None) -> bool:
-        """Return whether a step has to know the norm of the gradients."""
         checks = self._skip_nonfinite and found_inf is None
         return checks or self._max_grad_norm is not None
 
@@ -114,22 +105,17 @@ class StepControl:
         return grad_scale, found_inf
 
     def finish(self, found_inf: Tensor | None) -> None:
-        """Update the loss scale after the step."""
         if self.grad_scaler is not None and found_inf is not None:
             self.grad_scaler.update(found_inf.to(torch.float32))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: skipped steps, and the state of the loss scale."""
         found: dict[str, Any] = {"skipped_steps": self.skipped_steps}
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy saved values into the tensors that exist, so that a captured step goes on.
-
-        A loss scale is taken over where both sides have one.
-        """
+        """Copy into what exists, so that a captured step goes on; the scale if both have one."""
         self.skipped_steps.copy_(state_dict["skipped_steps"])
         saved = state_dict.get("grad_scaler")
         if self.grad_scaler is not None and saved is not None:

@@ -37,11 +37,6 @@ class DeviceOptimizer(LiveOptimizer):
         settings: StepSettings,
         grad_scaler: DeviceGradScaler | None,
     ) -> None:
-        """Set up what the rules share.
-
-        Raises:
-            ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
-        """
         self._settings = settings
         control = StepControl(
             settings.skip_nonfinite, settings.max_grad_norm, settings.norm_type, grad_scaler
@@ -69,7 +64,6 @@ class DeviceOptimizer(LiveOptimizer):
 
     @property
     def use_decoupled_grad(self) -> bool:
-        """Whether ``param.decoupled_grad`` is read instead of ``param.grad``."""
         return self._settings.use_decoupled_grad
 
     @property
@@ -83,38 +77,21 @@ class DeviceOptimizer(LiveOptimizer):
         return type(self).__name__
 
     def state_device(self, param: Tensor) -> torch.device:
-        """Return where the state of ``param`` is, or will be."""
         return local_part(param).device
 
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of the weight that is updated for ``param``."""
         return self._settings.main_weight_dtype(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; a captured step must be captured again afterwards.
-
-        Raises:
-            ConfigError: as for the constructor.
-        """
         super().add_param_group(param_group)
         self._plan = None
 
     def upload_hyperparameters(self) -> None:
-        """Copy the numbers in ``param_groups`` to the device where they changed.
-
-        Raises:
-            ConfigError: a changed value is out of its range.
-
-        Capture: not a part of the iteration: nothing is recorded. Call it before each replay.
-        """
         check_buffers(self.param_groups, self._settings.has_moments)
         super().upload_hyperparameters()
 
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Take the step.
-
-        Capture: no host sync; one operation per device and dtype combination.
-        """
+        """Capture: no host sync; one operation per device and dtype combination."""
         params = self._parameters()
         grads = gradients_of(params, decoupled=self.use_decoupled_grad)
         plan = self._plan
@@ -146,7 +123,6 @@ class DeviceOptimizer(LiveOptimizer):
         return match_state_dict(state_dict, self.param_groups, self._settings)
 
     def load_states(self, loaded: Loaded) -> None:
-        """Copy what ``match_state_dict`` found; state that does not exist yet is made."""
         self.create_missing([param for param, source in loaded.items() if source])
         copy_states(loaded, self.state)
         self.count_classes()
@@ -174,7 +150,6 @@ class DeviceOptimizer(LiveOptimizer):
 
     @torch.no_grad()
     def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Give state that exists the values of new state, in place; see ``Restartable``."""
         for param, fresh in create_states(self._rows_of(states), self._settings).items():
             for key, value in fresh.items():
                 states[param][key].copy_(value)
@@ -187,7 +162,6 @@ class DeviceOptimizer(LiveOptimizer):
         self.step_classes = step_classes(self.state, self.step_classes)
 
     def create_missing(self, params: Iterable[Tensor]) -> None:
-        """Make the state of parameters that have none."""
         wanted = {param for param in params if not self.state.get(param)}
         self.state.update(create_states(self._rows_of(wanted), self._settings))
 

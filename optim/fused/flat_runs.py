@@ -26,11 +26,7 @@ class FlatRun(NamedTuple):
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether such a tensor fills one stretch of memory, each element once.
-
-    True for contiguous and for channels-last tensors; False for expanded ones and for slices
-    with gaps.
-    """
+    """All elements in one stretch, each once; channels-last tensors are, expanded ones are not."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 1:
@@ -42,10 +38,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def same_layout(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether equal positions in memory order are equal indices.
-
-    The strides of dims of size one say nothing and are not compared.
-    """
+    """Equal positions in memory are equal indices; strides of dims of size one say nothing."""
     return tensor.shape == other.shape and all(
         a == b
         for a, b, size in zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
@@ -54,16 +47,12 @@ def same_layout(tensor: Tensor, other: Tensor) -> bool:
 
 
 def flat_view(tensor: Tensor, numel: int | None = None) -> Tensor:
-    """Return the 1-D view, in memory order, that starts where a dense tensor starts.
-
-    One that is longer than the tensor reaches into the neighbours in the same storage.
-    """
+    """The 1-D view in memory order; a longer one reaches into neighbours in the same storage."""
     length = tensor.numel() if numel is None else numel
     return tensor.detach().as_strided((length,), (1,), tensor.storage_offset())
 
 
 def continues(left: Tensor, right: Tensor) -> bool:
-    """Return whether a tensor begins in memory where another ends."""
     return (
         left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
         and left.dtype == right.dtype
@@ -77,10 +66,7 @@ def slices_like(
     *,
     apart: bool = False,  # none are neighbours
 ) -> list[Tensor]:
-    """Return tensors shaped and strided like these, as slices of one buffer.
-
-    Those that are neighbours in memory have neighbours, and others have not.
-    """
+    """Tensors shaped and strided like these in one buffer, neighbours where these are in memory."""
     offsets: list[int] = []
     end = 0
     previous: Tensor | None = None
@@ -100,15 +86,12 @@ def slices_like(
 
 
 def merge_neighbours(bundles: Sequence[Bundle]) -> list[FlatRun]:
-    """Merge bundles that are neighbours in every column into flat runs.
+    """Merge neighbours in every column into flat runs, in memory order of their first column.
 
     Two bundles are neighbours where, column by column, the second tensor starts right after the
     first in the same storage, with the same dtype. Bundles of different groups must not be given
-    together. Only integers are looked at; no tensor is read or written. Within a bundle all
-    tensors are dense and have the same shape and strides; those of zero size are skipped.
-
-    Returns:
-        The runs, in memory order of their first column.
+    together. Within a bundle all tensors are dense and have the same shape and strides; those of
+    zero size are skipped.
     """
     spans = {
         index: tuple(_span(tensor) for tensor in bundle)

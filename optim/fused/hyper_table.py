@@ -34,7 +34,6 @@ class Rule:
 
 
 def plain_lr(group: Mapping[str, Any]) -> float | None:
-    """Return a group's lr, or None for one that is a tensor."""
     lr = group["lr"]
     return None if isinstance(lr, Tensor) else lr
 
@@ -49,7 +48,6 @@ def _read_sgd(group: Mapping[str, Any]) -> Row:
 
 
 def check_betas(group: Mapping[str, Any], row: int) -> None:
-    """Refuse numbers that Adam or Lion cannot use."""
     check_lr(group, row)
     where = f"of parameter group {row}"
     betas = group["betas"]
@@ -109,7 +107,6 @@ class HyperTable:
     """
 
     def __init__(self, rule: Rule) -> None:
-        """Make no table yet."""
         self._rule = rule
         self._rows: list[Row] = []
         self._host = np.zeros((0, len(HYPER_COLUMNS)))
@@ -121,10 +118,7 @@ class HyperTable:
         return self._tables[device]
 
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Build the tables where there are none, and upload what changed otherwise.
-
-        Capture: nothing is recorded; see ``upload``.
-        """
+        """Build the tables where there are none, else ``upload``. Capture: nothing is recorded."""
         if self._tables:
             self.upload(groups)
             return
@@ -132,11 +126,9 @@ class HyperTable:
             self.build(groups)
 
     def clear(self) -> None:
-        """Forget the tables: a group was added."""
         self._tables = {}
 
     def build(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make the tables anew for these groups and the devices of their parameters."""
         devices = {param.device for group in groups for param in group["params"]}
         self._host = np.zeros((len(groups), len(HYPER_COLUMNS)))
         host = torch.from_numpy(self._host)
@@ -178,10 +170,7 @@ class HyperTable:
         return True
 
     def copy_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Copy every lr that is a tensor into its row, on the device.
-
-        Capture: one small copy per group and device; recorded, so that replays see new values.
-        """
+        """Capture: one small copy per group and device, recorded: replays see new values."""
         for row, slot in self._lr_slots:
             lr = groups[row]["lr"]
             slot.copy_(lr if lr.dim() == 0 else lr.reshape(()))

@@ -60,7 +60,6 @@ def is_available() -> bool:
 
 
 def supports(dtypes: Dtypes) -> bool:
-    """Return whether the kernel knows these storage dtypes."""
     floats = [dtypes.param, dtypes.grad]
     if dtypes.main_param != torch.int16:
         floats.append(dtypes.main_param or dtypes.param)
@@ -76,10 +75,7 @@ def make_tables(
     lanes: Sequence[tuple[Tensor, int]],  # first step count of the lane; its row
     device: torch.device,
 ) -> Tables:
-    """Build the tables of one launch; they are stale when a tensor moves.
-
-    Capture: copies from the host: never inside a capture, but in warm-up.
-    """
+    """Stale when a tensor moves. Capture: copies from the host: not inside, but in warm-up."""
     even: list[list[int]] = []
     odd: list[list[int]] = []
     for run, lane in zip(runs, lane_of_run, strict=True):
@@ -177,7 +173,6 @@ def constants(
     has_skip: bool,
     aligned: bool,
 ) -> dict[str, Any]:
-    """Return the compile-time arguments of the update kernel."""
     language = _kernels().tl
     names = {
         None: "float32",

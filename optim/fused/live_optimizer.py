@@ -28,11 +28,6 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], control: StepControl) -> None:
-        """Set up what the rules share.
-
-        Raises:
-            ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
-        """
         self._control = control
         self._reset()
         super().__init__(params, defaults)
@@ -47,16 +42,13 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         """What reads and checks the numbers of a group."""
 
     @abc.abstractmethod
-    def _check_params(self, row: int) -> None:
-        """Refuse parameters of a group that was added."""
+    def _check_params(self, row: int) -> None: ...
 
     @abc.abstractmethod
-    def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Take the step; see ``step``."""
+    def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None: ...
 
     @abc.abstractmethod
-    def _match(self, state_dict: dict[str, Any]) -> Loaded:
-        """Find the saved state of each parameter, and refuse what does not fit."""
+    def _match(self, state_dict: dict[str, Any]) -> Loaded: ...
 
     @abc.abstractmethod
     def load_states(self, loaded: Loaded) -> None:
@@ -175,16 +167,13 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         load_groups(state_dict, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
         refuse_copies(self.state)
         return {**super().__getstate__(), "_control": self._control}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy."""
         super().__setstate__(state)
         self._reset()
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -42,8 +42,6 @@ _COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType(
 
 
 class Stepped(NamedTuple):
-    """A parameter that takes the step."""
-
     position: int  # among all parameters of the optimizer
     row: int  # its group, as row of the hyper-parameter table
     param: Tensor
@@ -88,10 +86,7 @@ class Batch:
     staged: list[tuple[int, Tensor]]
 
     def collect(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the gradients that the batch reads now.
-
-        Capture: copies gradients that are strided unlike their parameter; no host sync.
-        """
+        """Capture: copies gradients that are strided unlike their parameter; no host sync."""
         staged = dict(self.staged)
         for index, copy in self.staged:
             source = grads[index]
@@ -115,10 +110,7 @@ class Plan:
         classes: Mapping[Tensor, int],
         hyper: Callable[[torch.device], Tensor],  # gives the hyper-parameter table of a device
     ) -> None:
-        """Make the plan.
-
-        Capture: allocates and copies from the host: never inside a capture.
-        """
+        """Capture: allocates and copies from the host: never inside a capture."""
         self._signature = _signature(grads)
         self._params = [local_part(param) for param in params]
         self._states = list(states.values())
@@ -137,7 +129,6 @@ class Plan:
         self._addresses = self._current_addresses(grads)
 
     def holds(self, grads: Sequence[Tensor | None], states: Iterable[State]) -> bool:
-        """Return whether the plan still fits: gradients, addresses, and state tensors."""
         states = list(states)
         return (
             _signature(grads) == self._signature
@@ -154,10 +145,7 @@ class Plan:
         skipped: Tensor,  # [] float32
         flags: Flags,
     ) -> None:
-        """Take the step, or skip it.
-
-        Capture: one operation per device and dtype combination; no host sync.
-        """
+        """Capture: one operation per device and dtype combination; no host sync."""
         for index, batch in enumerate(self._batches):
             device = batch.hyper.device
             counts = index == 0 and found_inf is not None
@@ -247,7 +235,6 @@ def _make_batch(
     members: list[Member],  # of one combination
     hyper: Tensor,  # [G, 5] float64
 ) -> Batch:
-    """Sort parameters into lanes, merge neighbours, and build the kernel's tables."""
     dense = _is_dense(members[0])
     # Empty gradients that are strided as their parameter, where theirs are not.
     staged = {

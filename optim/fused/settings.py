@@ -17,8 +17,6 @@ MATHS = ("torch", "te")
 
 
 class Flags(NamedTuple):
-    """Settings that change the update rule."""
-
     adam_w_mode: bool = True  # decoupled weight decay; otherwise decay is added to the gradient
     bias_correction: bool = True
     maximize: bool = False
@@ -68,15 +66,11 @@ class StepSettings:
         return RULES[self.flags.rule].moments if self.has_moments else ()
 
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of the weight that is updated for ``param``."""
         wide = self.master_weights and param.dtype in _LOW_PRECISION
         return torch.float32 if wide else param.dtype
 
     def state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
-        """Return the dtype of each state tensor of ``param`` except its step count and scales.
-
-        A DTensor is given as it is, since its whole shape counts.
-        """
+        """Without step count and scales. A DTensor is given as it is: its whole shape counts."""
         first, second = (
             torch.float32 if has_scales(dtype) and not fits_scales(param) else dtype
             for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
@@ -99,19 +93,17 @@ class StepSettings:
 
     @property
     def uses_scales(self) -> bool:
-        """Whether moments are stored with scales, where a parameter fits them."""
         return has_scales(self.exp_avg_dtype) or has_scales(self.exp_avg_sq_dtype)
 
 
 def bytes_per_param(
     settings: StepSettings, param_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> float:
-    """Return the bytes that one step reads and writes for each element of a parameter.
+    """The bytes that one step reads and writes for each element of a parameter.
 
     State tensors are read and written, gradients read. A model weight is read and written, or only
     written where there is a float32 main weight. Scales are counted as for rows of a multiple of
-    256 elements. Clipping and the skip of non-finite gradients read the gradients once more; that
-    is not counted.
+    256 elements. What clipping and the skip of non-finite gradients read once more is not counted.
     """
     stored = settings.state_dtypes(torch.empty((0, SCALE_BLOCK_NUMEL), dtype=param_dtype))
     both_ways = sum(
@@ -123,12 +115,10 @@ def bytes_per_param(
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the storage dtype that a constructor's argument means."""
     return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
 
 
 def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
-    """Refuse an unknown arithmetic mode or dtype of main weights."""
     if math not in MATHS:
         raise ConfigError(f"math must be one of {', '.join(map(repr, MATHS))}; got {math!r}")
     if master_weight_dtype != torch.float32:

@@ -39,13 +39,9 @@ def create_states(
 
     Moments have the dtypes of the settings (float64 for a float64 parameter) and the parameter's
     strides, and start at zero. A main weight starts as the parameter, so a remainder as zero. Step
-    counts are slices of one buffer, so that advancing all of them is one operation.
-
-    Returns:
-        ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and ``max_exp_avg_sq`` and
-        ``master_param`` [...] where there are such, for each parameter; with ``_scale`` behind
-        its name, the scales [rows, blocks of a row] float32 of a moment that has some. All but
-        ``step`` are DTensors where the parameter is one.
+    counts ([] float32) are slices of one buffer, so that advancing all of them is one operation. A
+    moment's scales have ``_scale`` behind its name: [rows, blocks of a row] float32. All but
+    ``step`` are DTensors where the parameter is one.
     """
     locals_ = {local: param for _, param in params for local in [local_part(param)]}
     ordered = sorted(
@@ -79,7 +75,6 @@ def create_states(
 
 
 def wrap_state(state: State, param: Tensor) -> State:
-    """Return one parameter's state with DTensors where the parameter is one."""
     return {
         key: value
         if key == "step"
@@ -111,11 +106,7 @@ def step_classes(states: Mapping[Tensor, State], known: Mapping[Tensor, int]) ->
 
 
 def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> dict[Tensor, int]:
-    """Return new numbers for the case that only some parameters take the next step.
-
-    Returns:
-        Numbers with which parameters have equal counts after the step if their numbers are equal.
-    """
+    """Numbers once only ``stepped`` take the next step: equal only for equal counts after it."""
     active = set(stepped)
     return _numbered(
         {param: (classes.get(param, -1), param in active) for param in {*classes, *active}}
@@ -155,15 +146,10 @@ def match_state_dict(
     groups: Sequence[Mapping[str, Any]],
     settings: StepSettings,
 ) -> Loaded:
-    """Find the saved state of each parameter, and refuse what does not fit.
+    """Find the saved state of each parameter, None where there is none; refuse what does not fit.
 
     It is that of FusedAdam, of torch's Adam or AdamW, or of the FusedAdam of Transformer Engine or
     apex, which count steps per group.
-
-    Returns:
-        For each parameter the tensors ``step``, ``exp_avg``, ``exp_avg_sq`` and maybe
-        ``max_exp_avg_sq``, ``master_param`` and the scales of moments; None where nothing was
-        saved.
     """
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
@@ -336,7 +322,6 @@ def _match_entries(
 def _match_scale(
     entries: Mapping[str, Any], key: str, param: Tensor, name: str
 ) -> dict[str, Tensor]:
-    """Return the saved scales of a moment, if it has some."""
     scale = entries.get(scale_of(key))
     if scale is None:
         if entries[key].dtype.itemsize == 1:

@@ -83,7 +83,6 @@ def as_kernel(run: Callable[[StepArgs], None]) -> Callable[..., None]:
 
 
 def _advance(args: StepArgs) -> None:
-    """Count the step, or the skip, on the device."""
     if args.found_inf is None:
         torch._foreach_add_(args.steps, 1)
         return

@@ -31,7 +31,6 @@ class StepTensors(NamedTuple):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a moment has scales."""
         return self.exp_avg_scale is not None or self.exp_avg_sq_scale is not None
 
 
@@ -49,15 +48,12 @@ class Columns(NamedTuple):
     max_exp_avg_sq_scales: list[Tensor]
 
     def member(self, index: int) -> StepTensors:
-        """Return one parameter's tensors."""
         return StepTensors(*(column[index] if column else None for column in self))  # type: ignore[arg-type]
 
     def part(self, start: int, stop: int) -> "Columns":
-        """Return the columns of the parameters from ``start`` up to ``stop``."""
         return Columns(*(column[start:stop] for column in self))
 
     def dtypes(self) -> "Dtypes":
-        """Return the storage dtypes, which are the same for all parameters."""
         return Dtypes(*(column[0].dtype if column else None for column in self[:6]))  # type: ignore[arg-type]
 
 
@@ -73,7 +69,6 @@ class Dtypes(NamedTuple):
 
 
 def make_columns(members: list[StepTensors]) -> Columns:
-    """Return the tensors of many parameters by kind."""
     columns = zip(*members, strict=True) if members else [()] * len(Columns._fields)
     return Columns(*([tensor for tensor in column if tensor is not None] for column in columns))
 
@@ -137,23 +132,18 @@ _MAX_VECTOR_NUMEL = 65536
 
 
 def scale_of(moment: str) -> str:
-    """Return the name of the state with the scales of a moment."""
     return f"{moment}_scale"
 
 
 def has_scales(dtype: torch.dtype | None) -> TypeGuard[torch.dtype]:
-    """Return whether moments of this dtype are stored with scales."""
     return dtype in TOPS
 
 
 def fits_scales(param: Tensor) -> bool:
-    """Return whether scaled moments are worth it for ``param``; others keep float32 moments.
+    """Whether scaled moments are worth it for ``param``; others keep float32 moments.
 
     Matrices with rows of at least 32 elements, and vectors of more than 65536, such as the flat
     buffers of some training frameworks. Not a vector that is a DTensor: ranks may cut it anywhere.
-
-    Args:
-        param: [...] the parameter; a DTensor with its whole shape.
     """
     if param.dim() >= 2:
         return math.prod(param.shape[1:]) >= _MIN_ROW_NUMEL

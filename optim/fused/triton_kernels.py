@@ -77,7 +77,6 @@ def store_moment(
 
 @triton.jit
 def load_weight(param_ptr, main_ptr, offsets, mask, HAS_MAIN: tl.constexpr, HALVES: tl.constexpr):
-    """Return the weight that is updated in float32."""
     if HALVES:
         # See Note [Remainders].
         high = tl.load(param_ptr + offsets, mask=mask).to(tl.int32)
@@ -115,10 +114,7 @@ def coefficients_kernel(
     TE_MATH: tl.constexpr,
     RULE: tl.constexpr,
 ):
-    """Compute one lane's scalars in float64, one program per lane.
-
-    Capture: reads the step counts and the table that a replay finds.
-    """
+    """One lane's scalars, in float64. Capture: reads the counts and table that a replay finds."""
     lane = tl.program_id(0)
     step_ptr = tl.load(lanes_ptr + lane * 2).to(tl.pointer_type(tl.float32))
     hyper = hyper_ptr + tl.load(lanes_ptr + lane * 2 + 1) * 5
@@ -168,7 +164,6 @@ def _update_moments(
     ADAM_W_MODE: tl.constexpr,
     TE_MATH: tl.constexpr,
 ):
-    """Return the decayed weight and both moments."""
     weight_decay = tl.load(coefficients_ptr + 1)
     one_minus_beta1 = tl.load(coefficients_ptr + 2)
     beta2 = tl.load(coefficients_ptr + 3)

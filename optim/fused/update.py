@@ -40,9 +40,7 @@ def adam_coefficients(
     step: Tensor,  # [] float, updates done so far, this one included
     flags: Flags,
 ) -> AdamCoefficients:
-    """Compute the scalars of one update on the device, in float64.
-
-    float64 because ``1 - beta2`` and ``1 - beta2**step`` lose half of their digits in float32.
+    """In float64: ``1 - beta2`` and ``1 - beta2**step`` lose half of their digits in float32.
 
     Capture: no host sync; replays read the table and the step that they find.
     """

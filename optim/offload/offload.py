@@ -150,10 +150,7 @@ class CPUOffload(DeviceOptimizer):
         return torch.device("cpu") if places.get(param) else super().state_device(param)
 
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Take the step.
-
-        Capture: impossible, since the host waits for the gradients.
-        """
+        """Capture: impossible, since the host waits for the gradients."""
         if is_capturing():
             raise CaptureError(
                 "the step of CPUOffload waits for gradients on the host, which no CUDA graph can "
@@ -262,11 +259,7 @@ class CPUOffload(DeviceOptimizer):
 
     @torch.no_grad()
     def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Give state that exists the values of new state, in place.
-
-        Args:
-            states: State by parameter, all of it entries of ``state``.
-        """
+        """Give state that exists the values of new state, in place; see ``Restartable``."""
         for part in self._parts:
             part.restart(set(states))
         if len(states) == len(self.state):  # no step was taken before
@@ -279,7 +272,6 @@ class CPUOffload(DeviceOptimizer):
             part.inner.count_classes()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
         return {**super().__getstate__(), "_options": self._options, "_kind": self._kind}
 
 

@@ -98,15 +98,12 @@ class Part:
         self.inner.step(grad_scale=grad_scale, found_inf=found_inf)
 
     def create(self, params: set[Tensor]) -> None:
-        """Make the state of some parameters that have none."""
         self.inner.create_missing([t for item, t in self._pairs() if item.param in params])
 
     def load(self, loaded: Loaded) -> None:
-        """Copy saved states; see ``DeviceOptimizer.load_states``."""
         self.inner.load_states({tensor: loaded.get(item.param) for item, tensor in self._pairs()})
 
     def restart(self, params: set[Tensor]) -> None:
-        """Give the states of some parameters the values of new state."""
         self.inner.restart_states(
             {
                 tensor: self.inner.state[tensor]
@@ -116,7 +113,6 @@ class Part:
         )
 
     def states(self) -> dict[Tensor, State]:
-        """Return the state by parameter."""
         found = {item.param: self.inner.state.get(tensor) for item, tensor in self._pairs()}
         return {param: state for param, state in found.items() if state}
 
@@ -137,7 +133,6 @@ class HostPart(Part):
     def __init__(
         self, owned: Sequence[Owned], outer: DeviceOptimizer, *, pin_params: bool, pin_grads: bool
     ) -> None:
-        """Copy the weights."""
         on_device = not all(item.param.is_cpu for item in owned)
         self._pins_params = pin_params and on_device
         self._pins_grads = pin_grads and on_device
@@ -209,16 +204,11 @@ class HostPart(Part):
         self._versions = [_version(local_part(item.param.detach())) for item in self.owned]
 
     def create(self, params: set[Tensor]) -> None:
-        """Make the state of some parameters that have none."""
         self.refresh()
         super().create(params)
 
     def load(self, loaded: Loaded) -> None:
-        """Copy saved states.
-
-        Raises:
-            ConfigError: a saved tensor is whole where this rank has only rows of it.
-        """
+        """ConfigError: a saved tensor is whole where this rank has only rows of it."""
         self.refresh()
         found: Loaded = {}
         for item, weight in self._pairs():
@@ -230,7 +220,6 @@ class HostPart(Part):
             self.settle()
 
     def restart(self, params: set[Tensor]) -> None:
-        """Give the states of some parameters the values of new state."""
         self.refresh()
         super().restart(params)
 
@@ -256,11 +245,9 @@ class SideCopies:
                 stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def downwards(self) -> Any:
-        """Return a context in which copies to the CPU are enqueued."""
         return nullcontext() if self._down is None else torch.cuda.stream(self._down)
 
     def upwards(self) -> Any:
-        """Return a context in which copies to the device are enqueued."""
         return nullcontext() if self._up is None else torch.cuda.stream(self._up)
 
     def arrival(self) -> Callable[[], None]:

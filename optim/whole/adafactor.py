@@ -68,7 +68,6 @@ class Adafactor(TensorOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
         return {**super().__getstate__(), "_eps1": self._eps1, "_maximize": self._maximize}
 
     @property
@@ -128,8 +127,6 @@ class Adafactor(TensorOptimizer):
 
 
 class _Work(NamedTuple):
-    """One parameter in one step."""
-
     member: TensorMember
     numbers: Tensor  # [5] float64: lr, beta2_decay, d, eps2, weight_decay
     weight: Tensor  # [...] float32, or float64
@@ -156,8 +153,7 @@ class _Work(NamedTuple):
 def _move_rows(work: _Work) -> Tensor:
     """Move the second moments of rows, and return what has to be summed over ranks.
 
-    Returns:
-        [1] squares of weights; of a matrix also [B] squares of columns, [1] moments of its rows.
+    [1] squares of weights; of a matrix also [B] squares of columns, [1] moments of its rows.
     """
     squares = work.weight.square().sum().view(1)
     if work.grad.dim() < 2:

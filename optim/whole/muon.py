@@ -96,7 +96,6 @@ class Muon(TensorOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
         own = ("_nesterov", "_coefficients", "_num_steps", "_adjust")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 

@@ -21,13 +21,7 @@ Ranges = list[tuple[int, int]]  # where each rank's part begins along a dim, and
 
 @dataclass(frozen=True)
 class Cut:
-    """How one mesh axis cuts a matrix, or what earlier axes have left of it.
-
-    Attributes:
-        group: The ranks of the axis.
-        dim: 0 for rows, 1 for columns.
-        ranges: Of each rank.
-    """
+    """How one axis cuts what earlier ones left of a matrix: ``dim`` 0 by rows, 1 by columns."""
 
     group: dist.ProcessGroup
     dim: int
@@ -141,5 +135,4 @@ def _piece_shape(part: Tensor, cut: Cut, rank: int) -> list[int]:
 
 
 def _in_order(ranges: Ranges) -> list[int]:
-    """Return the ranks in the order of what they hold."""
     return sorted(range(len(ranges)), key=lambda rank: ranges[rank])

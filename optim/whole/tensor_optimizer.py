@@ -21,8 +21,6 @@ from graphfsdp.optim.fused.state import Loaded, load_groups
 
 
 class TensorMember(NamedTuple):
-    """A parameter that takes the step."""
-
     param: Tensor  # maybe a DTensor
     weight: Tensor  # this rank's rows of it
     grad: Tensor | None  # None where another rank may have rows with one
@@ -34,20 +32,13 @@ class TensorOptimizer(LiveOptimizer):
     """An optimizer that steps parameter by parameter; subclasses say how."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        """Set up what subclasses share.
-
-        Raises:
-            ConfigError: a number is out of its range, or a parameter cannot be trained.
-        """
         super().__init__(params, defaults, StepControl())
 
     @abc.abstractmethod
-    def _check_member(self, param: Tensor, group: Mapping[str, Any], name: str) -> None:
-        """Refuse a parameter that the rule cannot step on."""
+    def _check_member(self, param: Tensor, group: Mapping[str, Any], name: str) -> None: ...
 
     @abc.abstractmethod
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the state of a parameter that takes its first step."""
+    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]: ...
 
     @abc.abstractmethod
     def _update(
@@ -55,8 +46,7 @@ class TensorOptimizer(LiveOptimizer):
         members: list[TensorMember],
         tables: Callable[[torch.device], Tensor],  # [G, 5] float64 each
         grad_scale: Tensor | None,  # [] float
-    ) -> None:
-        """Take the step."""
+    ) -> None: ...
 
     @property
     def skipped_steps(self) -> Tensor:
@@ -88,10 +78,7 @@ class TensorOptimizer(LiveOptimizer):
             tensor.copy_(torch.where(skip.to(tensor.device), before, tensor))
 
     def _members(self) -> list[TensorMember]:
-        """Return what takes the step.
-
-        A sharded parameter without a gradient does, too: another rank may have one.
-        """
+        """A sharded parameter without a gradient steps, too: another rank may have one."""
         found = []
         name_of = parameter_name(self.param_groups)
         for row, group in enumerate(self.param_groups):
@@ -152,7 +139,6 @@ class TensorOptimizer(LiveOptimizer):
         return found
 
     def load_states(self, loaded: Loaded) -> None:
-        """Copy what was found; state that does not exist yet is made."""
         for group in self.param_groups:
             for param in group["params"]:
                 values = loaded.get(param)

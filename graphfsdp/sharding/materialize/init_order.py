@@ -1,8 +1,4 @@
-"""What a model awaits: tensors on the meta device, by the module that sets them, in order.
-
-And which functions set the values of a module, and how they are called so that nothing else
-changes.
-"""
+"""What a model awaits, in order, and how its values are set so that nothing else changes."""
 
 import functools
 import inspect
@@ -58,12 +54,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class InitOrder:
-    """What a model awaits, and what it has.
+    """What a model awaits: ``stops`` are the modules to initialise, in this order.
 
-    Attributes:
-        stops: The modules to initialise, in this order.
-        plain: What no unit manages of what they set, by key.
-        kept: The tensors with values, by id.
+    ``plain``: what no unit manages of what they set, by key; ``kept``: tensors with values, by id.
     """
 
     stops: tuple[Stop, ...]
@@ -74,7 +67,6 @@ class InitOrder:
     def of(
         model: nn.Module, units: Sequence[Unit], init: Callable[[nn.Module], object] | None
     ) -> "InitOrder":
-        """Find what a model with these units awaits; ``init`` as for ``materialize``."""
         managed = {id(item.param): item for unit in units for item in unit.group.managed}
         plain: dict[int, Entry] = {}
         kept: dict[int, Entry] = {}
@@ -112,7 +104,6 @@ class InitOrder:
         return [entry.name for stop in self.stops for entry in stop.entries]
 
     def check(self) -> None:
-        """Check that every tensor has a module that can set it."""
         able = {
             entry.key
             for stop in self.stops
@@ -169,7 +160,6 @@ def _sets_values_of(module: nn.Module, around: Sequence[nn.Module]) -> nn.Module
 
 
 def _own_initializer(module: nn.Module) -> Callable[[], object] | None:
-    """Return what sets a module's values when it is constructed, None if it has no such method."""
     for name in ("reset_parameters", "_reset_parameters"):
         own = getattr(module, name, None)
         if _takes(own):

@@ -91,15 +91,10 @@ def materialize(
 def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]], None]]:
     """Give memory to what is on the meta device, for values that the body brings.
 
-    What the body does not bring is initialised as by ``materialize`` afterwards, without moving
-    the state of a generator: buffers that no state dict holds, and what a checkpoint lacks. If
-    the body raises, the model awaits all its values as before.
-
-    Args:
-        model: Sharded or not; nothing happens if none of it is on the meta device.
-
-    Yields:
-        A function to call with the tensors that have values now.
+    Yields a function to call with the tensors that have values now. What the body does not bring is
+    initialised as by ``materialize`` afterwards, without moving the state of a generator: buffers
+    that no state dict holds, and what a checkpoint lacks. If the body raises, the model awaits all
+    its values as before.
 
     Raises:
         ConfigError: something is left that nothing initialises; what was brought stays.
@@ -139,8 +134,6 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
 
 
 class _Materialization:
-    """One call of ``materialize``."""
-
     def __init__(
         self,
         order: InitOrder,
@@ -159,7 +152,6 @@ class _Materialization:
         self._done: set[int] = set()  # keys of the tensors that some module has set
 
     def run(self) -> None:
-        """Give memory, initialise, and share the first rank's values."""
         self._agreement.refuse_differences(
             "parameters and buffers without values", self._order.names()
         )
@@ -240,8 +232,8 @@ class _Materialization:
     def _equal_groups(self, unit: Unit) -> list[dist.ProcessGroup]:
         """Return the groups of ranks that get the same values for a unit.
 
-        Ranks that another unit is cut over by tensor parallelism hold this one in duplicate.
-        Experts are others on each rank of their axis.
+        Ranks that another unit is cut over by tensor parallelism hold this one in duplicate;
+        experts are others on each rank of their axis.
         """
         if unit.group.options.mesh.experts is not None:
             return list(unit.group.equal_groups)
@@ -322,10 +314,9 @@ class _WholeUnit:
     """A unit whose awaited parameters are whole for a while, so that its modules can set them."""
 
     def __init__(self, unit: Unit, owners: set[int]) -> None:
-        """Find what to make whole.
+        """Take ids of the modules whose initialisation will run.
 
-        ``owners`` are ids of the modules whose initialisation will run. What else these hold is
-        made whole too, in copies that are dropped.
+        What else these hold is made whole too, in copies that are dropped.
         """
         self.unit = unit
         # [sum of elements] one per dtype: the whole parameters, one after the other.
@@ -369,11 +360,7 @@ class _WholeUnit:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Take what the initialisation has left in the modules.
-
-        Raises:
-            ConfigError: it has set a parameter in parts or not at all, or put in another shape.
-        """
+        """ConfigError: a parameter was set in parts, not at all, or put in another shape."""
         for item, view in zip(self._awaited, self._views, strict=True):
             owner, attribute = item.owners[0]
             held = owner._parameters.get(attribute)
@@ -399,7 +386,6 @@ class _WholeUnit:
             item.awaited = None
 
     def close(self) -> None:
-        """Put the sharded parameters back, and drop the whole ones."""
         for item in (*self._awaited, *self._others):
             for owner, attribute in item.owners:
                 owner._parameters[attribute] = item.param
@@ -408,7 +394,6 @@ class _WholeUnit:
 
 
 def _unset_message(what: str, kind: str) -> str:
-    """Return what to say of a tensor that no initialisation has set."""
     return (
         f"{what} has no values, or only some, after the initialisation of its {kind}. Remedy: set "
         f"it in the {kind}'s reset_parameters(), or in the function given as "

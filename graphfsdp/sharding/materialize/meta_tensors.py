@@ -7,10 +7,9 @@ from graphfsdp.errors import ConfigError
 
 
 def become(tensor: Tensor, other: Tensor, name: str) -> None:
-    """Make a tensor what another one is, for all who hold it; its own attributes stay.
+    """Become another tensor for all who hold this one; its own attributes stay.
 
-    Raises:
-        ConfigError: somebody holds it weakly, or in a graph of autograd.
+    ConfigError: somebody holds it weakly, or in a graph of autograd.
     """
     attributes = dict(vars(tensor))
     try:
@@ -36,7 +35,6 @@ def give_memory(tensor: Tensor, device: torch.device, name: str) -> None:
 
 
 def give_up_memory(tensor: Tensor, name: str) -> None:
-    """Move a tensor to the meta device, for all who hold it."""
     new = torch.empty_like(tensor.detach(), device="meta")
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, tensor.requires_grad)
@@ -51,10 +49,7 @@ def mark_unset_(tensor: Tensor) -> None:
 
 
 def is_partly_unset(tensor: Tensor) -> bool:
-    """Tell whether a marked tensor still holds marks.
-
-    Host sync.
-    """
+    """Whether a marked tensor still holds marks; a host sync."""
     mark = _mark_of(tensor.dtype)
     if mark is None or not tensor.numel():
         return False
