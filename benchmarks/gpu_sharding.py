@@ -158,15 +158,18 @@ class _SharedStore:
         self._values[key] = value.encode()
 
     def get(self, key: str) -> bytes:
-        folder, _, rank = key.rpartition("/")
-        return self._values.get(key) or self._values[f"{folder}/0" if rank.isdigit() else key]
+        return self._values.get(key) or self._values[self._told_as(key)]
 
     def add(self, key: str, number: int) -> int:
         self._counts[key] = self._counts.get(key, 0) + number
         return self._num_ranks if key.endswith("/count") else self._counts[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+        return all(key in self._values or self._told_as(key) in self._values for key in keys)
+
+    def _told_as(self, key: str) -> str:
+        folder, _, rank = key.rpartition("/")
+        return f"{folder}/0" if rank.isdigit() else key
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         if self._values.get(key, b"").decode() == expected:

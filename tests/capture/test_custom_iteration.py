@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, quick_garbage_collection, set_lr, snapshot
+from iterations import gan, gradient_penalty, moving_average
 
 NUM_STEPS = 16
 Optimizer = torch.optim.Optimizer
@@ -22,70 +23,6 @@ def generator_net() -> nn.Module:
 
 def critic_net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.LeakyReLU(), nn.Linear(16, 1))
-
-
-def gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor) -> Any:
-    """Two models, two optimizers, two backwards; the critic gets gradients of the other's loss."""
-    net, critic = models
-    bce = nn.functional.binary_cross_entropy_with_logits
-    optimizers[1].zero_grad()
-    fake = net(torch.randn(len(real), 4, device=real.device))
-    on_real, on_fake = critic(real), critic(fake.detach())
-    critic_loss = bce(on_real, torch.ones_like(on_real)) + bce(on_fake, torch.zeros_like(on_fake))
-    critic_loss.backward()
-    optimizers[1].step()
-    optimizers[0].zero_grad()
-    out = critic(fake)
-    loss = bce(out, torch.ones_like(out))
-    loss.backward()
-    optimizers[0].step()
-    return {"net": loss, "critic": critic_loss}
-
-
-def gradient_penalty(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor
-) -> Tensor:
-    """WGAN-GP's critic: a gradient of a gradient, two critic steps for one of the generator."""
-    net, critic = models
-    for _ in range(2):
-        optimizers[1].zero_grad(set_to_none=False)
-        fake = net(torch.randn(len(real), 4, device=real.device)).detach()
-        mix = torch.rand(len(real), 1, device=real.device)
-        between = (mix * real + (1 - mix) * fake).requires_grad_()
-        slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0]
-        penalty = (slope.norm(dim=1) - 1).square().mean()
-        loss: Tensor = critic(fake).mean() - critic(real).mean() + 10 * penalty
-        loss.backward()
-        graphfsdp.clip_grad_norm_(critic, 1.0)
-        optimizers[1].step()
-    for param in critic.parameters():
-        param.requires_grad_(False)
-    optimizers[0].zero_grad()
-    (-critic(net(torch.randn(len(real), 4, device=real.device))).mean()).backward()
-    optimizers[0].step()
-    for param in critic.parameters():
-        param.requires_grad_(True)
-    return loss
-
-
-def moving_average(
-    models: Sequence[nn.Module], optimizer: Optimizer, real: Tensor
-) -> tuple[Tensor, None]:
-    """Two backwards add up; then averaged weights follow, as in self-supervised training."""
-    student, teacher = models
-    noise = torch.randn(len(real), 4, device=real.device)
-    with torch.no_grad():
-        target = teacher(noise)
-    optimizer.zero_grad()
-    first = (student(noise) - target).square().mean()
-    first.backward()
-    second = (student(noise) - real).square().mean()
-    second.backward()
-    optimizer.step()
-    with torch.no_grad():
-        for mine, yours in zip(teacher.parameters(), student.parameters(), strict=True):
-            mine.lerp_(yours, 0.01)
-    return first + second, None
 
 
 def make_two(device: torch.device) -> list[nn.Module]:

@@ -50,7 +50,7 @@ def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> No
         assert "| gpt-tiny fp32, 4 x 32 tokens | 256.0 MiB | 256.0 MiB |" in section
         assert "Did not run: `compile`: no compiler." in section
         assert "Left out: moe: no time." in section
-        assert "(benchmarks/results/bench_" in section
+        assert "(../benchmarks/results/bench_" in section
     assert "on NVIDIA Z9" in str(readme_table.bench_gpu(results))
 
 

@@ -1,23 +1,20 @@
 """iteration=fn of sharded models: as one unsharded process, and bit for bit in replays."""
 
-import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_custom_iteration import gan, gradient_penalty, moving_average
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import graphfsdp
-from faults import Fault, FaultMode, InjectedError
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, quick_garbage_collection, set_lr
+from iterations import gan, gradient_penalty, moving_average
 from ranks import RankPool, rank_device
 from sharding_helpers import hybrid_mesh
 
@@ -232,61 +229,3 @@ def leaves_no_trace_before_a_run() -> bool:
 
 def test_check_rehearses_a_sharded_iteration(ranks2: RankPool) -> None:
     assert ranks2.run(leaves_no_trace_before_a_run) == [True, True]
-
-
-def called(step: Any, batch: Tensor, mode: FaultMode | None = None) -> Exception | None:
-    """Call, and return what was raised."""
-    try:
-        with mode or contextlib.nullcontext():
-            step(batch)
-    except Exception as error:
-        return error
-    return None
-
-
-def fails_anywhere(name: str, num_apart: int) -> tuple[int, int]:
-    """Rank 1 fails in a replay that steps twice and reduces in between; all know what it means.
-
-    Returns:
-        How often the replay was undone, and how often the step was broken.
-    """
-    me = dist.get_rank()
-    real = torch.ones(8, 6, device=rank_device())
-    num_undone = num_broken = 0
-    step: Any = None
-    for position in itertools.count(2, num_apart):
-        if step is None:
-            models, optimizers = make(name, strategy="optim_grads_params")
-            step = graphfsdp.capture(models, optimizers, iteration=gan, warmup_steps=1)
-            step(real)
-            step(real)
-        mode = FaultMode(position if me else -1, Fault.ERROR, after=bool(position % 2))
-        error = called(step, real, mode)
-        # A rank that is late hears of a broken step before it begins.
-        allowed = (InjectedError,) if me else (graphfsdp.RankFailedError, graphfsdp.PhaseError)
-        assert error is None or isinstance(error, allowed), repr(error)
-        assert error is not None or mode.fired is None
-        after = called(step, real)
-        if after is not None:
-            assert isinstance(after, graphfsdp.PhaseError)
-            assert "load model and optimizer" in str(after)
-            num_broken += 1
-            step.close()
-            step = None
-        elif error is not None:
-            num_undone += 1
-        else:  # the program has no operator at that position any more
-            break
-    step.close()
-    return num_undone, num_broken
-
-
-@pytest.mark.parametrize(("name", "num_apart"), [("gan", 7), ("wide_gan", 29)])
-def test_a_fault_anywhere_on_one_rank_is_undone_on_all_or_ends_the_step_on_all(
-    ranks2: RankPool, name: str, num_apart: int
-) -> None:
-    counts, others = ranks2.run(fails_anywhere, name, num_apart, limit_s=110)
-    assert counts == others
-    num_undone, num_broken = counts
-    assert num_undone >= (20 if name == "gan" else 3)
-    assert num_broken >= (1 if name == "gan" else 3)
