@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.futures import Future
 
 import graphfsdp
+from graphfsdp.base import rank_agreement
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
@@ -204,7 +205,7 @@ def played_ranks(num_ranks: int) -> Iterator[None]:
     with (
         # New groups, and whoever agrees on something, would wait until all ranks are there.
         mock.patch.object(c10d, "_store_based_barrier"),
-        mock.patch.object(c10d, "_get_process_group_store", return_value=shared),
+        mock.patch.object(rank_agreement, "_store", return_value=shared),
     ):
         dist.init_process_group(
             NAME, store=_distributed_c10d.HashStore(), rank=0, world_size=num_ranks
