@@ -1,5 +1,6 @@
 """The base of all adapters, and those whose numbers are baked into a recording, and guarded."""
 
+import abc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ _MISSING = object()
 _SKIP_COUNTER = "_graphfsdp_skipped_steps"
 
 
-class Adapter:
+class Adapter(abc.ABC):
     """What all adapters share; see ``CapturableOptimizer`` for what the methods promise."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
@@ -54,12 +55,14 @@ class Adapter:
         self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
         """Refuse what no graph can hold of the step."""
+        return
 
     def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
         """Refuse what the optimizer cannot do in a graph or outside of one."""
+        return
 
-    def changes(self) -> list[Change]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def changes(self) -> list[Change]: ...
 
     def before_replay(self) -> None:
         refuse(self.changes())
@@ -69,6 +72,7 @@ class Adapter:
 
     def _before_replay(self) -> None:
         """Upload the numbers that changed, if any are live."""
+        return
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for row, group in enumerate(self.optimizer.param_groups):
