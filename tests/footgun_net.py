@@ -26,12 +26,17 @@ class Net(nn.Module):
 
 
 def start(
-    device: torch.device, loss_fn: Any = None, *, lr: float = 0.0, **options: Any
+    device: torch.device,
+    loss_fn: Any = None,
+    *,
+    lr: float = 0.0,
+    model: Any = None,
+    **options: Any,
 ) -> tuple[graphfsdp.CapturedStep, Net, FusedAdam]:
     """Return a step whose weights do not move unless lr says so."""
     quick_garbage_collection()
     torch.manual_seed(0)
-    model = Net().to(device)
+    model = (model or Net()).to(device)
     optim = FusedAdam(model.parameters(), lr=lr)
     return graphfsdp.capture(model, optim, loss_fn=loss_fn, **options), model, optim
 

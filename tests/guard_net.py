@@ -13,8 +13,6 @@ from graphfsdp import CapturedStep
 from graphfsdp.base.changes import Change
 from helpers import assert_same_state, make_optimizer, quick_garbage_collection, snapshot
 
-# Programs that nothing refuses for now, further from the functions than guards look.
-NOT_REFUSED_YET = pytest.mark.xfail(strict=True, reason="nothing looks that far")
 NUM_EAGER = 4  # 3 warm-up calls and the recording
 
 

@@ -1,20 +1,72 @@
 """Ways in which a loss comes by a value around it, each with a change, and how it is named."""
 
+import argparse
 import enum
 import functools
+import operator
 import types
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import graphfsdp
+from footgun_net import inputs, start
+
+CPU = torch.device("cpu")
 Loss = Callable[[Any, Tensor], Tensor]
-# What makes a loss, a function that changes what it reads, one that takes that back, and a name.
-Case = Callable[[], tuple[Loss, Callable[[], Any], Callable[[], Any], str]]
+Weigh = Callable[[Tensor, Any], Tensor]
+FACTOR = 1.0
+MODULE = types.ModuleType("settings")
+MODULE.__file__ = __file__
+MODULE.WEIGHT = 1.0  # type: ignore[attr-defined]
+
+
+@dataclass
+class Around:
+    """A loss or a model, a change of what it reads, what takes that back, and a pattern."""
+
+    loss_fn: Loss | None
+    change: Callable[[], Any]
+    undo: Callable[[], Any]
+    named: str
+    model: nn.Module | None = None
+
+
+Case = Callable[[], Around]
+
+
+def assert_named_until_put_back(case: Case) -> None:
+    around = case()
+    step, *_ = start(CPU, around.loss_fn, model=around.model, warmup_steps=1)
+    for _ in range(3):
+        before = step(inputs(CPU))
+    around.change()
+    try:
+        with pytest.raises(graphfsdp.GuardError, match=around.named) as caught:
+            step(inputs(CPU))
+    finally:
+        around.undo()
+    assert "Remedy:" in str(caught.value)
+    assert torch.equal(step(inputs(CPU)), before)
+    assert step.report().num_captures == 1
+
+
+def sets(target: Any, name: str, new: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return functions that set an attribute and set it back."""
+    old = getattr(target, name)
+    return lambda: setattr(target, name, new), lambda: setattr(target, name, old)
+
+
+def puts(target: Any, key: Any, new: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return functions that set an item and set it back."""
+    old = target[key]
+    return lambda: target.__setitem__(key, new), lambda: target.__setitem__(key, old)
 
 
 class Mode(enum.Enum):
@@ -40,6 +92,23 @@ class Factor:
     weight = 1.0
 
 
+class Slots:
+    """Has no dict."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+
+@dataclass
+class Settings:
+    """Data, some of which the loss reads."""
+
+    weight: float = 1.0
+    epoch: int = 0
+
+
 @dataclass(frozen=True)
 class Frozen:
     """A configuration that is replaced, never changed."""
@@ -48,16 +117,136 @@ class Frozen:
     epoch: int = 0
 
 
-class Doubles(torch.autograd.Function):
-    """Reads a class attribute in its backward pass."""
+class Trainer:
+    """Keeps numbers beside a loss."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.num_calls = 0
+        self.iteration = 0
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        loss: Tensor = model(x) * self.weight
+        return loss
+
+    __call__ = loss
+
+
+class Registry(dict[str, float]):
+    """A dict with methods of another form, as libraries have them."""
+
+    def get(self, owner: object) -> float:  # type: ignore[override]
+        return super().get(type(owner).__name__, 1.0)
+
+    def items(self, owner: object) -> Any:  # type: ignore[override]
+        return super().items()
+
+    def copy(self, owner: object) -> Any:  # type: ignore[override]
+        return self
+
+    values = items  # type: ignore[assignment]
+
+
+REGISTRY = Registry(Net=1.0)
+
+
+class Hook:
+    """A hook that reads a number of its class."""
+
+    scale = 1.0
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+    def scaled(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * Hook.scale
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * Factor.weight
+
+class Reader(nn.Module):
+    """Reads what modules may hold beside numbers and tensors."""
+
+    table: ClassVar = {"scale": 1.0}
+    shared = torch.ones(())
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.register_forward_hook(Hook.scaled)
+        self.value = value
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    @property
+    def factor(self) -> float:
+        """Of a class's attribute."""
+        return type(self).table["scale"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 4] to []."""
+        value = self.value
+        number = value.weight if hasattr(value, "weight") else value[0].weight
+        return self.weighted(self.layer(x).square().mean() * number * self.shared)
+
+
+def held_by_a_class(target: type, name: str, new: Any, named: str) -> Around:
+    model = Reader(types.SimpleNamespace(weight=1.0))
+    return Around(None, *sets(target, name, new), named, model)
+
+
+def of_a_config(old: Any, new: Any, named: str, weigh: Weigh = operator.mul) -> Around:
+    config = types.SimpleNamespace(scale=old)
+    loss_fn: Loss = lambda model, x: weigh(model(x), config.scale)  # noqa: E731
+    return Around(loss_fn, *sets(config, "scale", new), named)
+
+
+def of_a_variable(old: Any, new: Any, named: str, weigh: Weigh) -> Around:
+    scale = old
+
+    def change(value: Any) -> None:
+        nonlocal scale
+        scale = value
+
+    loss_fn: Loss = lambda model, x: weigh(model(x), scale)  # noqa: E731
+    return Around(loss_fn, lambda: change(new), lambda: change(old), named)
+
+
+def of_an_item(items: Any, key: Any, new: Any, named: str, weigh: Weigh = operator.mul) -> Around:
+    loss_fn: Loss = lambda model, x: weigh(model(x), items[key])  # noqa: E731
+    return Around(loss_fn, *puts(items, key, new), named)
+
+
+def of_settings(settings: Any) -> Around:
+    loss_fn: Loss = lambda model, x: model(x) * settings.weight  # noqa: E731
+    return Around(
+        loss_fn, *sets(settings, "weight", 2.0), "'weight' of closure variable 'settings'"
+    )
+
+
+def by_another_name() -> Around:
+    settings = Settings()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        known_as = settings
+        loss: Tensor = (lambda value: value * known_as.weight)(model(x))
+        return loss
+
+    return Around(
+        loss_fn, *sets(settings, "weight", 2.0), "'weight' of closure variable 'settings'"
+    )
+
+
+def of_a_trainer(by_method: bool) -> Around:
+    trainer = Trainer()
+    named = "attribute 'weight' of Trainer.loss was 1.0"
+    loss_fn = trainer.loss if by_method else trainer
+    return Around(loss_fn, *sets(trainer, "weight", 2.0), named)
+
+
+def one_of_two_objects(which: int) -> Around:
+    first, second = terms = Term(1.0), Term(1.0)
+    loss_fn: Loss = lambda model, x: first(second(model(x)))  # noqa: E731
+    named = f"'weight' of closure variable '{('first', 'second')[which]}'"
+    return Around(loss_fn, *sets(terms[which], "weight", 2.0), named)
 
 
 def make_term(weight: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
@@ -73,179 +262,195 @@ def make_term(weight: float) -> tuple[Callable[[Tensor], Tensor], Callable[[floa
     return term, change
 
 
-def sets(target: Any, name: str, new: Any, old: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return functions that set an attribute and set it back."""
-    return lambda: setattr(target, name, new), lambda: setattr(target, name, old)
-
-
-def puts(target: Any, key: Any, new: Any, old: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return functions that set an item and set it back."""
-    return lambda: target.__setitem__(key, new), lambda: target.__setitem__(key, old)
-
-
-def one_of_two_objects() -> Any:
-    first, second = Term(1.0), Term(1.0)
-    loss_fn: Loss = lambda model, x: first(second(model(x)))  # noqa: E731
-    return loss_fn, *sets(first, "weight", 2.0, 1.0), "'weight' of closure variable 'first'"
-
-
-def the_other_object() -> Any:
-    first, second = Term(1.0), Term(1.0)
-    loss_fn: Loss = lambda model, x: first(second(model(x)))  # noqa: E731
-    return loss_fn, *sets(second, "weight", 2.0, 1.0), "'weight' of closure variable 'second'"
-
-
-def one_of_two_closures() -> Any:
+def one_of_two_closures() -> Around:
     (first, change), (second, _) = make_term(1.0), make_term(1.0)
     loss_fn: Loss = lambda model, x: second(first(model(x)))  # noqa: E731
-    return loss_fn, lambda: change(2.0), lambda: change(1.0), "closure variable 'weight' of make_t"
+    named = "closure variable 'weight' of make_t"
+    return Around(loss_fn, lambda: change(2.0), lambda: change(1.0), named)
 
 
-def one_of_two_partials() -> Any:
+def one_of_two_partials() -> Around:
     def weigh(loss: Tensor, *, weight: float) -> Tensor:
         return loss * weight
 
     first, second = functools.partial(weigh, weight=1.0), functools.partial(weigh, weight=1.0)
     loss_fn: Loss = lambda model, x: second(first(model(x)))  # noqa: E731
-    return loss_fn, *puts(first.keywords, "weight", 2.0, 1.0), "keyword 'weight'"
+    return Around(loss_fn, *puts(first.keywords, "weight", 2.0), "keyword 'weight'")
 
 
-def class_as_configuration() -> Any:
-    loss_fn: Loss = lambda model, x: model(x) * Factor.weight  # noqa: E731
-    return loss_fn, *sets(Factor, "weight", 2.0, 1.0), "'weight' of global variable 'Factor'"
-
-
-def backward_of_a_function() -> Any:
-    loss_fn: Loss = lambda model, x: Doubles.apply(model(x))  # type: ignore[no-untyped-call]  # noqa: E731
-    return loss_fn, *sets(Factor, "weight", 2.0, 1.0), "'weight' of global variable 'Factor'"
-
-
-def frozen_configuration() -> Any:
-    config = types.SimpleNamespace(inner=Frozen())
-    loss_fn: Loss = lambda model, x: model(x) * config.inner.weight  # noqa: E731
-    changes = sets(config, "inner", replace(config.inner, weight=2.0), Frozen())
-    return loss_fn, *changes, "'weight' of 'inner' of closure variable 'config'"
-
-
-def enum_member() -> Any:
-    mode = Mode.ONE
-
-    def change(value: Mode) -> None:
-        nonlocal mode
-        mode = value
-
-    loss_fn: Loss = lambda model, x: model(x) * (1.0 if mode is Mode.ONE else 2.0)  # noqa: E731
-    name = "closure variable 'mode' .*ONE.*TWO"
-    return loss_fn, lambda: change(Mode.TWO), lambda: change(Mode.ONE), name
-
-
-def none_at_first() -> Any:
-    scale: Any = None
-
-    def change(value: Any) -> None:
-        nonlocal scale
-        scale = value
-
-    loss_fn: Loss = lambda model, x: model(x) if scale is None else model(x) * scale  # noqa: E731
-    name = r"closure variable 'scale' .* was None .* now 2\.0"
-    return loss_fn, lambda: change(2.0), lambda: change(None), name
-
-
-def number_to_tensor() -> Any:
-    config = types.SimpleNamespace(scale=1.0)
-    loss_fn: Loss = lambda model, x: (model(x) * config.scale).sum()  # noqa: E731
-    changes = sets(config, "scale", torch.ones(3), 1.0)
-    return loss_fn, *changes, r"'scale' of closure variable 'config' .* was 1\.0 .* a Tensor"
-
-
-def number_to_array() -> Any:
-    config = types.SimpleNamespace(scale=1.0)
-    loss_fn: Loss = lambda model, x: model(x) * float(np.mean(config.scale))  # noqa: E731
-    changes = sets(config, "scale", np.ones(3), 1.0)
-    return loss_fn, *changes, "'scale' of closure variable 'config'"
-
-
-def tensor_replaced() -> Any:
-    config = types.SimpleNamespace(scale=torch.ones(()))
-    loss_fn: Loss = lambda model, x: model(x) * config.scale  # noqa: E731
-    changes = sets(config, "scale", torch.ones(()) * 2, config.scale)
-    return loss_fn, *changes, "'scale' of closure variable 'config' .*one Tensor.*another Tensor"
-
-
-def tensor_in_other_memory() -> Any:
-    scale, old, new = torch.ones(()), torch.ones(()), torch.ones(()) * 2
-    scale.data = old
-    loss_fn: Loss = lambda model, x: model(x) * scale  # noqa: E731
-    return loss_fn, *sets(scale, "data", new, old), "closure variable 'scale' .* in other memory"
-
-
-def tensor_in_a_dict() -> Any:
-    table = {"a": torch.ones(())}
-    loss_fn: Loss = lambda model, x: model(x) * table["a"]  # noqa: E731
-    return loss_fn, *puts(table, "a", torch.ones(()) * 2, table["a"]), "'a' of closure variable"
-
-
-def list_item() -> Any:
-    weights = [1.0, 1.0]
-    loss_fn: Loss = lambda model, x: model(x) * weights[1]  # noqa: E731
-    return loss_fn, *puts(weights, 1, 2.0, 1.0), r"1 of closure variable 'weights' .*1\.0.*2\.0"
-
-
-def deque_item() -> Any:
-    weights = deque([1.0, 1.0])
-    loss_fn: Loss = lambda model, x: model(x) * weights[1]  # noqa: E731
-    return loss_fn, *puts(weights, 1, 2.0, 1.0), "1 of closure variable 'weights'"
-
-
-def object_in_a_list() -> Any:
-    terms = [Term(1.0), Term(1.0)]
-
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        for term in terms:
-            loss = term(loss)
+def partial() -> Around:
+    def by_keyword(model: nn.Module, x: Tensor, *, weight: float) -> Tensor:
+        loss: Tensor = model(x) * weight
         return loss
 
-    return loss_fn, *sets(terms[1], "weight", 2.0, 1.0), "'weight' of 1 of closure variable 'terms'"
+    loss_fn = functools.partial(by_keyword, weight=1.0)
+    named = "keyword 'weight' of a functools.partial"
+    return Around(loss_fn, *puts(loss_fn.keywords, "weight", 2.0), named)
 
 
-def nested_tuple() -> Any:
-    config = types.SimpleNamespace(weights=(1.0, (1.0, 2)))
-    loss_fn: Loss = lambda model, x: model(x) * config.weights[1][0]  # noqa: E731
-    return loss_fn, *sets(config, "weights", (1.0, (2.0, 2)), (1.0, (1.0, 2))), "'weights' of"
+def class_as_configuration() -> Around:
+    loss_fn: Loss = lambda model, x: model(x) * Factor.weight  # noqa: E731
+    return Around(loss_fn, *sets(Factor, "weight", 2.0), "'weight' of global variable 'Factor'")
 
 
-def array_item() -> Any:
-    weights = np.ones(2)
-    loss_fn: Loss = lambda model, x: model(x) * float(weights[1])  # noqa: E731
-    return loss_fn, *puts(weights, 1, 2.0, 1.0), "the values of closure variable 'weights'"
+def helper(loss: Tensor) -> Tensor:
+    return loss * FACTOR
 
 
-def numpy_number() -> Any:
-    config = types.SimpleNamespace(scale=np.float32(1.0))
-    loss_fn: Loss = lambda model, x: model(x) * float(config.scale)  # noqa: E731
-    return loss_fn, *sets(config, "scale", np.float32(2.0), np.float32(1.0)), "'scale' of closure"
+def global_of_a_helper() -> Around:
+    loss_fn: Loss = lambda model, x: helper(model(x))  # noqa: E731
+    return Around(loss_fn, *puts(globals(), "FACTOR", 2.0), "global variable 'FACTOR'")
 
 
-VALUE_CASES: tuple[Case, ...] = (
-    one_of_two_objects,
-    the_other_object,
-    one_of_two_closures,
-    one_of_two_partials,
-    class_as_configuration,
-    backward_of_a_function,
-    frozen_configuration,
-    enum_member,
-    none_at_first,
-    number_to_tensor,
-    number_to_array,
-    tensor_replaced,
-    tensor_in_other_memory,
-    tensor_in_a_dict,
-    list_item,
-    deque_item,
-    object_in_a_list,
-    nested_tuple,
-    array_item,
-    numpy_number,
-)
+def number_of_a_users_module() -> Around:
+    loss_fn: Loss = lambda model, x: model(x) * MODULE.WEIGHT  # noqa: E731
+    return Around(loss_fn, *sets(MODULE, "WEIGHT", 2.0), "'WEIGHT' of global variable 'MODULE'")
+
+
+def registry() -> Around:
+    loss_fn: Loss = lambda model, x: model(x) * REGISTRY.get(model)  # noqa: E731
+    return Around(loss_fn, *puts(REGISTRY, "Net", 2.0), "'Net' of global variable 'REGISTRY'")
+
+
+def tensor_in_other_memory() -> Around:
+    scale = torch.ones(())
+    loss_fn: Loss = lambda model, x: model(x) * scale  # noqa: E731
+    named = "closure variable 'scale' .* in other memory"
+    return Around(loss_fn, *sets(scale, "data", torch.ones(()) * 2), named)
+
+
+def object_without_dict() -> Around:
+    slots = Slots()
+    loss_fn: Loss = lambda model, x: model(x) * slots.weight  # noqa: E731
+    return Around(loss_fn, *sets(slots, "weight", 2.0), "'weight' of closure variable 'slots'")
+
+
+def cached_function() -> Around:
+    config = types.SimpleNamespace(scale=1.0)
+    scale = functools.lru_cache(lambda: config.scale)
+    loss_fn: Loss = lambda model, x: model(x) * scale()  # noqa: E731
+    return Around(loss_fn, *sets(config, "scale", 2.0), "'scale' of closure variable 'config'")
+
+
+def decorator_of_torch() -> Around:
+    config = types.SimpleNamespace(scale=1.0)
+    unscaled: Callable[[Tensor], Tensor] = lambda x: x * config.scale  # noqa: E731
+    scaled: Callable[[Tensor], Tensor] = torch.no_grad()(unscaled)
+    loss_fn: Loss = lambda model, x: model(scaled(x))  # noqa: E731
+    return Around(loss_fn, *sets(config, "scale", 2.0), "'scale' of closure variable 'config'")
+
+
+def default_argument() -> Around:
+    def loss_fn(model: Any, x: Tensor, scale: float = 1.0) -> Tensor:
+        loss: Tensor = model(x) * scale
+        return loss
+
+    return Around(loss_fn, *sets(loss_fn, "__defaults__", (2.0,)), "the default arguments of")
+
+
+def code_of_a_function() -> Around:
+    def weigh(loss: Tensor) -> Tensor:
+        return loss
+
+    new = (lambda loss: loss * 2).__code__
+    loss_fn: Loss = lambda model, x: weigh(model(x))  # noqa: E731
+    return Around(loss_fn, *sets(weigh, "__code__", new), "the code of .*weigh")
+
+
+def attribute_of_a_function() -> Around:
+    def weigh(loss: Tensor) -> Tensor:
+        result: Tensor = loss * getattr(weigh, "scale")  # noqa: B009
+        return result * weigh.factor  # type: ignore[attr-defined, no-any-return]
+
+    weigh.scale = weigh.factor = 1.0  # type: ignore[attr-defined]
+    loss_fn: Loss = lambda model, x: weigh(model(x))  # noqa: E731
+    return Around(loss_fn, *sets(weigh, "factor", 2.0), "'factor' of closure variable 'weigh'")
+
+
+CASES: dict[str, Case] = {
+    "one_of_two_objects": lambda: one_of_two_objects(0),
+    "the_other_object": lambda: one_of_two_objects(1),
+    "one_of_two_closures": one_of_two_closures,
+    "one_of_two_partials": one_of_two_partials,
+    "partial": partial,
+    "class_as_configuration": class_as_configuration,
+    "global_of_a_helper": global_of_a_helper,
+    "number_of_a_users_module": number_of_a_users_module,
+    "registry": registry,
+    "method": lambda: of_a_trainer(by_method=True),
+    "object": lambda: of_a_trainer(by_method=False),
+    "dataclass": lambda: of_settings(Settings()),
+    "namespace": lambda: of_settings(argparse.Namespace(weight=1.0, epoch=0)),
+    "by_another_name": by_another_name,
+    "enum_member": lambda: of_a_variable(
+        Mode.ONE,
+        Mode.TWO,
+        "closure variable 'scale' .*ONE.*TWO",
+        lambda loss, mode: loss * (1.0 if mode is Mode.ONE else 2.0),
+    ),
+    "none_at_first": lambda: of_a_variable(
+        None,
+        2.0,
+        r"closure variable 'scale' .* was None .* now 2\.0",
+        lambda loss, scale: loss if scale is None else loss * scale,
+    ),
+    "number_to_tensor": lambda: of_a_config(
+        1.0,
+        torch.ones(3),
+        r"'scale' of closure variable 'config' .* was 1\.0 .* a Tensor",
+        lambda loss, scale: (loss * scale).sum(),
+    ),
+    "number_to_array": lambda: of_a_config(
+        1.0,
+        np.ones(3),
+        "'scale' of closure variable 'config'",
+        lambda loss, scale: loss * float(np.mean(scale)),
+    ),
+    "numpy_number": lambda: of_a_config(
+        np.float32(1.0),
+        np.float32(2.0),
+        "'scale' of closure",
+        lambda loss, scale: loss * float(scale),
+    ),
+    "nested_tuple": lambda: of_a_config(
+        (1.0, (1.0, 2)),
+        (1.0, (2.0, 2)),
+        "'scale' of",
+        lambda loss, weights: loss * weights[1][0],
+    ),
+    "tensor_replaced": lambda: of_a_config(
+        torch.ones(()),
+        torch.ones(()) * 2,
+        "'scale' of closure variable 'config' .*one Tensor.*another Tensor",
+    ),
+    "tensor_in_other_memory": tensor_in_other_memory,
+    "tensor_in_a_dict": lambda: of_an_item(
+        {"a": torch.ones(())}, "a", torch.ones(()) * 2, "'a' of closure variable"
+    ),
+    "list_item": lambda: of_an_item(
+        [1.0, 1.0], 1, 2.0, r"1 of closure variable 'items' .*1\.0.*2\.0"
+    ),
+    "deque_item": lambda: of_an_item(deque([1.0, 1.0]), 1, 2.0, "1 of closure variable 'items'"),
+    "array_item": lambda: of_an_item(
+        np.ones(2),
+        1,
+        2.0,
+        "the values of closure variable 'items'",
+        lambda loss, item: loss * float(item),
+    ),
+    "object_without_dict": object_without_dict,
+    "cached_function": cached_function,
+    "decorator_of_torch": decorator_of_torch,
+    "default_argument": default_argument,
+    "code_of_a_function": code_of_a_function,
+    "attribute_of_a_function": attribute_of_a_function,
+    "tensor_of_a_class": lambda: held_by_a_class(
+        Reader, "shared", torch.zeros(()), r"Reader\.shared was one Tensor"
+    ),
+    "method_of_a_class": lambda: held_by_a_class(
+        Reader, "weighted", lambda self, loss: loss, r"Reader\.weighted was one function"
+    ),
+    "number_of_a_hooks_class": lambda: held_by_a_class(
+        Hook, "scale", 2.0, "'scale' of global variable 'Hook'"
+    ),
+}

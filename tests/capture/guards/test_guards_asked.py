@@ -111,7 +111,7 @@ CHANGES: dict[str, tuple[Callable[[Guarded], Any], str]] = {
     ),
     "hook by hand": (
         lambda run: run.model.body._forward_hooks.update({-1: lambda *args: None}),
-        "forward hook .* was absent",
+        "forward hook .* of module 'body' was absent",
     ),
     "class": (
         lambda run: setattr(run.model.body.dropout, "__class__", nn.AlphaDropout),

@@ -1,0 +1,522 @@
+"""Programs that nothing refuses for now, further from the functions than guards look.
+
+Each is run with what must happen to it. No replay follows a value that the first ones read, nor a
+number that decides in Python: what will refuse these is expected to name the line that decides.
+"""
+
+import contextvars
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+import graphfsdp
+from counting_net import CountingCriterion, CountingNet, make_by_criterion, mean_square
+from faults import World
+from graphfsdp import CaptureError
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.optim import FusedAdam
+from helpers import line_of
+from surrounding_cases import (
+    Around,
+    Factor,
+    Frozen,
+    Loss,
+    Reader,
+    Slots,
+    Term,
+    assert_named_until_put_back,
+    held_by_a_class,
+    puts,
+    sets,
+)
+
+CONFIG = types.SimpleNamespace(model=types.SimpleNamespace(alpha=2.0), tables={"a": {"b": 1.0}})
+
+
+class Doubles(torch.autograd.Function):
+    """Reads a class attribute in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * Factor.weight
+
+
+class Schedule:
+    """Tells its weight by a method and a property, and holds more than data."""
+
+    def __init__(self) -> None:
+        self._weight = 1.0
+        self.lock = object()
+
+    @property
+    def weight(self) -> float:
+        return self._weight
+
+    def now(self) -> float:
+        return self._weight
+
+
+class Made:
+    """Makes its attributes up, as configurations of libraries do."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.__dict__["content"] = content
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.content[name]
+        return Made(value) if isinstance(value, dict) else value
+
+
+def backward_of_a_function() -> Around:
+    loss_fn: Loss = lambda model, x: Doubles.apply(model(x))  # type: ignore[no-untyped-call]  # noqa: E731
+    return Around(loss_fn, *sets(Factor, "weight", 2.0), "'weight' of global variable 'Factor'")
+
+
+def frozen_configuration() -> Around:
+    config = types.SimpleNamespace(inner=Frozen())
+    loss_fn: Loss = lambda model, x: model(x) * config.inner.weight  # noqa: E731
+    changes = sets(config, "inner", replace(config.inner, weight=2.0))
+    return Around(loss_fn, *changes, "'weight' of 'inner' of closure variable 'config'")
+
+
+def object_in_a_list() -> Around:
+    terms = [Term(1.0), Term(1.0)]
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        for term in terms:
+            loss = term(loss)
+        return loss
+
+    named = "'weight' of 1 of closure variable 'terms'"
+    return Around(loss_fn, *sets(terms[1], "weight", 2.0), named)
+
+
+def of_a_schedule(make_loss: Callable[[Any], Loss]) -> Around:
+    schedule = Schedule()
+    named = "'_weight' of closure variable 'schedule'"
+    return Around(make_loss(schedule), *sets(schedule, "_weight", 2.0), named)
+
+
+def handed_on(schedule: Any) -> Loss:
+    def weigh(loss: Tensor, known_as: Any) -> Tensor:
+        result: Tensor = loss * known_as._weight
+        return result
+
+    return lambda model, x: weigh(model(x), schedule)
+
+
+def of_the_configuration(change: tuple[Callable[[], Any], Callable[[], Any]], named: str) -> Around:
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        scale = CONFIG.model.alpha * CONFIG.tables["a"]["b"]
+        loss: Tensor = (model(x) * scale).square().mean()
+        return loss
+
+    return Around(loss_fn, *change, f"{named} of global variable 'CONFIG'")
+
+
+def function_of_a_torch_layer() -> Around:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    change = sets(functional, "gelu", lambda x, approximate: x)
+    named = "function 'gelu' of torch.nn.functional"
+    return Around(lambda model, x: model(x).square().mean(), *change, named, model)
+
+
+def held_by_a_model(value: Any, target: Any, attribute: str, named: str) -> Around:
+    return Around(None, *sets(target, attribute, 2.0), named, Reader(value))
+
+
+def object_of_a_model(value: Any, attribute: str) -> Around:
+    return held_by_a_model(value, value, attribute, f"'{attribute}' of attribute 'value'")
+
+
+def object_in_a_list_of_a_model() -> Around:
+    item = types.SimpleNamespace(weight=1.0, lock=object())
+    return held_by_a_model([item], item, "weight", "'weight' of 0 of attribute")
+
+
+def made_up_attribute() -> Around:
+    config = Made({"inner": {"weight": 1.0}})
+    loss_fn: Loss = lambda model, x: model(x) * config.inner.weight  # noqa: E731
+    change = puts(config.content["inner"], "weight", 2.0)
+    return Around(loss_fn, *change, "'weight' of 'inner' of cl")
+
+
+def method_of_the_owner() -> Around:
+    class Trainer:
+        def __init__(self) -> None:
+            self.config = types.SimpleNamespace(inner=types.SimpleNamespace(weight=1.0))
+
+        def weight(self) -> Any:
+            return self.config.inner.weight
+
+        def loss(self, model: Any, x: Tensor) -> Tensor:
+            loss: Tensor = model(x) * self.weight()
+            return loss
+
+    trainer = Trainer()
+    change = sets(trainer.config.inner, "weight", 2.0)
+    return Around(trainer.loss, *change, "'weight' of 'inner' of")
+
+
+def deep_chain() -> Around:
+    config = types.SimpleNamespace(scale=1.0)
+    call: Callable[[Tensor], Tensor] = lambda loss: loss * config.scale  # noqa: E731
+    for _ in range(12):
+        call = functools.partial(lambda inner, loss: inner(loss), call)
+    loss_fn: Loss = lambda model, x: call(model(x))  # noqa: E731
+    return Around(loss_fn, *sets(config, "scale", 2.0), "'scale' of closure variable 'config'")
+
+
+def environment_variable() -> Around:
+    name = "SURROUNDING_SCALE"
+    loss_fn: Loss = lambda model, x: model(x) * float(os.getenv("SURROUNDING_SCALE", "1"))  # noqa: E731
+    change, undo = lambda: os.environ.update({name: "2.0"}), lambda: os.environ.pop(name)
+    return Around(loss_fn, change, undo, f"environment variable '{name}' was None .* '2.0'")
+
+
+def imported_inside() -> Around:
+    module = types.ModuleType("surrounding_settings")
+    module.__file__ = __file__
+    module.SCALE = 1.0  # type: ignore[attr-defined]
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        from surrounding_settings import SCALE  # type: ignore[import-not-found]
+
+        loss: Tensor = model(x) * SCALE
+        return loss
+
+    sys.modules[module.__name__] = module
+    return Around(loss_fn, *sets(module, "SCALE", 2.0), "'SCALE' of module 'surrounding_settings'")
+
+
+def context_variable() -> Around:
+    scale = contextvars.ContextVar("scale", default=1.0)
+    loss_fn: Loss = lambda model, x: model(x) * scale.get()  # noqa: E731
+    name = r"the value of closure variable 'scale' .* was 1\.0 .* now 2\.0"
+    return Around(loss_fn, lambda: scale.set(2.0), lambda: scale.set(1.0), name)
+
+
+def length_of_a_long_list() -> Around:
+    items = [1.0] * 20_000
+    loss_fn: Loss = lambda model, x: model(x) * len(items)  # noqa: E731
+    named = "the length of closure variable 'items'"
+    return Around(loss_fn, lambda: items.append(1.0), items.pop, named)
+
+
+@dataclass
+class Deciding:
+    """A program that decides by a number which it counts, and the function with the line."""
+
+    model: nn.Module
+    place: Callable[..., Any]
+    loss_fn: Loss | None = None
+
+
+def later(net: CountingNet, y: Tensor) -> Tensor:
+    if net.calls > 8:  # late
+        return y * 2
+    return y
+
+
+def every_ninth(net: CountingNet, y: Tensor) -> Tensor:
+    return y if net.calls % 9 else y * 2  # late
+
+
+def kept(net: CountingNet, y: Tensor) -> Tensor:
+    is_over = net.late <= net.calls
+    return y * 2 if is_over else y  # late
+
+
+def assigned(net: CountingNet, y: Tensor) -> Tensor:
+    progress = net.calls / 1000
+    if progress < 1:  # late
+        return y
+    return y * 2
+
+
+def counts_twice(net: CountingNet, y: Tensor) -> Tensor:
+    net.calls += 0
+    if net.calls > 14:  # late
+        y = y * 2
+    net.calls += 3
+    return y
+
+
+def class_limit(net: CountingNet, y: Tensor) -> Tensor:
+    while net.calls > net.limit and y.ndim < 3:  # late
+        y = y[None]
+    return y
+
+
+def runs_out(net: CountingNet, y: Tensor) -> Tensor:
+    if not net.left:  # late
+        y = y.relu()
+    return y
+
+
+def chained(net: CountingNet, y: Tensor) -> Tensor:
+    if 0 < net.calls <= 1000:  # late
+        y = y + 1
+    return y
+
+
+def matched(net: CountingNet, y: Tensor) -> Tensor:
+    net.word = f"call {net.calls}"
+    match net.word:  # late
+        case "call 9":
+            return y * 2
+    return y
+
+
+def filtered(net: CountingNet, y: Tensor) -> Tensor:
+    parts = [part for part in (y, y * 2) if net.calls < 30]  # late
+    return torch.stack([y, *parts]).sum(0)
+
+
+def look(net: CountingNet) -> bool:
+    return net.calls > 30  # late
+
+
+class InProperty(CountingNet):
+    is_late = property(look)
+
+    def decide(self, y: Tensor) -> Tensor:
+        return y * 2 if self.is_late else y
+
+
+class Outer(nn.Module):
+    """Decides by what a part of it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CountingNet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.inner(x)
+        return loss * 2 if self.inner.calls > 8 else loss  # late
+
+
+CALLS = 0
+STATE = {"calls": 0}
+
+
+def by_global(model: nn.Module, x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    loss = mean_square(model, x)
+    return loss * 2 if CALLS > 1000 else loss  # late
+
+
+def by_item(model: nn.Module, x: Tensor) -> Tensor:
+    STATE["calls"] += 1
+    loss = mean_square(model, x)
+    if STATE["calls"] % 1000 == 0:  # late
+        return loss * 2
+    return loss
+
+
+def late_factor() -> float:
+    return 1.0 if STATE["calls"] < 1000 else 2.0  # late
+
+
+def by_helper(model: nn.Module, x: Tensor) -> Tensor:
+    STATE["calls"] += 1
+    return mean_square(model, x) * late_factor()
+
+
+def make_by_closure() -> Loss:
+    calls = 0
+
+    def by_closure(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss = mean_square(model, x)
+        while calls > 1000:  # late
+            return loss * 2
+        return loss
+
+    return by_closure
+
+
+def make_by_list() -> Loss:
+    calls = [0]
+
+    def by_list(model: nn.Module, x: Tensor) -> Tensor:
+        calls[0] += 1
+        loss = mean_square(model, x)
+        return loss * 2 if calls[0] > 1000 else loss  # late
+
+    return by_list
+
+
+def make_by_attribute() -> Loss:
+    config = types.SimpleNamespace(calls=0)
+
+    def by_attribute(model: nn.Module, x: Tensor) -> Tensor:
+        config.calls += 1
+        loss = mean_square(model, x)
+        return loss * 2 if config.calls == 1000 else loss  # late
+
+    return by_attribute
+
+
+class Criterion:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.warm_up = 500
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
+        loss = mean_square(model, x)
+        return loss if self.calls < self.warm_up else loss * 2  # late
+
+
+def of_nested(model: nn.Module, x: Tensor) -> Tensor:
+    STATE["calls"] += 1
+
+    def factor() -> float:
+        return 2.0 if STATE["calls"] > 1000 else 1.0  # late
+
+    return mean_square(model, x) * factor()
+
+
+def by_attribute_of_the_model(model: nn.Module, x: Tensor) -> Tensor:
+    loss = mean_square(model, x)
+    return loss * 2 if model.calls > 1000 else loss  # type: ignore[operator]  # late
+
+
+def refused_with_its_line(make: Callable[[], Deciding]) -> None:
+    program = make()
+    model, loss_fn = program.model, program.loss_fn
+    optim = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optim, loss_fn=loss_fn) as step:
+        for _ in range(3):
+            step(torch.ones(3, 4))
+        world = World(model, optim)
+        with pytest.raises(CaptureError, match=r"in Python .* decides by it") as caught:
+            step(torch.ones(3, 4))
+        world.assert_unchanged("refused")
+    assert caught.value.kind is HazardKind.CONTROL_FLOW
+    assert caught.value.source is not None
+    assert caught.value.source.line == line_of(program.place, "late")
+
+
+def found_by_the_check(make: Callable[[], Deciding]) -> None:
+    program, x = make(), torch.ones(3, 4)
+    model = program.model
+    report = graphfsdp.check(model, FusedAdam(model.parameters()), x, loss_fn=program.loss_fn)
+    assert HazardKind.CONTROL_FLOW in {hazard.kind for hazard in report.hazards}
+
+
+def of_class(decide: Callable[[CountingNet, Tensor], Tensor]) -> Callable[[], Deciding]:
+    return lambda: Deciding(type("Decides", (CountingNet,), {"decide": decide})(), decide)
+
+
+def of_loss(
+    make_loss: Callable[[], Any], place: Callable[..., Any] | None = None
+) -> Callable[[], Deciding]:
+    """Return a program whose loss function decides, itself if no place is given."""
+
+    def make() -> Deciding:
+        loss_fn = make_loss()
+        return Deciding(nn.Linear(4, 4), place or loss_fn, loss_fn)
+
+    return make
+
+
+READING: dict[str, Callable[[], Around]] = {
+    "backward_of_a_function": backward_of_a_function,
+    "frozen_configuration": frozen_configuration,
+    "object_in_a_list": object_in_a_list,
+    "behind_a_property": lambda: of_a_schedule(
+        lambda schedule: lambda model, x: model(x) * schedule.weight
+    ),
+    "behind_a_method": lambda: of_a_schedule(
+        lambda schedule: lambda model, x: model(x) * schedule.now()
+    ),
+    "handed_on": lambda: of_a_schedule(handed_on),
+    "made_up_attribute": made_up_attribute,
+    "method_of_the_owner": method_of_the_owner,
+    "deep_chain": deep_chain,
+    "environment_variable": environment_variable,
+    "imported_inside": imported_inside,
+    "context_variable": context_variable,
+    "length_of_a_long_list": length_of_a_long_list,
+    "nested_attribute": lambda: of_the_configuration(
+        sets(CONFIG.model, "alpha", 3.0), "'alpha' of 'model'"
+    ),
+    "nested_object": lambda: of_the_configuration(
+        sets(CONFIG, "model", types.SimpleNamespace(alpha=3.0)), "'alpha' of 'model'"
+    ),
+    "nested_item": lambda: of_the_configuration(
+        puts(CONFIG.tables["a"], "b", 3.0), "'b' of 'a' of 'tables'"
+    ),
+    "function_of_a_torch_layer": function_of_a_torch_layer,
+    "slots_of_a_model": lambda: object_of_a_model(Slots(), "weight"),
+    "schedule_of_a_model": lambda: object_of_a_model(Schedule(), "_weight"),
+    "object_in_a_list_of_a_model": object_in_a_list_of_a_model,
+    "table_of_a_class": lambda: held_by_a_class(
+        Reader, "table", {"scale": 2.0}, r"'scale' of Reader\.table"
+    ),
+}
+DECIDING: dict[str, Callable[[], Deciding]] = {
+    "later": of_class(later),
+    "every_ninth": of_class(every_ninth),
+    "kept": of_class(kept),
+    "assigned": of_class(assigned),
+    "counts_twice": of_class(counts_twice),
+    "class_limit": of_class(class_limit),
+    "runs_out": of_class(runs_out),
+    "chained": of_class(chained),
+    "matched": of_class(matched),
+    "filtered": of_class(filtered),
+    "in_property": lambda: Deciding(InProperty(), look),
+    "outer": lambda: Deciding(Outer(), Outer.forward),
+    "global": of_loss(lambda: by_global),
+    "item": of_loss(lambda: by_item),
+    "helper": of_loss(lambda: by_helper, late_factor),
+    "closure": of_loss(make_by_closure),
+    "list": of_loss(make_by_list),
+    "attribute": of_loss(make_by_attribute),
+    "object": of_loss(Criterion, Criterion.__call__),
+    "nested": of_loss(lambda: of_nested),
+    "criterion": of_loss(make_by_criterion, CountingCriterion.forward),
+    "model": lambda: Deciding(CountingNet(), by_attribute_of_the_model, by_attribute_of_the_model),
+}
+FOUND_BY_THE_CHECK = ("later", "global", "item", "closure", "object")
+NOT_REFUSED_YET = [
+    *((name, READING[name], assert_named_until_put_back) for name in READING),
+    *((name, DECIDING[name], refused_with_its_line) for name in DECIDING),
+    *((name, DECIDING[name], found_by_the_check) for name in FOUND_BY_THE_CHECK),
+]
+
+
+# Anything but the missing refusal would be a fault of the program.
+@pytest.mark.xfail(
+    strict=True, raises=(pytest.fail.Exception, AssertionError), reason="nothing looks that far"
+)
+@pytest.mark.parametrize(
+    ("program", "must_happen"),
+    [
+        pytest.param(program, check, id=f"{name}-{check.__name__}")
+        for name, program, check in NOT_REFUSED_YET
+    ],
+)
+def test_a_program_that_a_replay_would_not_follow(
+    program: Callable[[], Any], must_happen: Callable[[Callable[[], Any]], None]
+) -> None:
+    must_happen(program)
