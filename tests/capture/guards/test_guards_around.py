@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, snapshot
+from helpers import assert_same_state, quick_garbage_collection, same_bits, snapshot
 
 
 class Around:
@@ -75,7 +75,7 @@ def start(
 
 
 CHANGES: dict[str, tuple[Callable[[Around], object], str]] = {
-    "mode of a teacher": (lambda a: a.teacher.train(), "module 'Sequential'"),
+    "mode of a teacher": (lambda a: a.teacher.train(), r"module 'Sequential.*in eval mode"),
     "number of a teacher's layer": (
         lambda a: setattr(a.teacher[2], "forward", a.teacher[2].forward),
         "'Sequential.2.forward'",
@@ -88,17 +88,32 @@ CHANGES: dict[str, tuple[Callable[[Around], object], str]] = {
     ),
     "weights of a teacher in other memory": (
         lambda a: setattr(a.teacher[0].weight, "data", torch.ones(4, 4)),
-        "parameter 'Sequential.0.weight' outside of the model",
+        "parameter 'Sequential.0.weight' outside of the model was at address",
     ),
     "a teacher": (lambda a: setattr(a, "teacher", a.other_teacher), "'teacher'"),
-    "a criterion": (lambda a: setattr(a, "criterion", nn.MSELoss()), "'criterion'"),
+    "a criterion": (
+        lambda a: setattr(a, "criterion", nn.BCEWithLogitsLoss()),
+        "'criterion' .* was one BCEWithLogitsLoss",
+    ),
+    "a criterion of another class": (
+        lambda a: setattr(a, "criterion", nn.MSELoss()),
+        "'criterion' .* was a BCEWithLogitsLoss .* now a MSELoss",
+    ),
     "a criterion's setting": (
         lambda a: setattr(a.criterion, "reduction", "sum"),
-        "attribute 'BCEWithLogitsLoss.reduction' outside of the model",
+        "attribute 'BCEWithLogitsLoss.reduction' outside of the model was 'mean' .* now 'sum'",
     ),
     "a criterion's weight": (
         lambda a: setattr(a.criterion, "pos_weight", torch.full((1,), 5.0)),
-        "buffer 'BCEWithLogitsLoss.pos_weight' outside of the model",
+        "buffer 'BCEWithLogitsLoss.pos_weight' outside of the model was one tensor",
+    ),
+    "part of a teacher": (
+        lambda a: a.teacher.add_module("0", nn.Linear(4, 4)),
+        "module 'Sequential.0' outside of the model was a Linear",
+    ),
+    "a hook of a teacher": (
+        lambda a: a.teacher.register_forward_hook(lambda module, args, out: out * 2),
+        "forward hook .* of module 'Sequential'",
     ),
     "a tensor": (lambda a: setattr(a, "mask", torch.zeros(4)), "'mask'"),
     "a tensor's memory": (lambda a: setattr(a.mask, "data", torch.zeros(4)), "'mask'"),
@@ -185,3 +200,30 @@ def test_an_evaluation_follows_a_teachers_mode(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "graphfsdp"), torch.no_grad():
         assert torch.equal(step.evaluate(x), by_closure(around)(model, x))
     assert "BCEWithLogitsLoss.reduction" in caplog.text
+
+
+def test_a_teacher_that_follows_in_place_is_seen_by_replays() -> None:
+    losses: list[list[Tensor]] = []
+    for scope in ("none", "full_iteration"):
+        step, model, _, around, batch = start(lambda around: around.loss, scope=scope)
+        losses.append([])
+        for _ in range(14):
+            losses[-1].append(step(batch()))
+            around.criterion.eval()  # nobody reads its mode
+            with torch.no_grad():
+                followers = zip(around.teacher[2].parameters(), model.parameters(), strict=True)
+                for mine, its in followers:
+                    mine.lerp_(its, 0.1)
+        expected = {"none": "eager", "full_iteration": "replay"}[scope]
+        assert step.report().num_calls[expected] >= 10
+    assert all(same_bits(one, other) for one, other in zip(*losses, strict=True))
+
+
+def test_modules_that_the_iteration_makes_are_no_concern() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        return nn.BCEWithLogitsLoss()(model(x), nn.Softmax(-1)(x)[:, :1])
+
+    step, *_, batch = start(lambda around: loss_fn, warmup_steps=1)
+    for _ in range(6):
+        step(batch())
+    assert step.report().num_calls["replay"] == 4
