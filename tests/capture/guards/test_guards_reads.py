@@ -64,9 +64,16 @@ def batches() -> Iterator[Tensor]:
         yield torch.randn(3, 4, generator=generator)
 
 
-def start(read: Callable[[Any], float], **options: Any) -> tuple[Any, Any]:
+def start(
+    read: Callable[[Any], float],
+    prepare: Callable[[Net], None] | None = None,
+    make: Callable[[Callable[[Any], float]], Net] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     torch.manual_seed(1)
-    model = Net(read)
+    model = (make or Net)(read)
+    if prepare is not None:
+        prepare(model)
     step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1), **options)
     for _ in range(5):
         step(torch.ones(3, 4))
@@ -108,31 +115,23 @@ def test_a_private_number_that_was_read_is_guarded() -> None:
         step(torch.ones(3, 4))
 
 
-def test_a_number_that_the_loss_function_reads_is_guarded() -> None:
-    step, model = start(lambda model: 1.0, loss_fn=lambda model, x: model(x) * model.number)
-    model.number = 5.0
-    with pytest.raises(graphfsdp.GuardError, match="'number'"):
-        step(torch.ones(3, 4))
-
-
-def test_a_number_that_a_hook_reads_is_guarded() -> None:
-    torch.manual_seed(1)
-    model = Net(lambda model: 1.0)
+def add_hook(model: Net) -> None:
     model.layer.register_forward_hook(lambda layer, args, out: out * model.number)
-    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
-    for _ in range(5):
-        step(torch.ones(3, 4))
-    model.number = 5.0
-    with pytest.raises(graphfsdp.GuardError, match="'number'"):
-        step(torch.ones(3, 4))
 
 
-def test_a_number_that_a_backward_pass_reads_is_guarded() -> None:
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = ReadsInBackward.apply(model(x), model)  # type: ignore[no-untyped-call]
-        return loss
-
-    step, model = start(lambda model: 1.0, loss_fn=loss_fn)
+@pytest.mark.parametrize(
+    ("loss_fn", "prepare"),
+    [
+        (lambda model, x: model(x) * model.number, None),
+        (lambda model, x: ReadsInBackward.apply(model(x), model), None),  # type: ignore[no-untyped-call]
+        (None, add_hook),
+    ],
+    ids=["loss_function", "backward_pass", "hook"],
+)
+def test_a_number_that_is_read_outside_of_forward_is_guarded(
+    loss_fn: Any, prepare: Callable[[Net], None] | None
+) -> None:
+    step, model = start(lambda model: 1.0, prepare, loss_fn=loss_fn)
     model.number = 5.0
     with pytest.raises(graphfsdp.GuardError, match="'number'"):
         step(torch.ones(3, 4))
@@ -180,12 +179,7 @@ def test_reads_below_python_count_as_reads_of_everything() -> None:
     model.epoch = 3
     with pytest.raises(graphfsdp.GuardError, match="'epoch'"):
         step(torch.ones(3, 4))
-
-
-def test_a_private_number_that_was_read_is_guarded_after_torch_compile_as_well() -> None:
-    compiled = torch.compile(lambda x: x * 2.0, backend="eager")
-    compiled(torch.ones(2))
-    step, model = start(lambda model: model._private)
+    step, model = start(lambda model: model._private)  # a private one that was read is guarded
     model._private = 5.0
     with pytest.raises(graphfsdp.GuardError, match=r"attribute '_private' was 3\.0"):
         step(torch.ones(3, 4))
@@ -222,8 +216,8 @@ class Holder(Net):
 
     at_class = 2.0
 
-    def __init__(self) -> None:
-        super().__init__(lambda model: 1.0)
+    def __init__(self, read: Callable[[Any], float]) -> None:
+        super().__init__(read)
         self.numbers = [2.0, 3.0]
         self.options = {"gain": 2.0}
         self.flags = {"on"}
@@ -275,12 +269,7 @@ VALUES: dict[str, Values] = {
 
 
 def start_holder() -> tuple[Any, Holder]:
-    torch.manual_seed(1)
-    model = Holder()
-    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
-    for _ in range(5):
-        step(torch.ones(3, 4))
-    return step, model
+    return start(lambda model: 1.0, make=Holder)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -292,17 +281,19 @@ def test_what_modules_hold_and_the_iteration_reads_is_guarded(name: str) -> None
         step(torch.ones(3, 4))
 
 
-def test_a_number_of_a_class_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("at_class", 9.0, r"Holder\.at_class was 2\.0 .* now 9\.0"),
+        ("forward", lambda model, x: x.sum(), r"Holder\.forward was one function"),
+    ],
+)
+def test_what_a_class_holds_is_guarded(
+    name: str, value: Any, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, _ = start_holder()
-    monkeypatch.setattr(Holder, "at_class", 9.0)
-    with pytest.raises(graphfsdp.GuardError, match=r"Holder\.at_class was 2\.0 .* now 9\.0"):
-        step(torch.ones(3, 4))
-
-
-def test_a_forward_of_a_class_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, _ = start_holder()
-    monkeypatch.setattr(Holder, "forward", lambda model, x: x.sum())
-    with pytest.raises(graphfsdp.GuardError, match=r"Holder\.forward was one function"):
+    monkeypatch.setattr(Holder, name, value)
+    with pytest.raises(graphfsdp.GuardError, match=match):
         step(torch.ones(3, 4))
 
 
