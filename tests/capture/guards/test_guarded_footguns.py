@@ -1,6 +1,8 @@
 """Surprises that are errors, or no surprises any more; the table is in test_footguns.py."""
 
 import random
+import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -79,51 +81,61 @@ def test_numpy_randomness_raises(device: torch.device) -> None:
 
 
 SCALE = 1.0
+Change = Callable[[Any], Any]
+# What changes it, what takes that back, and how it is named.
+CHANGES: dict[str, tuple[Change, Change, str]] = {
+    "changed_globals_raise": (
+        lambda run: globals().update(SCALE=2.0),
+        lambda run: globals().update(SCALE=1.0),
+        r"global variable 'SCALE' .* was 1\.0 .* 2\.0",
+    ),
+    "a_changed_list_raises": (
+        lambda run: run.history.append(2.0),
+        lambda run: run.history.pop(),
+        r"1 of closure variable 'history' of .* missing",
+    ),
+    "a_branch_on_python_state_raises": (
+        lambda run: run.switch.update(on=True),
+        lambda run: run.switch.update(on=False),
+        r"'on' of closure variable 'switch' .*False.*True",
+    ),
+    "module_attributes_raise": (
+        lambda run: setattr(run.model.dropout, "p", 0.9),
+        lambda run: setattr(run.model.dropout, "p", 0.0),
+        r"'dropout\.p' was 0\.0 .* now 0\.9",
+    ),
+    "freezing_after_the_capture_raises": (
+        lambda run: run.layer.weight.requires_grad_(False),
+        lambda run: run.layer.weight.requires_grad_(True),
+        r"'layer\.weight' was trained .* now frozen",
+    ),
+    "a_replaced_module_raises": (
+        lambda run: setattr(run.model, "layer", nn.Linear(4, 4).to(run.layer.weight.device)),
+        lambda run: setattr(run.model, "layer", run.layer),
+        "module 'layer' was a Linear",
+    ),
+}
 
 
-def test_changed_globals_raise(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, *_ = start(device, lambda model, x: model(x) * SCALE)
-    losses = [float(step(inputs(device))) for _ in range(5)]
-    monkeypatch.setattr("test_guarded_footguns.SCALE", 2.0)
-    with pytest.raises(graphfsdp.GuardError, match=r"global variable 'SCALE' .* was 1\.0 .* 2\.0"):
-        step(inputs(device))
-    monkeypatch.undo()
-    assert float(step(inputs(device))) == losses[-1]
-
-
-def test_a_changed_list_raises(device: torch.device) -> None:
-    history = [1.0]
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_the_capture_raises(name: str, device: torch.device) -> None:
+    change, undo, match = CHANGES[name]
+    history, switch = [1.0], {"on": False}
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x) * history[-1]
-        return loss
-
-    step, *_ = start(device, loss_fn)
-    losses = [float(step(inputs(device))) for _ in range(5)]
-    history.append(2.0)
-    with pytest.raises(
-        graphfsdp.GuardError, match=r"1 of closure variable 'history' of .* missing"
-    ):
-        step(inputs(device))
-    history.pop()
-    assert float(step(inputs(device))) == losses[-1]
-
-
-def test_a_branch_on_python_state_raises(device: torch.device) -> None:
-    switch = {"on": False}
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
+        loss: Tensor = model(x) * history[-1] * SCALE
         return loss * 100 if switch["on"] else loss
 
-    step, *_ = start(device, loss_fn)
-    for _ in range(5):
-        step(inputs(device))
-    switch["on"] = True
-    with pytest.raises(
-        graphfsdp.GuardError, match=r"'on' of closure variable 'switch' .*False.*True"
-    ):
-        step(inputs(device))
+    step, model, _ = start(device, loss_fn)
+    run = types.SimpleNamespace(model=model, layer=model.layer, history=history, switch=switch)
+    losses = [float(step(inputs(device))) for _ in range(5)]
+    change(run)
+    try:
+        with pytest.raises(graphfsdp.GuardError, match=match):
+            step(inputs(device))
+    finally:
+        undo(run)
+    assert float(step(inputs(device))) == losses[-1]
 
 
 def test_replaced_state_raises(device: torch.device) -> None:
@@ -254,24 +266,6 @@ def test_training_mode_raises(device: torch.device) -> None:
     assert float(step(inputs(device))) != float(step(inputs(device)))
 
 
-def test_module_attributes_raise(device: torch.device) -> None:
-    step, model, _ = start(device)
-    for _ in range(5):
-        step(inputs(device))
-    model.dropout.p = 0.9
-    with pytest.raises(graphfsdp.GuardError, match=r"'dropout\.p' was 0\.0 .* now 0\.9"):
-        step(inputs(device))
-
-
-def test_freezing_after_the_capture_raises(device: torch.device) -> None:
-    step, model, _ = start(device, lr=0.1)
-    for _ in range(5):
-        step(inputs(device))
-    model.layer.weight.requires_grad_(False)
-    with pytest.raises(graphfsdp.GuardError, match=r"'layer\.weight' was trained .* now frozen"):
-        step(inputs(device))
-
-
 def test_late_hooks_raise(device: torch.device) -> None:
     step, model, optim = start(device)
     for _ in range(5):
@@ -283,15 +277,6 @@ def test_late_hooks_raise(device: torch.device) -> None:
     with pytest.raises(graphfsdp.GuardError, match=r"(?s)forward hook.*gradient hook.*step post"):
         step(inputs(device))
     assert calls == []
-
-
-def test_a_replaced_module_raises(device: torch.device) -> None:
-    step, model, _ = start(device)
-    for _ in range(5):
-        step(inputs(device))
-    model.layer = nn.Linear(4, 4).to(device)
-    with pytest.raises(graphfsdp.GuardError, match="module 'layer' was a Linear"):
-        step(inputs(device))
 
 
 def test_autocast_around_the_call_raises(device: torch.device) -> None:
