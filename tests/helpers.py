@@ -128,6 +128,14 @@ def assert_same_state(expected: dict[str, Tensor], got: dict[str, Tensor], when:
         )
 
 
+def assert_same_states(
+    expected: list[dict[str, Tensor]], got: list[dict[str, Tensor]], when: str = ""
+) -> None:
+    """Compare snapshots after each call bit for bit."""
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        assert_same_state(one, other, f"{when} call {index}")
+
+
 def _difference(left: Tensor, right: Tensor) -> str:
     if left.shape != right.shape or left.dtype != right.dtype:
         return f": {left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"

@@ -1,12 +1,14 @@
 """Whole iterations of users' own, for ``iteration=``: several models, backwards and optimizers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import graphfsdp
+from helpers import set_lr
 
 Optimizer = torch.optim.Optimizer
 
@@ -73,3 +75,35 @@ def moving_average(
         for mine, yours in zip(teacher.parameters(), student.parameters(), strict=True):
             mine.lerp_(yours, 0.01)
     return first + second, None
+
+
+def train_by(
+    iteration: Callable[..., Any],
+    models: list[nn.Module],
+    optimizers: Any,
+    batches: Iterable[Tensor],
+    scope: str | None,
+    state_of: Callable[[], dict[str, Tensor]],
+) -> list[dict[str, Tensor]]:
+    """Return results and state of each iteration; with scope None of a loop without graphfsdp."""
+    states = []
+    step: Any = None
+    if scope is not None:
+        step = graphfsdp.capture(models, optimizers, iteration=iteration, scope=scope)
+    for index, real in enumerate(batches):
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            set_lr(optimizer, 1e-2 / (1 + index))
+        if step is None:
+            for model in models:
+                model.zero_grad()
+            output = iteration(models, optimizers, real)
+        else:
+            output = step(real)
+        results = [leaf for leaf in pytree.tree_leaves(output) if leaf is not None]
+        found = {f"result {at}": leaf.detach().clone() for at, leaf in enumerate(results)}
+        states.append(found | state_of())
+    if step is not None:
+        if scope == "full_iteration":
+            assert step.report().num_calls["replay"] == len(states) - 4
+        step.close()
+    return states

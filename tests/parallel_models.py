@@ -50,8 +50,6 @@ RTOL, ATOL = 1e-9, 1e-11
 
 
 class Feed(nn.Module):
-    """A residual feed-forward branch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -166,7 +164,6 @@ class Stack(nn.Module):
 
 
 def plain_model(kind: str) -> nn.Module:
-    """Return a whole model: "feed" or "mixture"."""
     torch.manual_seed(0)
     blocks: list[nn.Module] = [Feed(), Feed() if kind == "feed" else Mixture()]
     return Stack(blocks).double()
@@ -233,7 +230,6 @@ def part_of_axis(batch: Sequence[Tensor], mesh: DeviceMesh, axis: str) -> list[T
 
 
 def adam_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an Adam over all trainable parameters."""
     params = [param for param in model.parameters() if param.requires_grad]
     return FusedAdam(params, lr=0.02, eps=ADAM_EPS, weight_decay=0.1)
 
@@ -259,13 +255,7 @@ def train_parts(
 
 
 def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGroup) -> None:
-    """Compare a run with the unsharded one on the whole batch.
-
-    Args:
-        got: Of this rank.
-        plain: Of the whole batch.
-        group: Ranks whose mean loss is that of the whole batch.
-    """
+    """Compare with the unsharded run; the mean loss of ``group`` is that of the whole batch."""
     for mine, whole in zip(got.losses, plain.losses, strict=True):
         mean = mine.clone()
         dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
@@ -279,7 +269,6 @@ def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGrou
 
 
 def whole_batches() -> list[tuple[Tensor, Tensor]]:
-    """Return the batches of a run."""
     return batches(NUM_STEPS)
 
 

@@ -11,6 +11,7 @@ import datetime
 import faulthandler
 import functools
 import gc
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -313,3 +314,23 @@ def launched2() -> Iterator[RankPool]:
 def gpu_ranks() -> Iterator[RankPool]:
     """One NCCL rank per GPU, two at most; for tests that are marked ``gpu``."""
     yield from _session(min(2, torch.cuda.device_count()), "cuda")
+
+
+def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of a function that every rank of a pool runs, and that checks by itself."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(request: pytest.FixtureRequest, **arguments: Any) -> None:
+            request.getfixturevalue(fixture).run(_run_body, test, arguments)
+
+        wanted = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        own = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature([wanted, *own])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(test: Any, arguments: dict[str, Any]) -> None:
+    test.__wrapped__(**arguments)

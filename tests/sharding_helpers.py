@@ -32,8 +32,6 @@ ADAM_EPS = 1e-2  # large, so that Adam does not magnify the rounding of tiny gra
 
 
 class Block(nn.Module):
-    """A residual block, with dropout if asked for."""
-
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -90,7 +88,6 @@ class Net(nn.Module):
 
 
 def batches(count: int, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
-    """Return whole batches of [N, P] tokens and targets."""
     generator = torch.Generator().manual_seed(seed)
     shape = (NUM_SEQUENCES, NUM_POSITIONS)
     return [
@@ -103,7 +100,6 @@ def batches(count: int, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
 
 
 def my_part(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return this rank's rows of a whole batch."""
     length = len(batch[0]) // dist.get_world_size()
     first = dist.get_rank() * length
     return tuple(part[first : first + length].to(rank_device()) for part in batch)
@@ -136,24 +132,20 @@ def hybrid_net(strategy: str, outer: str, **options: Any) -> Any:
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
-    """Return a model without memory."""
     with torch.device("meta"):
         return make()
 
 
 def units(model: nn.Module) -> list[Unit]:
-    """Return the units of a model in the order of its modules."""
     return [unit_of(m) for m in model.modules() if isinstance(m, graphfsdp.FSDPModule)]
 
 
 def buffers(model: nn.Module, *, trainable: bool | None = None) -> list[ShardBuffer]:
-    """Return the flat buffers of a model, all of them or only the trainable or frozen ones."""
     found = [buffer for unit in units(model) for buffer in unit.group.buffers]
     return [b for b in found if trainable is None or b.trainable == trainable]
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the whole parameters by name."""
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         whole: Any = getattr(param, "full_tensor", param.detach)()
@@ -180,24 +172,15 @@ def adam(model: nn.Module, name: str = "fused_adam", **options: Any) -> torch.op
 
 @dataclass
 class Training:
-    """What a run left behind on one rank.
-
-    Attributes:
-        losses: Of each call, this rank's.
-        norms: Of each call, before clipping.
-        params: Whole parameters at the end.
-        buffers: Buffers of the model at the end.
-        report: Of the captured step.
-    """
+    """What a run left behind on one rank."""
 
     losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[Tensor] = field(default_factory=list)  # before clipping
+    params: dict[str, Tensor] = field(default_factory=dict)  # whole
     buffers: dict[str, Tensor] = field(default_factory=dict)
     report: graphfsdp.CaptureReport | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything by name, for a comparison bit for bit."""
         found = {f"loss {index}": loss for index, loss in enumerate(self.losses)}
         found |= {f"norm {index}": norm for index, norm in enumerate(self.norms)}
         found |= {f"parameter {name}": param for name, param in self.params.items()}
@@ -228,14 +211,21 @@ def train(
     return result
 
 
-def assert_same_training(expected: Training, got: Training) -> None:
-    """Compare two runs bit for bit."""
-    left, right = expected.tensors(), got.tensors()
+def assert_equal_tensors(expected: Any, got: Any) -> None:
+    """Compare tensors by name, or as they come, bit for bit."""
+    left, right = (
+        dict(found if isinstance(found, dict) else enumerate(found)) for found in (expected, got)
+    )
     assert list(left) == list(right)
     for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
         assert torch.equal(tensor, right[name]), (
             f"rank {dist.get_rank()}: {name} differs: {tensor} and {right[name]}"
         )
+
+
+def assert_same_training(expected: Training, got: Training) -> None:
+    assert_equal_tensors(expected.tensors(), got.tensors())
 
 
 def assert_replayed(training: Training) -> None:
@@ -259,13 +249,14 @@ def replayed_as_eager(
 
 
 @contextmanager
-def raises_on_rank(kind: type[BaseException]) -> Iterator[list[str]]:
-    """Expect an exception; its message is put into the list that this yields."""
+def raises_on_rank(kind: type[BaseException], *words: str) -> Iterator[list[str]]:
+    """Expect an exception that says these words; its message is put into the list."""
     messages: list[str] = []
     try:
         yield messages
     except kind as error:
         messages.append(str(error))
+        assert all(each in messages[0] for each in words), messages[0]
     else:
         raise AssertionError(f"rank {dist.get_rank()} raised no {kind.__name__}")
 

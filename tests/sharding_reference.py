@@ -25,23 +25,14 @@ from sharding_helpers import (
 
 @dataclass(frozen=True)
 class Reference:
-    """An unsharded run in float64 on the whole batch, and how far float32 may be away from it.
-
-    Attributes:
-        losses: Mean over the whole batch, of each call.
-        norms: Of each call, before clipping.
-        params: At the end.
-        loss_bounds: Of each call.
-        norm_bounds: Of each call.
-        param_bound: For every element of every parameter.
-    """
+    """An unsharded run in float64 on the whole batch, and how far float32 may be away from it."""
 
     losses: list[float]
-    norms: list[float]
+    norms: list[float]  # before clipping
     params: dict[str, Tensor]
     loss_bounds: list[float]
     norm_bounds: list[float]
-    param_bound: float
+    param_bound: float  # for every element of every parameter
 
 
 def relative_rounding(model: nn.Module) -> float:

@@ -9,8 +9,14 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, set_lr, snapshot
-from ranks import RankPool
+from helpers import (
+    assert_same_state,
+    assert_same_states,
+    quick_garbage_collection,
+    set_lr,
+    snapshot,
+)
+from ranks import on_ranks
 from sharding_helpers import batches, make_net, my_part
 
 NUM_STEPS = 14
@@ -101,8 +107,7 @@ def test_training_is_the_one_that_captured_on_its_way(
     options: dict[str, Any] = {"max_grad_norm": 1.0, "trained_before": trained_before}
     expected, _ = train(name, device, example=None, **options)
     got, report = train(name, device, example=(example,), **options)
-    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
-        assert_same_state(one, other, f"call {index}")
+    assert_same_states(expected, got)
     assert report.num_captures == 1
     eager = 0 if trained_before or name == "fused_adam" else 1
     assert report.num_calls.get("eager", 0) == eager
@@ -113,8 +118,7 @@ def test_training_is_the_one_that_captured_on_its_way(
 def test_other_scopes(scope: str, device: torch.device) -> None:
     expected, _ = train("adamw", device, example=None, scope="none")
     got, report = train("adamw", device, example=torch.ones(6, 5, device=device), scope=scope)
-    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
-        assert_same_state(one, other, f"call {index}")
+    assert_same_states(expected, got)
     assert report.num_captures == (scope != "none")
 
 
@@ -174,7 +178,8 @@ def test_an_iteration_that_cannot_be_captured_is_refused_at_once_without_a_trace
             step(torch.ones(6, 5, device=device))
 
 
-def captured_ahead_on_ranks() -> None:
+@on_ranks("ranks2")
+def test_a_sharded_model_is_captured_ahead_of_time() -> None:
     def run(ahead: bool) -> list[Tensor]:
         model = make_net("optim_grads_params", dropout=0.2)
         optimizer = FusedAdam(model.parameters(), lr=1e-2)
@@ -184,7 +189,3 @@ def captured_ahead_on_ranks() -> None:
             return [step(*my_part(batch)) for batch in data]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
-
-
-def test_a_sharded_model_is_captured_ahead_of_time(ranks2: RankPool) -> None:
-    ranks2.run(captured_ahead_on_ranks)

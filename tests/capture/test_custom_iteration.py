@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, set_lr, snapshot
-from iterations import gan, gradient_penalty, moving_average
+from helpers import assert_same_states, quick_garbage_collection, snapshot
+from iterations import gan, gradient_penalty, moving_average, train_by
 
 NUM_STEPS = 16
 Optimizer = torch.optim.Optimizer
@@ -48,35 +48,16 @@ def train(
     models = make(device)
     optimizers = make_optimizers(models)
     every = optimizers if isinstance(optimizers, list) else [optimizers]
-    states = []
-    step: Any = None
-    if scope is not None:
-        step = graphfsdp.capture(models, optimizers, iteration=iteration, scope=scope)
-    for index in range(NUM_STEPS):
-        for optimizer in every:
-            set_lr(optimizer, 1e-2 / (1 + index))
-        real = torch.randn(8, 6).to(device)
-        if step is None:
-            for model in models:
-                model.zero_grad()
-            output = iteration(models, optimizers, real)
-        else:
-            output = step(real)
-        leaves = torch.utils._pytree.tree_leaves(output)
-        state = {
-            f"result {position}": leaf.detach().clone()
-            for position, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
+
+    def state_of() -> dict[str, Tensor]:
+        return {
+            f"model {at}: {name}": tensor
+            for at, model in enumerate(models)
+            for name, tensor in snapshot(model, every[min(at, len(every) - 1)]).items()
         }
-        for position, model in enumerate(models):
-            for name, tensor in snapshot(model, every[min(position, len(every) - 1)]).items():
-                state[f"model {position}: {name}"] = tensor
-        states.append(state)
-    if step is not None:
-        if scope == "full_iteration":
-            assert step.report().num_calls["replay"] == NUM_STEPS - 4
-        step.close()
-    return states
+
+    data = (torch.randn(8, 6).to(device) for _ in range(NUM_STEPS))
+    return train_by(iteration, models, optimizers, data, scope, state_of)
 
 
 def fused_adams(models: list[nn.Module]) -> Any:
@@ -111,8 +92,7 @@ def test_replays_are_bit_for_bit_the_plain_loop(
     plain = train(iteration, make, make_optimizers, device, None)
     for scope in ("none", "full_iteration"):
         got = train(iteration, make, make_optimizers, device, scope)
-        for index, (one, other) in enumerate(zip(plain, got, strict=True)):
-            assert_same_state(one, other, f"{scope}, call {index}")
+        assert_same_states(plain, got, scope)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

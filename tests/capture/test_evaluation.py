@@ -11,8 +11,14 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, count_forwards, quick_garbage_collection, snapshot
-from ranks import RankPool
+from helpers import (
+    assert_same_state,
+    assert_same_states,
+    count_forwards,
+    quick_garbage_collection,
+    snapshot,
+)
+from ranks import on_ranks
 from sharding_helpers import batches as token_batches
 from sharding_helpers import make_net, my_part
 
@@ -86,8 +92,7 @@ def train(
 def test_training_is_bit_for_bit_that_without_evaluation(scope: str, device: torch.device) -> None:
     expected = train(device, evaluates=False, scope="none", max_grad_norm=1.0)
     got = train(device, evaluates=True, scope=scope, max_grad_norm=1.0)
-    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
-        assert_same_state(one, other, f"call {index}")
+    assert_same_states(expected, got)
 
 
 def loss_with_draws(model: nn.Module, x: Tensor) -> Tensor:
@@ -186,7 +191,9 @@ def test_an_evaluation_that_cannot_be_captured_is_refused_and_leaves_no_trace(
         step.evaluate(x)
 
 
-def evaluated_on_ranks(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_evaluation_of_a_sharded_model(strategy: str) -> None:
     def run(evaluates: bool, scope: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = make_net(strategy, dropout=0.2)
@@ -203,11 +210,6 @@ def evaluated_on_ranks(strategy: str) -> None:
     for scope in ("none", "full_iteration"):
         got = run(True, scope)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), scope
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_evaluation_of_a_sharded_model(strategy: str, ranks2: RankPool) -> None:
-    ranks2.run(evaluated_on_ranks, strategy)
 
 
 def counted(model: nn.Module, optimizer: FusedAdam, numbers: list[float]) -> graphfsdp.CapturedStep:
@@ -265,7 +267,8 @@ def test_a_number_that_was_changed_once_costs_one_more_eager_evaluation(
         assert len(numbers) == left
 
 
-def refuse_on_one_rank() -> None:
+@on_ranks("ranks2")
+def test_ranks_warm_an_evaluation_up_together() -> None:
     model = make_net("optim_grads_params")
     optimizer = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.1)
     numbers = [2.0, 3.0, *[3.0] * 20] if dist.get_rank() else [3.0] * 22
@@ -284,7 +287,3 @@ def refuse_on_one_rank() -> None:
         left = len(numbers)
         step.evaluate(*batch)
         assert len(numbers) == left  # a replay
-
-
-def test_ranks_warm_an_evaluation_up_together(ranks2: RankPool) -> None:
-    ranks2.run(refuse_on_one_rank)

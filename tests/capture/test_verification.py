@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp._capture.verify import first_difference
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, snapshot
-from ranks import RankPool
+from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
+from ranks import on_ranks
 from sharding_helpers import batches, make_net, my_part
 
 
@@ -57,8 +57,7 @@ def test_training_is_the_same_with_verification(scope: str, device: torch.device
 
     expected = run(0, 0)
     for verify, by_hand in ((4, 0), (0, 3)):
-        for one, other in zip(expected, run(verify, by_hand), strict=True):
-            assert_same_state(one, other)
+        assert_same_states(expected, run(verify, by_hand))
 
 
 NAME = "number"
@@ -184,14 +183,11 @@ def test_comparison_is_of_bits(dtype: torch.dtype) -> None:
         assert first_difference({"x": zero}, {"x": -zero}) is not None
 
 
-def verified_on_ranks() -> None:
+@on_ranks("ranks2")
+def test_a_sharded_step_is_verified_on_all_ranks() -> None:
     model = make_net("optim_grads_params", dropout=0.2)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     with graphfsdp.capture(model, optimizer, verify=3, max_grad_norm=1.0) as step:
         for batch in batches(8):
             step(*my_part(batch))
         step.verify(2)
-
-
-def test_a_sharded_step_is_verified_on_all_ranks(ranks2: RankPool) -> None:
-    ranks2.run(verified_on_ranks)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphfsdp.sharding.buffer_pool import ALIGNMENT_BYTES, BufferPool, PoolStats
 from graphfsdp.sharding.module import unit_of
 from overlap_helpers import NUM_BLOCKS, inputs, make_stack
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from sharding_helpers import (
     STRATEGIES,
     adam,
@@ -231,23 +231,20 @@ def test_a_pool_changes_no_bit_on_gpus(gpu_ranks: RankPool, strategy: str) -> No
     gpu_ranks.run(pooled_runs, strategy, 3)
 
 
-def pool_of_a_stack(overlap: bool) -> tuple[PoolStats, int]:
+@pytest.mark.parametrize("overlap", [False, True])
+@on_ranks("ranks2")
+def test_the_pool_of_a_model_is_bounded(overlap: bool) -> None:
+    """Not by the number of blocks: two or one gathered ahead, two gradients, and the root's."""
     model = make_stack(overlap=overlap, buffer_pool=True)
     for x in inputs(8):
         model(x).backward()
         model.zero_grad()
     largest = max(buffer.layout.total_numel * 4 for buffer in buffers(model))
-    return unit_of(model).schedule.pool.stats, largest
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_pool_of_a_model_is_bounded(ranks2: RankPool, overlap: bool) -> None:
-    """Not by the number of blocks: two or one gathered ahead, two gradients, and the root's."""
-    for stats, largest in ranks2.run(pool_of_a_stack, overlap):
-        assert stats.num_bytes <= BOUND * stats.peak_bytes
-        block = -(-largest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        small = 4 * ALIGNMENT_BYTES  # weights and gradients of the root, in two buffers
-        assert stats.num_bytes <= (4 if overlap else 2) * block + small
-        assert NUM_BLOCKS * 2 * block > stats.num_bytes
-        # gloo's threads may hold a buffer a little longer than we do.
-        assert stats.num_misses <= stats.num_hits // 10
+    stats = unit_of(model).schedule.pool.stats
+    assert stats.num_bytes <= BOUND * stats.peak_bytes
+    block = -(-largest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    small = 4 * ALIGNMENT_BYTES  # weights and gradients of the root, in two buffers
+    assert stats.num_bytes <= (4 if overlap else 2) * block + small
+    assert NUM_BLOCKS * 2 * block > stats.num_bytes
+    # gloo's threads may hold a buffer a little longer than we do.
+    assert stats.num_misses <= stats.num_hits // 10

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
@@ -11,7 +12,7 @@ from test_sharded_recompute import Recomputing
 
 import graphfsdp
 from graphfsdp.config import OverlapPolicy
-from ranks import RankPool, rank_device
+from ranks import rank_device
 from sharding_helpers import (
     STRATEGIES,
     Training,
@@ -95,21 +96,16 @@ def compare(options: dict[str, Any]) -> None:
     assert_replayed(captured)
 
 
-def check(pool: RankPool, max_examples: int) -> None:
+@pytest.mark.parametrize(("ranks", "max_examples"), [("ranks2", 4), ("ranks4", 3)])
+def test_combinations_change_no_bit(
+    request: pytest.FixtureRequest, ranks: str, max_examples: int
+) -> None:
     # Without shrinking: each example starts two trainings on every rank.
     @settings(max_examples=max_examples, deadline=None, phases=[Phase.generate])
     @given(OPTIONS)
     def each(options: dict[str, Any]) -> None:
         if options["strategy"] == "no_shard" and options["outer"] == "optim":
             options = options | {"outer": "no_shard"}  # refused by name
-        pool.run(compare, options)
+        request.getfixturevalue(ranks).run(compare, options)
 
     each()
-
-
-def test_combinations_on_two_ranks_change_no_bit(ranks2: RankPool) -> None:
-    check(ranks2, 4)
-
-
-def test_combinations_on_four_ranks_change_no_bit(ranks4: RankPool) -> None:
-    check(ranks4, 3)

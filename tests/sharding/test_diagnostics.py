@@ -14,7 +14,7 @@ from graphfsdp import diagnostics
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from sharding_helpers import adam, batches, full_parameters, make_net, my_part, units
 
 
@@ -27,34 +27,24 @@ def trained(strategy: str | None, **options: Any) -> nn.Module:
     return model
 
 
-def norms_of(strategy: str) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_norms_are_those_of_whole_parameters_and_gradients(strategy: str) -> None:
     model = trained(strategy)
     norms = {norm.name: norm for norm in diagnostics.parameter_norms(model)}
     wholes = full_parameters(model)
-    grads: dict[str, float | None] = {}
+    assert list(norms) == list(wholes)
     for name, param in model.named_parameters():
+        weight = float(wholes[name].double().norm())
+        assert math.isclose(norms[name].weight, weight, abs_tol=1e-12)
         grad: Any = param.grad
-        grads[name] = None if grad is None else float(grad.full_tensor().double().norm())
-    return {
-        "names": list(norms) == list(wholes),
-        "weights": [
-            math.isclose(norms[name].weight, float(whole.double().norm()), abs_tol=1e-12)
-            for name, whole in wholes.items()
-        ],
-        "grads": [(norms[name].grad, grad) for name, grad in grads.items()],
-    }
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_norms_are_those_of_whole_parameters_and_gradients(ranks2: RankPool, strategy: str) -> None:
-    first, second = ranks2.run(norms_of, strategy)
-    assert first["names"]
-    assert all(first["weights"])
-    assert first["grads"] == second["grads"]
-    assert None in [grad for grad, _ in first["grads"]]  # a parameter that nothing uses
-    for grad, expected in first["grads"]:
-        assert (grad is None) == (expected is None)
-        assert grad is None or grad == pytest.approx(expected, rel=1e-12)
+        expected = None if grad is None else float(grad.full_tensor().double().norm())
+        assert (norms[name].grad is None) == (expected is None)
+        assert expected is None or norms[name].grad == pytest.approx(expected, rel=1e-12)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [norm.grad for norm in norms.values()])
+    assert found[0] == found[1]
+    assert None in found[0]  # a parameter that nothing uses
 
 
 def nonfinite_of(plant: bool) -> list[str]:

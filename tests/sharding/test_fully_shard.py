@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
@@ -15,13 +14,14 @@ from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.ranks import Ranks
 from helpers import set_lr
-from ranks import RankPool, rank_device
+from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
     MAX_NORM,
     STRATEGIES,
     Net,
     Training,
     adam,
+    assert_equal_tensors,
     batches,
     buffers,
     full_parameters,
@@ -60,7 +60,9 @@ def test_the_loop_of_fsdp2_works(ranks2: RankPool, strategy: str, set_to_none: b
     assert_close_to_reference(ranks2.run(plain_loop, strategy, set_to_none), reference(NUM_STEPS))
 
 
-def accumulates(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_no_sync_accumulates_the_sum(strategy: str) -> None:
     """Three passes, two without a sync, against one pass of a plain model over all of it."""
     model = make_net(strategy)
     parts = batches(3)
@@ -83,11 +85,8 @@ def accumulates(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_accumulates_the_sum(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(accumulates, strategy)
-
-
-def accumulates_with_sync(strategy: str) -> None:
+@on_ranks("ranks2")
+def test_backward_passes_add_up(strategy: str) -> None:
     """Without no_sync every backward adds to .grad, as in PyTorch."""
     sums = []
     for together in (False, True):
@@ -105,11 +104,8 @@ def accumulates_with_sync(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_backward_passes_add_up(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(accumulates_with_sync, strategy)
-
-
-def whole_and_back(strategy: str) -> None:
+@on_ranks("ranks2")
+def test_unshard_by_hand_and_reshard(strategy: str) -> None:
     model = make_net(strategy)
     assert isinstance(model, graphfsdp.FSDPModule)
     plain = dict(make_net(None).named_parameters())
@@ -132,38 +128,28 @@ def whole_and_back(strategy: str) -> None:
     loss = other(*batch)
     loss.backward()
     assert torch.equal(loss, by_hand)
-    for (name, left), right in zip(
-        gradients(model).items(), gradients(other).values(), strict=True
-    ):
-        assert torch.equal(left, right), name
+    assert_equal_tensors(gradients(other), gradients(model))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unshard_by_hand_and_reshard(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(whole_and_back, strategy)
+@on_ranks("ranks2")
+def test_reshard_after_forward_decides_what_is_held_until_backward() -> None:
+    found = []
+    for reshard in (False, True):
+        model = make_net("optim_grads_params", reshard_after_forward=reshard)
+        loss = model(*my_part(batches(1)[0]))
+        assert all((buffer.full is None) == reshard for buffer in buffers(model))
+        loss.backward()
+        assert all(buffer.full is None for buffer in buffers(model, trainable=True))
+        with torch.no_grad():
+            model(*my_part(batches(1)[0]))
+        assert all(buffer.full is None for buffer in buffers(model))
+        found.append(gradients(model))
+    assert_equal_tensors(*found)
 
 
-def kept_whole(reshard_after_forward: bool) -> tuple[list[bool], list[Tensor]]:
-    model = make_net("optim_grads_params", reshard_after_forward=reshard_after_forward)
-    loss = model(*my_part(batches(1)[0]))
-    between = [buffer.full is not None for buffer in buffers(model)]
-    loss.backward()
-    assert all(buffer.full is None for buffer in buffers(model, trainable=True))
-    with torch.no_grad():
-        model(*my_part(batches(1)[0]))
-    assert all(buffer.full is None for buffer in buffers(model))
-    return between, list(gradients(model).values())
-
-
-def test_reshard_after_forward_decides_what_is_held_until_backward(ranks2: RankPool) -> None:
-    kept, dropped = ranks2.run(kept_whole, False)[0], ranks2.run(kept_whole, True)[0]
-    assert all(kept[0])
-    assert not any(dropped[0])
-    for left, right in zip(kept[1], dropped[1], strict=True):
-        assert torch.equal(left, right)
-
-
-def optimizer_made_before(name: str) -> None:
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+@on_ranks("ranks2")
+def test_an_optimizer_made_before_keeps_its_groups(name: str) -> None:
     results = []
     for first in (True, False):
         torch.manual_seed(0)
@@ -192,16 +178,12 @@ def optimizer_made_before(name: str) -> None:
         assert [group["weight_decay"] for group in optim.param_groups] == [0.5, 0.0]
         assert all(isinstance(p, DTensor) for g in optim.param_groups for p in g["params"])
         results.append(full_parameters(model))
-    for key, whole in results[0].items():
-        assert torch.equal(whole, results[1][key]), key
+    assert_equal_tensors(*results)
 
 
-@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
-def test_an_optimizer_made_before_keeps_its_groups(ranks2: RankPool, name: str) -> None:
-    ranks2.run(optimizer_made_before, name)
-
-
-def contenders() -> list[list[Tensor]]:
+@on_ranks("ranks2")
+def test_losses_are_those_of_pytorchs_own_fully_shard() -> None:
+    """On a GPT, through the contenders of the benchmark."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
     case, source = batch_source(
         Case(find_workload("gpt-tiny"), "fp32", 4),
@@ -217,11 +199,6 @@ def contenders() -> list[list[Tensor]]:
         contender = spec.make(setting)
         losses.append([contender(batch, step) for step, batch in enumerate(source.take(0, 8))])
         contender.close()
-    return losses
-
-
-def test_losses_are_those_of_pytorchs_own_fully_shard(ranks2: RankPool) -> None:
-    """On a GPT, through the contenders of the benchmark."""
-    for eager, torchs, captured in ranks2.run(contenders):
-        assert all(map(torch.equal, eager, captured))
-        torch.testing.assert_close(captured, torchs, rtol=1e-5, atol=1e-5)
+    eager, torchs, captured = losses
+    assert all(map(torch.equal, eager, captured))
+    torch.testing.assert_close(captured, torchs, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.optim import FusedAdam
-from ranks import RankPool, rank_device
+from ranks import RankPool, on_ranks, rank_device
+from sharding_helpers import STRATEGIES, assert_equal_tensors
 
 NUM_STEPS = 14
 NUM_SEQUENCES = 8
@@ -83,10 +85,8 @@ def train_per_token(strategy: str, scope: str) -> tuple[list[Tensor], dict[str, 
 def both_per_token(strategy: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     eager = train_per_token(strategy, "none")
     replayed = train_per_token(strategy, "full_iteration")
-    for left, right in zip(eager[0], replayed[0], strict=True):
-        assert torch.equal(left, right)
-    for name in eager[1]:
-        assert torch.equal(eager[1][name], replayed[1][name]), name
+    for before, after in zip(eager, replayed, strict=True):
+        assert_equal_tensors(before, after)
     return replayed
 
 
@@ -153,15 +153,12 @@ def train_linear(kind: type[nn.Linear], strategy: str, scope: str) -> list[Tenso
     ]
 
 
-def own_gradients(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_a_layer_may_add_to_the_gradient_buffer_by_itself(strategy: str) -> None:
     eager = train_linear(OwnLinear, strategy, "none")
     replayed = train_linear(OwnLinear, strategy, "full_iteration")
-    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+    assert_equal_tensors(eager, replayed)
     plain = train_linear(nn.Linear, strategy, "none")
     # The same products, added in another order: a handful of roundings.
     torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-6)
-
-
-def test_a_layer_may_add_to_the_gradient_buffer_by_itself(ranks2: RankPool) -> None:
-    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
-        ranks2.run(own_gradients, strategy)

@@ -16,7 +16,7 @@ from graphfsdp import diagnostics
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.optim import FusedAdam
 from helpers import OpNames
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from sharding_helpers import (
     ADAM_EPS,
     HYBRID_AXES,
@@ -116,7 +116,9 @@ def test_the_outer_axis_is_reduced_in_the_last_microbatch_only(
 PASSES = ((True, True), (False, True), (True, False, True), ("local", True), ("local", False, True))
 
 
-def accumulated(strategy: str, outer: str) -> None:
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS)
+@on_ranks("ranks4")
+def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: str) -> None:
     """Backward passes in a row give the sum of their gradients, however they are reduced."""
     plain: Any = Net().double()
     start = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -150,14 +152,8 @@ def accumulated(strategy: str, outer: str) -> None:
                     )
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS)
-def test_gradients_accumulate_in_any_order_of_reductions(
-    ranks4: RankPool, strategy: str, outer: str
-) -> None:
-    ranks4.run(accumulated, strategy, outer)
-
-
-def other_loops() -> None:
+@on_ranks("ranks4")
+def test_an_iteration_that_is_given_up_leaves_no_gradient() -> None:
     """set_requires_all_reduce, and an iteration that is given up between two microbatches."""
     model = hybrid_net("optim_grads_params", "no_shard")
     first, second = batches(2)
@@ -173,10 +169,6 @@ def other_loops() -> None:
         assert (left.grad is None) == (right.grad is None)
         if left.grad is not None:
             assert torch.equal(left.grad.to_local(), right.grad.to_local())
-
-
-def test_an_iteration_that_is_given_up_leaves_no_gradient(ranks4: RankPool) -> None:
-    ranks4.run(other_loops)
 
 
 def looked_at(outer: str) -> dict[str, Any]:
@@ -256,7 +248,14 @@ class Sometimes(Net):
         return out
 
 
-def left_out(strategy: str, outer: str | None) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "outer"),
+    [("optim", None), ("optim_grads", "no_shard"), ("optim_grads_params", "optim")],
+)
+@on_ranks("ranks4")
+def test_a_unit_that_is_left_out_of_the_last_microbatch_is_reduced(
+    strategy: str, outer: str | None
+) -> None:
     axes: dict[str, Any] = {}
     if outer is not None:
         axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
@@ -278,13 +277,3 @@ def left_out(strategy: str, outer: str | None) -> None:
     expected = dict(plain.named_parameters())
     for name, whole in full_parameters(model).items():
         torch.testing.assert_close(whole, expected[name].detach(), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "outer"),
-    [("optim", None), ("optim_grads", "no_shard"), ("optim_grads_params", "optim")],
-)
-def test_a_unit_that_is_left_out_of_the_last_microbatch_is_reduced(
-    ranks4: RankPool, strategy: str, outer: str | None
-) -> None:
-    ranks4.run(left_out, strategy, outer)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import graphfsdp
 from graphfsdp import ConfigError
 from helpers import assert_same_state, set_lr, snapshot
-from ranks import RankPool
+from ranks import on_ranks
 from sharding_helpers import (
     HYBRID_AXES,
     MAX_NORM,
@@ -25,76 +25,60 @@ from sharding_helpers import (
 )
 
 
-def refusals() -> list[str]:
+@on_ranks("ranks4")
+def test_meshes_and_options_that_do_not_fit_are_refused_by_name() -> None:
     mesh, deep = hybrid_mesh(), hybrid_mesh((1, 2, 2), ("pp", *HYBRID_AXES))
-    attempts: list[dict[str, Any]] = [
-        {"mesh": deep},
-        {"mesh": deep, "shard_axis": "dp"},
-        {"mesh": deep, "replicate_axis": "dp_replicate"},
-        {"mesh": deep, "shard_axis": "dp_replicate", "replicate_axis": "dp_shard"},
-        {"mesh": deep, "shard_axis": "dp_shard", "replicate_axis": "dp_shard"},
-        {"mesh": mesh, "strategy": "no_shard", "outer_strategy": "optim"},
-        {"mesh": mesh, "outer_strategy": "optim_grads"},
-        {"mesh": mesh, "outer_strategy": "half"},
-        {"mesh": mesh["dp_shard"], "outer_strategy": "optim"},
-        {"outer_strategy": "optim"},
+    inside, outside = "dp_shard", "dp_replicate"
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"mesh": deep}, "cannot tell which of a mesh of shape (1, 2, 2) with the axes ('pp',"),
+        ({"mesh": deep, "shard_axis": "dp"}, "the mesh has no axis 'dp'; it has a mesh"),
+        (
+            {"mesh": deep, "replicate_axis": outside},
+            "replicate_axis='dp_replicate' needs a shard_axis",
+        ),
+        (
+            {"mesh": deep, "shard_axis": outside, "replicate_axis": inside},
+            "replicate_axis 'dp_shard' must come before shard_axis 'dp_replicate'",
+        ),
+        ({"mesh": deep, "shard_axis": inside, "replicate_axis": inside}, "are both 'dp_shard'"),
+        (
+            {"mesh": mesh, "strategy": "no_shard", "outer_strategy": "optim"},
+            "outer_strategy='optim' with strategy='no_shard'",
+        ),
+        (
+            {"mesh": mesh, "outer_strategy": "optim_grads"},
+            "outer_strategy must be 'no_shard' or 'optim', got 'optim_grads'",
+        ),
+        ({"mesh": mesh, "outer_strategy": "half"}, "unknown sharding strategy 'half'"),
+        ({"mesh": mesh[inside], "outer_strategy": "optim"}, "over a second mesh axis"),
+        ({"outer_strategy": "optim"}, "over a second mesh axis"),
     ]
     linear = torch.nn.Linear(2, 2)
-    found = []
-    for options in attempts:
-        with raises_on_rank(ConfigError) as messages:
+    for options, words in refused:
+        with raises_on_rank(ConfigError, words):
             graphfsdp.fully_shard(linear, **options)
-        found += messages
     assert all(type(param) is torch.nn.Parameter for param in linear.parameters())
-    wrapped: Any = graphfsdp.fully_shard(
-        linear, deep, shard_axis="dp_shard", replicate_axis="dp_replicate"
-    )
+    wrapped: Any = graphfsdp.fully_shard(linear, deep, shard_axis=inside, replicate_axis=outside)
     assert wrapped.weight.device_mesh.mesh_dim_names == HYBRID_AXES
-    return found
 
 
-def test_meshes_and_options_that_do_not_fit_are_refused_by_name(ranks4: RankPool) -> None:
-    for found in ranks4.run(refusals):
-        for message, words in zip(
-            found,
-            (
-                "cannot tell which of a mesh of shape (1, 2, 2) with the axes ('pp',",
-                "the mesh has no axis 'dp'; it has a mesh",
-                "replicate_axis='dp_replicate' needs a shard_axis",
-                "replicate_axis 'dp_shard' must come before shard_axis 'dp_replicate'",
-                "are both 'dp_shard'",
-                "outer_strategy='optim' with strategy='no_shard'",
-                "outer_strategy must be 'no_shard' or 'optim', got 'optim_grads'",
-                "unknown sharding strategy 'half'",
-                "over a second mesh axis",
-                "over a second mesh axis",
-            ),
-            strict=True,
-        ):
-            assert words in message
-
-
-def one_differs() -> str:
+@on_ranks("ranks4")
+def test_another_model_on_one_rank_is_told_to_all() -> None:
     """Rank 3 alone: rank 0 shares no group with it."""
     width = 6 if dist.get_rank() == 3 else 4
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, width))
     graphfsdp.fully_shard(model, hybrid_mesh())
-    with raises_on_rank(ConfigError) as messages:
+    with raises_on_rank(ConfigError, "rank 3 holds another model than rank"):
         model.prepare_shards()
-    (message,) = messages
-    return message
-
-
-def test_another_model_on_one_rank_is_told_to_all(ranks4: RankPool) -> None:
-    for message in ranks4.run(one_differs):
-        assert "rank 3 holds another model than rank" in message
 
 
 class LateError(Exception):
     """An error of a user, after all collectives of the iteration."""
 
 
-def fails_on_one_rank(outer: str) -> list[str]:
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@on_ranks("ranks4")
+def test_a_failed_capture_is_told_to_ranks_that_share_no_group(outer: str) -> None:
     """In the optimizer's step hook of rank 3, in a warm-up and in the capture."""
     plain = hybrid_net("optim_grads_params", outer)
     expected = train(plain, adam(plain), scope="none", num_steps=5)
@@ -123,16 +107,10 @@ def fails_on_one_rank(outer: str) -> list[str]:
             losses.append(step(*my_part(batch)))
         assert step.report().num_captures == 1
     assert all(map(torch.equal, losses, expected.losses))
-    return found
-
-
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_a_failed_capture_is_told_to_ranks_that_share_no_group(
-    ranks4: RankPool, outer: str
-) -> None:
-    *others, own = ranks4.run(fails_on_one_rank, outer)
-    assert own == ["of rank 3", "of rank 3"]
-    for messages in others:
-        for message in messages:
+    assert len(found) == 2
+    for message in found:
+        if dist.get_rank() == 3:
+            assert message == "of rank 3"
+        else:
             assert re.search(r"rank 3 of 4 failed in iteration \d: LateError: of rank 3", message)
             assert "no rank keeps this iteration" in message

@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from graphfsdp.sharding.layout import plan_unit
 from helpers import NUM_STEPS
-from ranks import RankPool, rank_device
+from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     VOCABULARY,
     Training,
     adam,
+    assert_equal_tensors,
     assert_replayed,
     assert_same_training,
     full_parameters,
@@ -104,13 +105,6 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return full_parameters(model) | buffers
 
 
-def assert_equal_values(expected: dict[str, Tensor], got: dict[str, Tensor]) -> None:
-    assert list(expected) == list(got)
-    for name, tensor in expected.items():
-        assert tensor.dtype == got[name].dtype, name
-        assert torch.equal(tensor, got[name]), f"{name}: {tensor} and {got[name]}"
-
-
 def trained_from_meta(
     strategy: str, policy: graphfsdp.MixedPrecisionPolicy, num_steps: int, early: bool
 ) -> None:
@@ -139,7 +133,7 @@ def trained_from_meta(
         initial.append(values_of(model))
         if num_steps:
             runs.append(train(model, optim or adam(model, **options), num_steps=num_steps))
-    assert_equal_values(*initial)
+    assert_equal_tensors(*initial)
     if num_steps:
         assert_same_training(*runs)
         assert_replayed(runs[1])
@@ -189,7 +183,9 @@ class Kept(nn.Module):
             self.made.fill_(2)
 
 
-def only_meta_is_materialized(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_only_what_is_on_meta_gets_memory_and_values(strategy: str) -> None:
     model = on_meta(lambda: nn.Sequential(Kept(), nn.Linear(4, 4)))
     model[0].weight.important = "yes"
     graphfsdp.fully_shard(model, strategy=strategy)
@@ -206,12 +202,7 @@ def only_meta_is_materialized(strategy: str) -> None:
     assert model[1].weight.named == "late"
     before = values_of(model)
     graphfsdp.materialize(model)  # nothing is left to do
-    assert_equal_values(before, values_of(model))
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_only_what_is_on_meta_gets_memory_and_values(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(only_meta_is_materialized, strategy)
+    assert_equal_tensors(before, values_of(model))
 
 
 class Pretrained(nn.Module):
@@ -238,7 +229,8 @@ class Pretrained(nn.Module):
             self.norm.weight.data.fill_(1.0)
 
 
-def root_initializes() -> None:
+@on_ranks("ranks2")
+def test_init_weights_of_a_root_and_functions_of_the_user() -> None:
     torch.manual_seed(0)
     expected = Pretrained()
     model = on_meta(Pretrained)
@@ -271,10 +263,6 @@ def root_initializes() -> None:
     assert torch.equal(plain.norm.weight.detach(), torch.full((6,), 4.0))
     assert plain.out.weight is plain.tokens.weight
     assert 2.0 < float(plain.tokens.weight.detach().std()) < 4.0
-
-
-def test_init_weights_of_a_root_and_functions_of_the_user(ranks2: RankPool) -> None:
-    ranks2.run(root_initializes)
 
 
 class Peak(TorchDispatchMode):

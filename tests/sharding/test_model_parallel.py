@@ -25,7 +25,7 @@ from parallel_models import (
     trains_as_one,
     whole_batches,
 )
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from sharding_helpers import (
     STRATEGIES,
     hybrid_mesh,
@@ -105,7 +105,8 @@ def test_norms_and_tables_count_each_element_once(ranks4: RankPool) -> None:
         assert result["shapes"]["blocks.0.up.weight"] == (16, 8)  # this rank's half
 
 
-def freed_weights() -> None:
+@on_ranks("ranks4")
+def test_whole_weights_are_dropped_between_forward_and_backward() -> None:
     """Saved weights are places in the gathered buffer, DTensors too, so that it is freed."""
     model = tensor_parallel(sequence=True)
     mesh = hybrid_mesh((2, 2), TP_AXES)
@@ -125,11 +126,8 @@ def freed_weights() -> None:
     loss.backward()
 
 
-def test_whole_weights_are_dropped_between_forward_and_backward(ranks4: RankPool) -> None:
-    ranks4.run(freed_weights)
-
-
-def materialized() -> None:
+@on_ranks("ranks4")
+def test_meta_parameters_get_the_values_of_the_whole_model() -> None:
     """What a whole model's initialisation draws; parameters without one are set by hand."""
 
     def set_own(module: nn.Module) -> None:
@@ -151,91 +149,70 @@ def materialized() -> None:
         assert torch.equal(param.full_tensor(), whole), name
 
 
-def test_meta_parameters_get_the_values_of_the_whole_model(ranks4: RankPool) -> None:
-    ranks4.run(materialized)
-
-
 class _OneWeight(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
 
 
-def refused_cuts() -> list[str]:
+@on_ranks("ranks4")
+def test_meshes_and_cuts_that_do_not_fit_are_refused_by_name() -> None:
     mesh = hybrid_mesh((2, 2), TP_AXES)
     other = hybrid_mesh((4,), ("all",))
     tp = mesh["tp"]
     even = distribute_tensor(torch.ones(4, 2), tp, [Shard(0)])
-    weights: list[tuple[DTensor, Any]] = [
-        (even, other),
-        (even, None),
-        (even, tp),
-        (distribute_tensor(torch.ones(3, 2), tp, [Shard(0)]), mesh["dp"]),
-        (DTensor.from_local(torch.ones(4, 2), tp, [Partial()]), mesh["dp"]),
+    uneven = distribute_tensor(torch.ones(3, 2), tp, [Shard(0)])
+    partial = DTensor.from_local(torch.ones(4, 2), tp, [Partial()])
+    elsewhere = "parameter 'weight' lies on the mesh axes ('tp',)", "Remedy: make one mesh"
+    refused: list[tuple[DTensor, Any, tuple[str, ...]]] = [
+        (even, other, elsewhere),
+        (even, None, elsewhere),
+        (even, tp, elsewhere),
+        (uneven, mesh["dp"], ("dim 0 of parameter 'weight' of shape (3, 2) is cut into 2 parts",)),
+        (partial, mesh["dp"], ("parameter 'weight' is Partial(sum) on mesh axis 0",)),
     ]
-    found = []
-    for weight, over in weights:
-        with raises_on_rank(ConfigError) as messages:
+    for weight, over, words in refused:
+        with raises_on_rank(ConfigError, *words):
             graphfsdp.fully_shard(_OneWeight(weight), over)
-        found += messages
     fine: Any = graphfsdp.fully_shard(
         _OneWeight(distribute_tensor(torch.ones(3, 2), tp, [Replicate()])), mesh["dp"]
     )
     assert torch.equal(fine.weight.full_tensor(), torch.ones(3, 2))
-    return found
 
 
-def test_meshes_and_cuts_that_do_not_fit_are_refused_by_name(ranks4: RankPool) -> None:
-    for one_mesh, default, same, uneven, partial in ranks4.run(refused_cuts):
-        for message in (one_mesh, default, same):
-            assert "parameter 'weight' lies on the mesh axes ('tp',)" in message
-            assert "Remedy: make one mesh" in message
-        assert "dim 0 of parameter 'weight' of shape (3, 2) is cut into 2 parts" in uneven
-        assert "parameter 'weight' is Partial(sum) on mesh axis 0" in partial
-
-
-def refused_experts() -> list[str]:
+@on_ranks("ranks4")
+def test_axes_and_experts_that_do_not_fit_are_refused_by_name() -> None:
     mesh = hybrid_mesh((2, 2), EP_AXES)
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.ones(()))
     linear = nn.Linear(2, 2)
-    found = []
-    for module, options in (
-        (linear, {"expert_axis": "experts"}),
-        (linear, {"expert_axis": "ep", "shard_axis": "ep"}),
-        (linear, {"expert_axis": "ep", "mesh": mesh["ep"]}),
-        (scalar, {"expert_axis": "ep"}),
-    ):
-        arguments: dict[str, Any] = {"mesh": mesh, **options}
-        with raises_on_rank(ConfigError) as messages:
-            graphfsdp.fully_shard(module, **arguments)
-        found += messages
+    refused: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (linear, {"expert_axis": "experts"}, "the mesh has no axis 'experts'"),
+        (
+            linear,
+            {"expert_axis": "ep", "shard_axis": "ep"},
+            "expert_axis 'ep' is an axis to shard over",
+        ),
+        (
+            linear,
+            {"expert_axis": "ep", "mesh": mesh["ep"]},
+            "the mesh has the expert axis 'ep' alone",
+        ),
+        (scalar, {"expert_axis": "ep"}, "parameter 'scale' has no dimension"),
+    ]
+    for module, options, words in refused:
+        with raises_on_rank(ConfigError, words):
+            graphfsdp.fully_shard(module, **{"mesh": mesh, **options})
     uneven: Any = graphfsdp.fully_shard(
         nn.Linear(2, 2 + mesh.get_local_rank("ep")), mesh, expert_axis="ep"
     )
-    with raises_on_rank(ConfigError) as messages:
+    with raises_on_rank(ConfigError, "holds another model than rank"):
         uneven.prepare_shards()
-    return [*found, *messages]
 
 
-def test_axes_and_experts_that_do_not_fit_are_refused_by_name(ranks4: RankPool) -> None:
-    for unknown, twice, alone, scalar, uneven in ranks4.run(refused_experts):
-        assert "the mesh has no axis 'experts'" in unknown
-        assert "expert_axis 'ep' is an axis to shard over" in twice
-        assert "the mesh has the expert axis 'ep' alone" in alone
-        assert "parameter 'scale' has no dimension" in scalar
-        assert "holds another model than rank" in uneven
-
-
-def whole_shapes() -> tuple[Any, Any]:
-    model = expert_parallel()
-    weight = model.blocks[1].experts.weight
-    return tuple(weight.shape), tuple(
-        part_of_axis([weight], hybrid_mesh((2, 2), EP_AXES), "ep")[0].shape
-    )
-
-
-def test_a_parameter_of_experts_has_the_shape_of_all_of_them(ranks4: RankPool) -> None:
-    for shape, part in ranks4.run(whole_shapes):
-        assert shape == (NUM_EXPERTS, 8, 8)
-        assert part[0] == NUM_EXPERTS // 2
+@on_ranks("ranks4")
+def test_a_parameter_of_experts_has_the_shape_of_all_of_them() -> None:
+    weight = expert_parallel().blocks[1].experts.weight
+    assert tuple(weight.shape) == (NUM_EXPERTS, 8, 8)
+    (part,) = part_of_axis([weight], hybrid_mesh((2, 2), EP_AXES), "ep")
+    assert part.shape[0] == NUM_EXPERTS // 2

@@ -19,7 +19,7 @@ from graphfsdp._capture.trace.op_tensors import is_wrapper_subclass
 from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
-from ranks import GROUP_TIMEOUT_S, RankPool, rank_device
+from ranks import GROUP_TIMEOUT_S, RankPool, on_ranks, rank_device
 
 
 class Scaled(nn.Module):
@@ -152,7 +152,9 @@ class OneRank:
         world.assert_unchanged(message, without_gradients=without_gradients)
 
 
-def fails_on_both_ranks(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_what_all_ranks_refuse_ends_the_call_and_training_goes_on(strategy: str) -> None:
     training = OneRank(strategy)
     x, short = batch(100), batch(101)[:2]
     mismatch = (graphfsdp.BatchMismatchError,) * 2
@@ -168,10 +170,3 @@ def fails_on_both_ranks(strategy: str) -> None:
     training.model.train()
     training.train()
     training.step.close()
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_what_all_ranks_refuse_ends_the_call_and_training_goes_on(
-    ranks2: RankPool, strategy: str
-) -> None:
-    ranks2.run(fails_on_both_ranks, strategy)

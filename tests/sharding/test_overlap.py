@@ -15,10 +15,11 @@ from graphfsdp.config import OverlapPolicy
 from graphfsdp.errors import ConfigError, PhaseError
 from graphfsdp.sharding.module import unit_of
 from overlap_helpers import inputs, make_stack
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     adam,
+    assert_equal_tensors,
     assert_replayed,
     assert_same_training,
     buffers,
@@ -47,30 +48,28 @@ def overlapped_runs(strategy: str, microbatches: int, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy", "microbatches", "reshard"),
+    ("ranks", "strategy", "microbatches", "reshard"),
     [
-        *((2, strategy, 1, True) for strategy in STRATEGIES),
-        (2, "optim_grads_params", 3, False),
-        (4, "optim_grads_params", 3, True),
+        *(("ranks2", strategy, 1, True) for strategy in STRATEGIES),
+        ("ranks2", "optim_grads_params", 3, False),
+        ("ranks4", "optim_grads_params", 3, True),
+        *(
+            pytest.param("gpu_ranks", strategy, 3, True, marks=pytest.mark.gpu)
+            for strategy in STRATEGIES
+        ),
     ],
 )
 def test_overlap_changes_no_bit(
-    request: pytest.FixtureRequest, num_ranks: int, strategy: str, microbatches: int, reshard: bool
+    request: pytest.FixtureRequest, ranks: str, strategy: str, microbatches: int, reshard: bool
 ) -> None:
-    pool = request.getfixturevalue(f"ranks{num_ranks}")
-    pool.run(overlapped_runs, strategy, microbatches, reshard)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_overlap_changes_no_bit_on_gpus(gpu_ranks: RankPool, strategy: str) -> None:
-    gpu_ranks.run(overlapped_runs, strategy, 3, True)
+    request.getfixturevalue(ranks).run(overlapped_runs, strategy, microbatches, reshard)
 
 
 # ---------------------------------------------------------------- odd uses
 
 
-def weights_written_between() -> None:
+@on_ranks("ranks2")
+def test_weights_written_after_their_prefetch_are_seen() -> None:
     """Weights that a hook writes after they were gathered ahead are gathered again."""
     losses = []
     for overlap in (False, True):
@@ -93,12 +92,7 @@ def weights_written_between() -> None:
             for param in model.parameters():
                 param.grad = None
         losses.append(values)
-    for left, right in zip(*losses, strict=True):
-        assert torch.equal(left, right)
-
-
-def test_weights_written_after_their_prefetch_are_seen(ranks2: RankPool) -> None:
-    ranks2.run(weights_written_between)
+    assert_equal_tensors(*losses)
 
 
 class BoomError(RuntimeError):
@@ -120,7 +114,9 @@ def failing(module: nn.Module, *, in_backward: bool) -> Iterator[None]:
         handle.remove()
 
 
-def failures_in_between(pooled: bool) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+@on_ranks("ranks2")
+def test_an_exception_with_collectives_under_way(pooled: bool) -> None:
     """Every rank fails in the middle, with gathers and reductions under way; then all goes on."""
     model, plain = make_stack(buffer_pool=pooled), make_stack(overlap=False)
     for index, x in enumerate(inputs(8)):
@@ -137,16 +133,11 @@ def failures_in_between(pooled: bool) -> None:
             both.append([param.grad.to_local().clone() for param in each.parameters()])
             for param in each.parameters():
                 param.grad = None
-        for left, right in zip(*both, strict=True):
-            assert torch.equal(left, right), index
+        assert_equal_tensors(*both)
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-def test_an_exception_with_collectives_under_way(ranks2: RankPool, pooled: bool) -> None:
-    ranks2.run(failures_in_between, pooled)
-
-
-def not_abandoned() -> None:
+@on_ranks("ranks2")
+def test_an_error_that_the_loop_catches() -> None:
     """A plain loop that catches an error knows nothing of abandon_iteration."""
     model, plain = make_stack(), make_stack(overlap=False)
     for index, x in enumerate(inputs(6)):
@@ -156,15 +147,11 @@ def not_abandoned() -> None:
                     each(x)
             each(x).backward()
         grads = [[p.grad.to_local() for p in each.parameters()] for each in (model, plain)]
-        for left, right in zip(*grads, strict=True):
-            assert torch.equal(left, right), index
+        assert_equal_tensors(*grads)
 
 
-def test_an_error_that_the_loop_catches(ranks2: RankPool) -> None:
-    ranks2.run(not_abandoned)
-
-
-def accumulating() -> None:
+@on_ranks("ranks2")
+def test_accumulation_and_repeated_backward() -> None:
     """no_sync, two backward passes of one forward, a backward inside a forward."""
     results = []
     for overlap in (False, True):
@@ -182,18 +169,14 @@ def accumulating() -> None:
             probe = z.clone().requires_grad_()
             (slope,) = torch.autograd.grad(model(probe), probe)
         results.append([slope, *(p.grad.to_local().clone() for p in model.parameters())])
-    for left, right in zip(*results, strict=True):
-        assert torch.equal(left, right)
-
-
-def test_accumulation_and_repeated_backward(ranks2: RankPool) -> None:
-    ranks2.run(accumulating)
+    assert_equal_tensors(*results)
 
 
 # ---------------------------------------------------------------- communicators, options, ops
 
 
-def communicators() -> tuple[int, bool]:
+@on_ranks("ranks2")
+def test_all_gathers_have_a_communicator_made_once() -> None:
     groups = []
     for _ in range(2):  # the second model uses those of the first
         model: Any = make_net("optim_grads_params")
@@ -206,12 +189,8 @@ def communicators() -> tuple[int, bool]:
         "optim_grads_params", overlap=OverlapPolicy(separate_communicators=False)
     )
     shared.prepare_shards()
-    same = all(buffer.gather_group is buffer.mesh.inner for buffer in buffers(shared))
-    return len({id(group) for group in groups}), same
-
-
-def test_all_gathers_have_a_communicator_made_once(ranks2: RankPool) -> None:
-    assert ranks2.run(communicators) == [(1, True)] * 2
+    assert all(buffer.gather_group is buffer.mesh.inner for buffer in buffers(shared))
+    assert len({id(group) for group in groups}) == 1
 
 
 def test_the_policy_is_checked() -> None:
@@ -228,7 +207,8 @@ def test_the_policy_is_checked() -> None:
         OverlapPolicy(forward_prefetch=wrong)
 
 
-def operators_in_two_parts() -> None:
+@on_ranks("ranks2")
+def test_collectives_in_two_parts() -> None:
     group = dist.group.WORLD
     assert group is not None
     rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), rank_device()
@@ -245,10 +225,5 @@ def operators_in_two_parts() -> None:
     assert torch.equal(whole.view(num_ranks, 3)[:, 0].cpu(), torch.arange(float(num_ranks)))
     assert torch.equal(part.cpu(), torch.full((2,), float(num_ranks)))
     assert torch.equal(total.cpu(), torch.full((4,), float(num_ranks)))
-    with raises_on_rank(PhaseError) as messages:
+    with raises_on_rank(PhaseError, "not under way"):
         transfers[0].wait()
-    assert "not under way" in messages[0]
-
-
-def test_collectives_in_two_parts(ranks2: RankPool) -> None:
-    ranks2.run(operators_in_two_parts)

@@ -14,9 +14,10 @@ from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.sharding.schedule import Order
 from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
-from ranks import RankPool
+from ranks import on_ranks
 from sharding_helpers import (
     adam,
+    assert_equal_tensors,
     buffers,
     full_parameters,
 )
@@ -34,42 +35,44 @@ def journals(overlap: bool) -> list[list[str]]:
     return lines
 
 
-def test_the_next_unit_is_gathered_before_this_one_computes(ranks2: RankPool) -> None:
+@on_ranks("ranks2")
+def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
     """In the first iteration nothing is known; the second goes one unit ahead, both ways."""
-    for first, second in ranks2.run(journals, True):
-        assert not [line for line in first if line.startswith("begin all_gather")]
-        blocks = [f"blocks.{index}/0" for index in range(NUM_BLOCKS)]
-        forward = ["all_gather root/0", "all_gather root/1", f"begin all_gather {blocks[0]}"]
-        for here, following in zip(blocks, [*blocks[1:], None], strict=True):
-            forward.append(f"wait {here}")
-            forward += [f"begin all_gather {following}"] * (following is not None)
-        assert second[: len(forward)] == forward
-        gathers = [line for line in second[len(forward) :] if "all_gather" in line]
-        assert gathers[0].startswith("all_gather root/")
-        assert gathers[1:] == [f"begin all_gather {name}" for name in reversed(blocks)]
-    for lines in ranks2.run(journals, False):
-        assert not [line for pair in lines for line in pair if "begin" in line or "wait" in line]
+    first, second = journals(True)
+    assert not [line for line in first if line.startswith("begin all_gather")]
+    blocks = [f"blocks.{index}/0" for index in range(NUM_BLOCKS)]
+    forward = ["all_gather root/0", "all_gather root/1", f"begin all_gather {blocks[0]}"]
+    for here, following in zip(blocks, [*blocks[1:], None], strict=True):
+        forward.append(f"wait {here}")
+        forward += [f"begin all_gather {following}"] * (following is not None)
+    assert second[: len(forward)] == forward
+    gathers = [line for line in second[len(forward) :] if "all_gather" in line]
+    assert gathers[0].startswith("all_gather root/")
+    assert gathers[1:] == [f"begin all_gather {name}" for name in reversed(blocks)]
+    lines = [line for pair in journals(False) for line in pair]
+    assert not [line for line in lines if "begin" in line or "wait" in line]
 
 
-def test_a_third_reduction_waits_for_the_first(ranks2: RankPool) -> None:
-    for lines in ranks2.run(journals, True):
-        for iteration in lines:
-            under_way: list[str] = []
-            most = 0
-            for line in iteration:
-                kind, _, name = line.rpartition(" ")
-                if kind == "begin reduce_scatter":
-                    under_way.append(name)
-                elif kind == "wait" and name in under_way:
-                    assert under_way[0].partition("/")[0] == name.partition("/")[0], "oldest first"
-                    under_way.remove(name)
-                most = max(most, len({name.partition("/")[0] for name in under_way}))
-            assert most == 2
-            assert not under_way, "all are over when backward returns"
+@on_ranks("ranks2")
+def test_a_third_reduction_waits_for_the_first() -> None:
+    for iteration in journals(True):
+        under_way: list[str] = []
+        most = 0
+        for line in iteration:
+            kind, _, name = line.rpartition(" ")
+            if kind == "begin reduce_scatter":
+                under_way.append(name)
+            elif kind == "wait" and name in under_way:
+                assert under_way[0].partition("/")[0] == name.partition("/")[0], "oldest first"
+                under_way.remove(name)
+            most = max(most, len({name.partition("/")[0] for name in under_way}))
+        assert most == 2
+        assert not under_way, "all are over when backward returns"
 
 
-def full_gradients_alive() -> int:
-    """The most whole gradient buffers alive at a time, counted by storage."""
+@on_ranks("ranks2")
+def test_at_most_two_whole_gradient_buffers_are_alive() -> None:
+    """Counted by storage."""
     model = make_stack()
     model.prepare_shards()
     most = 0
@@ -89,17 +92,14 @@ def full_gradients_alive() -> int:
         for x in inputs(2):
             model(x).backward()
     assert len(alive) == 2 * NUM_BLOCKS
-    return most
-
-
-def test_at_most_two_whole_gradient_buffers_are_alive(ranks2: RankPool) -> None:
-    assert ranks2.run(full_gradients_alive) == [2, 2]
+    assert most == 2
 
 
 ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [0, 1, 2, 3, 1])
 
 
-def changing_orders() -> tuple[int, int]:
+@on_ranks("ranks2")
+def test_a_changed_order_falls_back_and_is_right() -> None:
     """Another order in each iteration, evaluation in between: as without overlap and pool.
 
     Whole weights that somebody keeps are never overwritten.
@@ -134,15 +134,10 @@ def changing_orders() -> tuple[int, int]:
         values += full_parameters(model).values()
         seen.append(values)
     for other in seen[1:]:
-        assert all(map(torch.equal, seen[0], other))
+        assert_equal_tensors(seen[0], other)
     stats = unit_of(model).schedule.pool.stats
-    return stats.num_plans, stats.num_hits
-
-
-def test_a_changed_order_falls_back_and_is_right(ranks2: RankPool) -> None:
-    for num_plans, num_hits in ranks2.run(changing_orders):
-        assert num_plans >= 2
-        assert num_hits > 0
+    assert stats.num_plans >= 2
+    assert stats.num_hits > 0
 
 
 def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:
@@ -167,18 +162,16 @@ def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:
         return step.report().op_counts["graphfsdp.wait_.default"]
 
 
-def all_captures_overlap() -> None:
+@on_ranks("ranks1")
+def test_whatever_happened_before_a_capture_it_overlaps() -> None:
     # A wait for each block in both passes, and one for each reduction of five units.
     usual = 2 * NUM_BLOCKS + NUM_BLOCKS + 1
     assert captured_after_failures((2, 3)) == usual
     assert captured_after_failures((), warmup_steps=1) == usual
 
 
-def test_whatever_happened_before_a_capture_it_overlaps(ranks1: RankPool) -> None:
-    ranks1.run(all_captures_overlap)
-
-
-def inference_first() -> None:
+@on_ranks("ranks2")
+def test_inference_mode_before_and_between() -> None:
     """A model whose first passes are in torch.inference_mode trains as any other."""
     model, plain = make_stack(buffer_pool=True), make_stack(overlap=False)
     for x in inputs(3):
@@ -189,10 +182,6 @@ def inference_first() -> None:
             each(x).backward()
         for left, right in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(left.grad.to_local(), right.grad.to_local())
-
-
-def test_inference_mode_before_and_between(ranks2: RankPool) -> None:
-    ranks2.run(inference_first)
 
 
 class Item:

@@ -13,7 +13,7 @@ import graphfsdp
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.flat_runs import merge_neighbours
 from graphfsdp.sharding.layout import plan_unit
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Block,
@@ -122,8 +122,10 @@ def test_kept_bytes_follow_from_the_layout(
     assert total_states >= 2 * exact * (num_ranks if parts == 1 else 1)
 
 
-def count_runs(strategy: str) -> tuple[int, int, list[int]]:
-    """Count flat runs of weight, gradient and moments, and kernels of the recorded step."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_a_handful_of_flat_runs_covers_the_model(strategy: str) -> None:
+    """Without padding all shards are neighbours: one run, whatever the number of parameters."""
     model = make_stack(strategy)
     optim = FusedAdam(model.parameters(), lr=0.01)
     with graphfsdp.capture(model, optim) as step:
@@ -137,55 +139,45 @@ def count_runs(strategy: str) -> tuple[int, int, list[int]]:
             state: Any = optim.state[param]
             tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
             bundles.append(tuple(tensor.to_local().detach() for tensor in tensors))
-    runs = merge_neighbours(bundles)
-    return len(runs), num_calls, [buffer.layout.num_padding for buffer in buffers(model)]
+    num_runs = len(merge_neighbours(bundles))
+    assert num_calls == 1
+    assert num_runs <= 1 + sum(buffer.layout.num_padding > 0 for buffer in buffers(model))
+    assert num_runs <= NUM_BLOCKS + 1 < len(params)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_handful_of_flat_runs_covers_the_model(ranks2: RankPool, strategy: str) -> None:
-    """Without padding all shards are neighbours: one run, whatever the number of parameters."""
-    for num_runs, num_calls, padding in ranks2.run(count_runs, strategy):
-        assert num_calls == 1
-        assert num_runs <= 1 + sum(numel > 0 for numel in padding)
-        assert num_runs <= NUM_BLOCKS + 1 < len(list(Stack().parameters()))
-
-
-def num_alive(model: nn.Module) -> int:
-    return sum(buffer.full is not None for buffer in buffers(model))
-
-
-def whole_weights_while_running(reshard: bool) -> dict[str, list[int]]:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks("ranks2")
+def test_zero_3_holds_one_block_and_the_root(reshard: bool) -> None:
     """Whole buffers at the start of each block's forward, and while gradients are taken."""
     model = make_stack("optim_grads_params", reshard_after_forward=reshard)
     seen: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def num_alive() -> int:
+        return sum(buffer.full is not None for buffer in buffers(model))
+
     assert isinstance(model.blocks, nn.ModuleList)
     for block in model.blocks:
         assert isinstance(block, Block)
         block.norm.register_forward_pre_hook(
-            lambda module, args: seen["forward"].append(num_alive(model))
+            lambda module, args: seen["forward"].append(num_alive())
         )
         block.norm.register_full_backward_hook(
-            lambda module, grads, outputs: seen["backward"].append(num_alive(model))
+            lambda module, grads, outputs: seen["backward"].append(num_alive())
         )
     model(batch().requires_grad_()).backward()  # torch warns if no input needs a gradient
-    seen["after"] = [num_alive(model)]
-    seen["of_units"] = [len(unit.group.buffers) for unit in units(model)]
-    return seen
-
-
-def test_zero_3_holds_one_block_and_the_root(ranks2: RankPool) -> None:
-    for seen in ranks2.run(whole_weights_while_running, True):
-        root, *blocks = seen["of_units"]
+    assert num_alive() == 0
+    root, *blocks = [len(unit.group.buffers) for unit in units(model)]
+    if reshard:
         assert len(seen["forward"]) == len(seen["backward"]) == len(blocks) == NUM_BLOCKS
         assert max(seen["forward"]) <= root + max(blocks)
         assert max(seen["backward"]) <= root + max(blocks)
-        assert seen["after"] == [0]
-    for seen in ranks2.run(whole_weights_while_running, False):
-        assert max(seen["backward"]) == sum(seen["of_units"])
-        assert seen["after"] == [0]
+    else:
+        assert max(seen["backward"]) == root + sum(blocks)
 
 
-def storages_die(overlap: bool) -> tuple[dict[str, int], int]:
+@pytest.mark.parametrize("overlap", [False, True])
+@on_ranks("ranks2")
+def test_gathered_buffers_are_freed_by_storage(overlap: bool) -> None:
     """By storage, not by attribute: what a forgotten reference would keep is seen too."""
     model = make_stack("optim_grads_params", overlap=overlap)
     x = batch()
@@ -206,20 +198,14 @@ def storages_die(overlap: bool) -> tuple[dict[str, int], int]:
     with Watch():  # type: ignore[no-untyped-call]
         for _ in range(2):
             model(x).backward()
-    left = sum(ref() is not None for ref in alive)
-    return {"gathered": len(alive), "left": left}, peak
+    assert len(alive) >= 4 * NUM_BLOCKS
+    assert not any(ref() is not None for ref in alive)
+    # The root's two, the block's, and with overlap that of the block which comes next.
+    assert peak <= (4 if overlap else 3)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_gathered_buffers_are_freed_by_storage(ranks2: RankPool, overlap: bool) -> None:
-    for counts, peak in ranks2.run(storages_die, overlap):
-        assert counts["gathered"] >= 4 * NUM_BLOCKS
-        assert counts["left"] == 0
-        # The root's two, the block's, and with overlap that of the block which comes next.
-        assert peak <= (4 if overlap else 3)
-
-
-def optimizer_of_whole_parameters() -> int:
+@on_ranks("ranks2")
+def test_whole_parameters_give_their_memory_back() -> None:
     """An optimizer that was made before does not keep the whole weights alive."""
     model = Stack().to(rank_device())
     optim = adam(model)
@@ -229,14 +215,11 @@ def optimizer_of_whole_parameters() -> int:
     assert all(param is not None for param in held), "the optimizer holds them"
     total = sum(param.untyped_storage().nbytes() for param in held if param is not None)
     assert optim.param_groups
-    return total
+    assert total == 0
 
 
-def test_whole_parameters_give_their_memory_back(ranks2: RankPool) -> None:
-    assert ranks2.run(optimizer_of_whole_parameters) == [0, 0]
-
-
-def sharded_models_die() -> bool:
+@on_ranks("ranks2")
+def test_a_model_that_is_dropped_gives_its_buffers_back() -> None:
     model = make_net("optim_grads_params")
     optim = adam(model)
     step = graphfsdp.capture(model, optim)
@@ -247,8 +230,4 @@ def sharded_models_die() -> bool:
     del model, optim, step
     gc.unfreeze()
     gc.collect()
-    return reference() is None
-
-
-def test_a_model_that_is_dropped_gives_its_buffers_back(ranks2: RankPool) -> None:
-    assert ranks2.run(sharded_models_die) == [True, True]
+    assert reference() is None

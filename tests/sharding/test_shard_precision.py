@@ -18,7 +18,7 @@ import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import NUM_STEPS, set_lr
-from ranks import RankPool, rank_device
+from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
     ADAM_EPS,
     STRATEGIES,
@@ -29,6 +29,7 @@ from sharding_helpers import (
     batches,
     buffers,
     learning_rate,
+    raises_on_rank,
     shard,
     train,
     units,
@@ -243,30 +244,26 @@ def test_a_wrong_dtype_would_be_seen(ranks2: RankPool) -> None:
         assert min(apart.values()) > 3 * TOLERANCE, apart
 
 
-def inputs_seen() -> list[torch.dtype]:
+@on_ranks("ranks2")
+def test_inputs_are_cast() -> None:
     """A unit's floating-point inputs are cast to what it computes in."""
     unit = graphfsdp.fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     seen: list[torch.dtype] = []
     unit.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     seen.append(unit(torch.ones(2, 4, device=rank_device())).dtype)
-    return seen
+    assert seen == [BF16, BF16]
 
 
-def test_inputs_are_cast(ranks2: RankPool) -> None:
-    assert ranks2.run(inputs_seen) == [[BF16, BF16]] * 2
-
-
-def clash() -> list[str]:
-    messages = []
+@on_ranks("ranks2")
+def test_a_clash_of_dtypes_is_refused_with_ways_out() -> None:
+    way_out = "use_decoupled_grad=True"
     for policy in (
         MixedPrecisionPolicy(main_grads_dtype=BF16),
         MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=BF16),
         MixedPrecisionPolicy(main_params_dtype=BF16, main_grads_dtype=FP32),
     ):
-        try:
+        with raises_on_rank(graphfsdp.PrecisionError, way_out, "'weight'"):
             graphfsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy)
-        except graphfsdp.PrecisionError as error:
-            messages.append(str(error))
     model = graphfsdp.fully_shard(
         nn.Linear(4, 4),
         mp_policy=MixedPrecisionPolicy(main_grads_dtype=BF16, use_decoupled_grad=True),
@@ -275,15 +272,5 @@ def clash() -> list[str]:
         FusedAdam(model.parameters()),
         torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), fused=True),
     ):
-        try:
+        with raises_on_rank(graphfsdp.PrecisionError, way_out):
             graphfsdp.capture(model, optimizer)
-        except graphfsdp.PrecisionError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_a_clash_of_dtypes_is_refused_with_ways_out(ranks2: RankPool) -> None:
-    for messages in ranks2.run(clash):
-        assert len(messages) == 5
-        assert all("use_decoupled_grad=True" in message for message in messages)
-        assert all("'weight'" in message for message in messages[:3])

@@ -1,7 +1,5 @@
 """Captured training of sharded models: against eager, an unsharded run, and DDP."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,12 +8,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
 from helpers import NUM_STEPS, set_lr
-from ranks import RankPool, rank_device
+from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Block,
     Training,
     adam,
+    assert_equal_tensors,
     assert_replayed,
     assert_same_training,
     batches,
@@ -36,46 +35,26 @@ def both_scopes(strategy: str, microbatches: int, optimizer: str = "fused_adam")
     return replayed_as_eager(lambda: make_net(strategy), optimizer, microbatches=microbatches)
 
 
-def check_strategies(
-    pool: RankPool, strategies: Sequence[str], microbatches: int, optimizer: str = "fused_adam"
-) -> None:
-    for strategy in strategies:
-        results = pool.run(both_scopes, strategy, microbatches, optimizer)
-        assert_close_to_reference(results, reference())
-
-
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_train_as_one_and_replay_as_eager(
-    ranks2: RankPool, strategy: str, microbatches: int
+@pytest.mark.parametrize(
+    "ranks", ["ranks2", "ranks4", pytest.param("gpu_ranks", marks=pytest.mark.gpu)]
+)
+def test_ranks_train_as_one_and_replay_as_eager(
+    request: pytest.FixtureRequest, ranks: str, strategy: str, microbatches: int
 ) -> None:
-    check_strategies(ranks2, [strategy], microbatches)
+    results = request.getfixturevalue(ranks).run(both_scopes, strategy, microbatches)
+    assert_close_to_reference(results, reference())
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_four_ranks_train_as_one_and_replay_as_eager(
-    ranks4: RankPool, strategy: str, microbatches: int
-) -> None:
-    check_strategies(ranks4, [strategy], microbatches)
-
-
-def test_one_rank_trains_as_an_unsharded_model(ranks1: RankPool) -> None:
-    check_strategies(ranks1, STRATEGIES, 3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gpu_ranks_train_as_one_and_replay_as_eager(
-    gpu_ranks: RankPool, strategy: str, microbatches: int
-) -> None:
-    check_strategies(gpu_ranks, [strategy], microbatches)
+def test_one_rank_trains_as_an_unsharded_model(ranks1: RankPool, strategy: str) -> None:
+    assert_close_to_reference(ranks1.run(both_scopes, strategy, 3), reference())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_torch_adamw_trains_shards(ranks2: RankPool, strategy: str) -> None:
-    check_strategies(ranks2, [strategy], 1, "adamw")
+    assert_close_to_reference(ranks2.run(both_scopes, strategy, 1, "adamw"), reference())
 
 
 def ddp_steps(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -93,23 +72,17 @@ def ddp_steps(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, full_parameters(model)
 
 
-def same_as_ddp() -> None:
+@on_ranks("ranks2")
+def test_no_shard_equals_ddp_bit_for_bit() -> None:
+    """Two ranks: a + b is b + a, and halving is exact, so the order of additions is no matter."""
     model = make_net("no_shard")
     got = train(model, adam(model, "adamw"), max_grad_norm=None)
     assert_replayed(got)
     losses, params = ddp_steps(NUM_STEPS)
-    for index, (left, right) in enumerate(zip(losses, got.losses, strict=True)):
-        assert torch.equal(left, right), f"loss {index}: DDP {left}, no_shard {right}"
-    assert list(params) == list(got.params)
-    for name, param in params.items():
-        # DDP gives an unused parameter a zero gradient, so its weight decays; ours has none.
-        if name != "unused":
-            assert torch.equal(param, got.params[name]), name
-
-
-def test_no_shard_equals_ddp_bit_for_bit(ranks2: RankPool) -> None:
-    """Two ranks: a + b is b + a, and halving is exact, so the order of additions is no matter."""
-    ranks2.run(same_as_ddp)
+    assert_equal_tensors(losses, got.losses)
+    # DDP gives an unused parameter a zero gradient, so its weight decays; ours has none.
+    params["unused"] = got.params["unused"]
+    assert_equal_tensors(params, got.params)
 
 
 class Twice(nn.Module):
@@ -132,7 +105,9 @@ def inputs(num: int) -> list[Tensor]:
     return [torch.randn(6, 4, generator=generator).to(rank_device()) for _ in range(num)]
 
 
-def twice_runs(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_a_unit_that_runs_twice_and_batch_norm(strategy: str) -> None:
     runs: list[Training] = []
     for scope in ("none", "full_iteration"):
         torch.manual_seed(0)
@@ -166,11 +141,8 @@ def twice_runs(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_that_runs_twice_and_batch_norm(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(twice_runs, strategy)
-
-
-def evaluating_runs(strategy: str) -> None:
+@on_ranks("ranks2")
+def test_evaluation_between_captured_steps(strategy: str) -> None:
     """Evaluation passes between training steps see the newest weights and disturb nothing."""
     runs = []
     for evaluates in (False, True):
@@ -190,12 +162,5 @@ def evaluating_runs(strategy: str) -> None:
                     del got, expected
                 losses.append(step(*my_part(batch)))
         runs.append((losses, full_parameters(model)))
-    for left, right in zip(runs[0][0], runs[1][0], strict=True):
-        assert torch.equal(left, right)
-    for name, whole in runs[0][1].items():
-        assert torch.equal(whole, runs[1][1][name]), name
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_between_captured_steps(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(evaluating_runs, strategy)
+    for before, after in zip(*runs, strict=True):
+        assert_equal_tensors(before, after)

@@ -1,6 +1,5 @@
 """iteration=fn of sharded models: as one unsharded process, and bit for bit in replays."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, set_lr
-from iterations import gan, gradient_penalty, moving_average
-from ranks import RankPool, rank_device
-from sharding_helpers import hybrid_mesh
+from helpers import assert_same_state, assert_same_states, quick_garbage_collection
+from iterations import gan, gradient_penalty, moving_average, train_by
+from ranks import RankPool, on_ranks, rank_device
+from sharding_helpers import assert_equal_tensors, hybrid_mesh
 
 NUM_STEPS = 15
 ROUNDING = 1e-6  # of a norm that is summed in parts, over 15 steps of 0.01 at most
@@ -36,13 +34,14 @@ class Residual(nn.Module):
 class Net(nn.Sequential):
     """Two residual blocks between two layers."""
 
-    def __init__(self, num_in: int, num_out: int, dropout: float = 0.0, width: int = 7) -> None:
+    def __init__(self, num_in: int, num_out: int, dropout: float = 0.0) -> None:
+        width = 7
         blocks = [Residual(width, dropout), Residual(width, dropout)]
         super().__init__(nn.Linear(num_in, width), *blocks, nn.Linear(width, num_out))
 
 
-def two_nets(width: int = 7) -> list[nn.Module]:
-    return [Net(4, 6, width=width), Net(6, 1, dropout=0.2, width=width)]
+def two_nets() -> list[nn.Module]:
+    return [Net(4, 6), Net(6, 1, dropout=0.2)]
 
 
 def student_and_teacher() -> list[nn.Module]:
@@ -53,7 +52,6 @@ def student_and_teacher() -> list[nn.Module]:
 
 ITERATIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[nn.Module]]]] = {
     "gan": (gan, two_nets),
-    "wide_gan": (gan, functools.partial(two_nets, 200)),  # too much to be undone for nothing
     "gradient_penalty": (gradient_penalty, two_nets),
     "moving_average": (moving_average, student_and_teacher),
 }
@@ -80,47 +78,25 @@ def whole(tensor: Tensor) -> Tensor:
 def train(
     name: str, scope: str | None, *, apart: bool, options: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
-    """Train, with scope None in a plain loop; return results and weights of each iteration.
-
-    Args:
-        name: Of the iteration.
-        scope: As of ``capture``.
-        apart: Each rank has batches and random numbers of its own.
-        options: Of ``fully_shard``.
-    """
+    """Return results and weights; ``apart``: ranks have batches and random numbers of their own."""
     quick_garbage_collection()
     models, optimizers = make(name, **options)
     rank = dist.get_rank() if apart else 0
     torch.manual_seed(10 + rank)
     generator = torch.Generator().manual_seed(20 + rank)
-    iteration = ITERATIONS[name][0]
-    step: Any = None
-    if scope is not None:
-        step = graphfsdp.capture(models, optimizers, iteration=iteration, scope=scope)
-    states = []
-    for index in range(NUM_STEPS):
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-            set_lr(optimizer, 1e-2 / (1 + index))
-        real = torch.randn(8, 6, generator=generator).to(rank_device())
-        if step is None:
-            for model in models:
-                model.zero_grad()
-            output = iteration(models, optimizers, real)
-        else:
-            output = step(real)
-        results = [leaf for leaf in pytree.tree_leaves(output) if leaf is not None]
-        state = {f"result {at}": leaf.detach().clone() for at, leaf in enumerate(results)}
-        for at, model in enumerate(models):
-            state |= {f"{key} of model {at}": whole(p) for key, p in model.named_parameters()}
-        states.append(state)
-    if step is not None:
-        if scope == "full_iteration":
-            assert step.report().num_calls["replay"] == NUM_STEPS - 4
-        step.close()
-    return states
+
+    def state_of() -> dict[str, Tensor]:
+        return {
+            f"{key} of model {at}": whole(param)
+            for at, model in enumerate(models)
+            for key, param in model.named_parameters()
+        }
+
+    data = (torch.randn(8, 6, generator=generator).to(rank_device()) for _ in range(NUM_STEPS))
+    return train_by(ITERATIONS[name][0], models, optimizers, data, scope, state_of)
 
 
-def agrees(name: str, options: dict[str, Any], has_outer: bool) -> None:
+def agrees(name: str, options: dict[str, Any], has_outer: bool = False) -> None:
     if has_outer:
         options = {**options, "mesh": hybrid_mesh()}
     # Ranks that do the same reduce to what one process has, so the plain loop is the reference.
@@ -134,38 +110,27 @@ def agrees(name: str, options: dict[str, Any], has_outer: bool) -> None:
         train(name, scope, apart=True, options=options)
         for scope in (None, "none", "full_iteration")
     )
-    for before, between, after in zip(plain, eager, captured, strict=True):
-        assert_same_state(before, between)
-        assert_same_state(between, after)
+    assert_same_states(plain, eager)
+    assert_same_states(eager, captured)
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"),
+    ("name", "options"),
     [
-        ("gan", "optim_grads_params"),
-        ("gradient_penalty", "optim_grads_params"),
-        ("moving_average", "optim_grads_params"),
-        ("gan", "optim"),
-        ("moving_average", "optim_grads"),
+        ("gan", {"strategy": "optim_grads_params"}),
+        ("gradient_penalty", {"strategy": "optim_grads_params"}),
+        ("moving_average", {"strategy": "optim_grads_params"}),
+        ("gan", {"strategy": "optim"}),
+        ("moving_average", {"strategy": "optim_grads"}),
+        ("moving_average", {"strategy": "no_shard", "overlap": False}),
+        ("moving_average", {"strategy": "optim_grads_params", "buffer_pool": True}),
+        ("moving_average", {"strategy": "optim_grads_params", "reshard_after_forward": False}),
     ],
 )
 def test_iterations_train_sharded_models_as_one_process_and_replay_as_eager(
-    ranks2: RankPool, name: str, strategy: str
+    ranks2: RankPool, name: str, options: dict[str, Any]
 ) -> None:
-    ranks2.run(agrees, name, {"strategy": strategy}, False)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "no_shard", "overlap": False},
-        {"strategy": "optim_grads_params", "buffer_pool": True},
-        {"strategy": "optim_grads_params", "reshard_after_forward": False},
-    ],
-    ids=["one after the other", "pool", "weights kept"],
-)
-def test_options_of_sharding_go_with_iterations(ranks2: RankPool, options: dict[str, Any]) -> None:
-    ranks2.run(agrees, "moving_average", options, False)
+    ranks2.run(agrees, name, options)
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
@@ -176,7 +141,8 @@ def test_gradients_of_several_backwards_are_reduced_over_two_axes(
     ranks4.run(agrees, "moving_average", options, True)
 
 
-def proves_evaluates_and_recaptures() -> None:
+@on_ranks("ranks2")
+def test_a_sharded_iteration_is_verified_evaluated_and_captured_again() -> None:
     models, optimizers = make("gan", strategy="optim_grads_params")
 
     def score(models: list[nn.Module], real: Tensor) -> Tensor:
@@ -194,11 +160,8 @@ def proves_evaluates_and_recaptures() -> None:
         assert step.report().num_calls["replay"] >= 6
 
 
-def test_a_sharded_iteration_is_verified_evaluated_and_captured_again(ranks2: RankPool) -> None:
-    ranks2.run(proves_evaluates_and_recaptures)
-
-
-def ahead_of_time() -> None:
+@on_ranks("ranks2")
+def test_a_sharded_iteration_is_captured_ahead_of_time() -> None:
     runs = []
     for example in (None, torch.zeros(8, 6, device=rank_device())):
         models, optimizers = make("gan", strategy="optim_grads_params")
@@ -213,19 +176,12 @@ def ahead_of_time() -> None:
     assert_same_state(runs[0], runs[1])
 
 
-def test_a_sharded_iteration_is_captured_ahead_of_time(ranks2: RankPool) -> None:
-    ranks2.run(ahead_of_time)
-
-
-def leaves_no_trace_before_a_run() -> bool:
+@on_ranks("ranks2")
+def test_check_rehearses_a_sharded_iteration() -> None:
     models, optimizers = make("gan", strategy="optim_grads_params")
     before = [whole(p) for model in models for p in model.parameters()]
     real = torch.ones(8, 6, device=rank_device())
     report = graphfsdp.check(models, optimizers, real, iteration=gan)
     assert report.ok, str(report)
     after = [whole(p) for model in models for p in model.parameters()]
-    return all(map(torch.equal, before, after))
-
-
-def test_check_rehearses_a_sharded_iteration(ranks2: RankPool) -> None:
-    assert ranks2.run(leaves_no_trace_before_a_run) == [True, True]
+    assert_equal_tensors(before, after)

@@ -1,6 +1,5 @@
 """Gradients of sharded parameters that fully_shard would lose are refused by name."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import ConfigError
 from graphfsdp.optim import FusedAdam
-from ranks import RankPool, rank_device
-from sharding_helpers import STRATEGIES, raises_on_rank
+from ranks import on_ranks, rank_device
+from sharding_helpers import STRATEGIES, on_meta, raises_on_rank
 
 WIDTH = 8
 
@@ -42,31 +41,23 @@ def penalized(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def lost_penalties() -> list[str]:
-    found = []
+@on_ranks("ranks2")
+def test_a_penalty_on_sharded_parameters_is_refused() -> None:
+    said = "has reached the sharded parameter", "weight_decay for an L2 penalty"
     x = torch.ones(2, WIDTH, device=rank_device())
     for strategy in STRATEGIES:
         model = shard(make(), strategy)
-        with raises_on_rank(ConfigError) as messages:
+        with raises_on_rank(ConfigError, *said):
             penalized(model, x).backward()
-        found += messages
         optimizer = FusedAdam(model.parameters())
-        with graphfsdp.capture(model, optimizer, loss_fn=penalized) as step:
-            with raises_on_rank(ConfigError) as messages:
-                step(x)
-            found += messages
+        with (
+            graphfsdp.capture(model, optimizer, loss_fn=penalized) as step,
+            raises_on_rank(ConfigError, *said),
+        ):
+            step(x)
         with graphfsdp.capture(model, optimizer, loss_fn=mean) as step:
             for _ in range(5):  # the model can be trained nevertheless
                 step(x)
-    return found
-
-
-def test_a_penalty_on_sharded_parameters_is_refused(ranks2: RankPool) -> None:
-    for messages in ranks2.run(lost_penalties):
-        assert len(messages) == 2 * len(STRATEGIES)
-        for message in messages:
-            assert "has reached the sharded parameter" in message
-            assert "weight_decay for an L2 penalty" in message
 
 
 class Penalized(nn.Linear):
@@ -84,7 +75,8 @@ def own_penalty(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def penalties_of_their_own() -> None:
+@on_ranks("ranks2")
+def test_a_penalty_that_a_module_computes_is_right() -> None:
     x = torch.ones(2, WIDTH, device=rank_device(), dtype=torch.float64)
     grads = []
     for strategy in (None, *STRATEGIES):
@@ -101,58 +93,33 @@ def penalties_of_their_own() -> None:
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_penalty_that_a_module_computes_is_right(ranks2: RankPool) -> None:
-    ranks2.run(penalties_of_their_own)
-
-
-HOOKS: tuple[Callable[[Any], Any], ...] = (
-    lambda param: param.register_hook(lambda grad: 2 * grad),
-    lambda param: param.register_post_accumulate_grad_hook(lambda p: None),
-)
-
-
-def hooks_of_gradients() -> list[str]:
-    found = []
+@on_ranks("ranks2")
+def test_hooks_of_gradients_that_nobody_would_call_are_refused() -> None:
+    said = "parameter '1.weight' has a hook of its gradient"
     x = torch.ones(2, WIDTH, device=rank_device())
-    for add in HOOKS:
+    for kind in ("register_hook", "register_post_accumulate_grad_hook"):
         model = make()
-        handle = add(model[1].weight)
-        with raises_on_rank(ConfigError) as messages:
+        handle = getattr(model[1].weight, kind)(lambda grad: None)
+        with raises_on_rank(ConfigError, said):
             shard(model, "optim")
-        found += messages
         handle.remove()
         model = shard(make(), "optim")
-        handle = add(model[1].weight)
-        with raises_on_rank(ConfigError) as messages:
+        handle = getattr(model[1].weight, kind)(lambda grad: None)
+        with raises_on_rank(ConfigError, said):
             model(x)
-        found += messages
         handle.remove()
         mean(model, x).backward()
         assert model[1].weight.grad is not None
-    return found
 
 
-def test_hooks_of_gradients_that_nobody_would_call_are_refused(ranks2: RankPool) -> None:
-    for messages in ranks2.run(hooks_of_gradients):
-        assert len(messages) == 2 * len(HOOKS)
-        for message in messages:
-            assert "parameter '1.weight' has a hook of its gradient" in message
-
-
-def penalties_after_materialize() -> list[str]:
-    with torch.device("meta"):
-        model = nn.Linear(WIDTH, 1)
+@on_ranks("ranks2")
+def test_models_from_the_meta_device_are_watched_too() -> None:
+    model = on_meta(lambda: nn.Linear(WIDTH, 1))
     graphfsdp.fully_shard(model)
     graphfsdp.materialize(model, rank_device())
     loss = penalized(model, torch.ones(2, WIDTH, device=rank_device()))
-    with raises_on_rank(ConfigError) as messages:
+    with raises_on_rank(ConfigError, "has reached the sharded parameter"):
         loss.backward()
-    return list(messages)
-
-
-def test_models_from_the_meta_device_are_watched_too(ranks2: RankPool) -> None:
-    for (message,) in ranks2.run(penalties_after_materialize):
-        assert "has reached the sharded parameter" in message
 
 
 def test_hooks_are_left_alone_without_sharding() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphfsdp
 from graphfsdp.sharding.placement import RowShard
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Block,
@@ -28,7 +28,8 @@ from sharding_helpers import (
 NUM_STEPS = 5
 
 
-def attributes_of_owners() -> None:
+@on_ranks("ranks2")
+def test_parameters_keep_what_their_owner_put_on_them() -> None:
     model = Net()
     model.scale.tag = "owner"  # type: ignore[attr-defined]
     model.embedding.weight.is_embedding = True  # type: ignore[attr-defined]
@@ -41,11 +42,9 @@ def attributes_of_owners() -> None:
     assert not model.frozen.requires_grad
 
 
-def test_parameters_keep_what_their_owner_put_on_them(ranks2: RankPool) -> None:
-    ranks2.run(attributes_of_owners)
-
-
-def full_tensors(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_full_tensor_is_right_for_uneven_rows(strategy: str) -> None:
     """Of parameters, gradients, and what the state_dict and detach() make of parameters."""
     model = make_net(strategy)
     plain = make_net(None)
@@ -70,11 +69,6 @@ def full_tensors(strategy: str) -> None:
     assert len(by_hand) >= 12
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_full_tensor_is_right_for_uneven_rows(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(full_tensors, strategy)
-
-
 class Scaled(nn.Module):
     """Rows that two ranks share unevenly; every rank has some of each parameter, or none."""
 
@@ -89,7 +83,10 @@ class Scaled(nn.Module):
         return (x if self.scale is None else x * self.scale).square().mean()
 
 
-def clipped_by_torch(strategy: str, with_scalar: bool) -> tuple[float, float]:
+@pytest.mark.parametrize("with_scalar", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_torch_clips_uneven_shards(strategy: str, with_scalar: bool) -> None:
     norms = []
     for sharded in (False, True):
         torch.manual_seed(0)
@@ -103,14 +100,7 @@ def clipped_by_torch(strategy: str, with_scalar: bool) -> tuple[float, float]:
         if sharded:
             after = float(graphfsdp.clip_grad_norm_(model, 1.0))
             assert after == pytest.approx(0.1, rel=1e-4)
-    return norms[0], norms[1]
-
-
-@pytest.mark.parametrize("with_scalar", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_torch_clips_uneven_shards(ranks2: RankPool, strategy: str, with_scalar: bool) -> None:
-    for expected, got in ranks2.run(clipped_by_torch, strategy, with_scalar):
-        assert got == pytest.approx(expected, rel=1e-5)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 class Recurrent(nn.Module):
@@ -126,7 +116,9 @@ class Recurrent(nn.Module):
         return out
 
 
-def recurrent(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_an_lstm_can_be_a_unit(strategy: str) -> None:
     runs = []
     for sharded in (False, True):
         torch.manual_seed(0)
@@ -149,11 +141,8 @@ def recurrent(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_an_lstm_can_be_a_unit(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(recurrent, strategy)
-
-
-def neighbours_in_torchs_tables(strategy: str) -> None:
+@on_ranks("ranks2")
+def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(strategy: str) -> None:
     """As if hashes had come close to those of plain shards, by the addresses of a process."""
     own_hash = RowShard.__hash__
     RowShard.__hash__ = lambda self: hash(Shard(0))  # type: ignore[method-assign]
@@ -170,10 +159,3 @@ def neighbours_in_torchs_tables(strategy: str) -> None:
                 assert torch.equal(whole.full_tensor(), expected[name]), name
     finally:
         RowShard.__hash__ = own_hash  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(
-    ranks2: RankPool, strategy: str
-) -> None:
-    ranks2.run(neighbours_in_torchs_tables, strategy)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from helpers import NUM_STEPS
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     Training,
     adam,
@@ -103,7 +103,9 @@ def num_collectives(training: Training) -> dict[str, int]:
     return {op: counts[f"graphfsdp.{op}.default"] for op in ("all_gather_", "reduce_scatter_")}
 
 
-def all_ways(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", WAYS)
+@on_ranks("ranks2")
+def test_recomputation_in_a_graph_changes_no_bit_and_gathers_no_more(strategy: str) -> None:
     """Compare with runs that keep all activations."""
     usual = {
         dropout: trained("none", strategy, dropout, "full_iteration")
@@ -115,10 +117,3 @@ def all_ways(strategy: str) -> None:
         assert_replayed(got)
         assert num_collectives(got) == num_collectives(usual[dropout]), way
     assert_same_training(got, trained(way, strategy, dropout, "none"))
-
-
-@pytest.mark.parametrize("strategy", WAYS)
-def test_recomputation_in_a_graph_changes_no_bit_and_gathers_no_more(
-    ranks2: RankPool, strategy: str
-) -> None:
-    ranks2.run(all_ways, strategy)

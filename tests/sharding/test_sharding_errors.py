@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphfsdp
 from graphfsdp import CaptureError, ConfigError, PhaseError
 from helpers import assert_same_state, set_lr, snapshot
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Net,
     adam,
+    assert_equal_tensors,
     batches,
     full_parameters,
     learning_rate,
@@ -36,34 +37,27 @@ def test_what_is_no_module() -> None:
         graphfsdp.fully_shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
-def wrong_arguments() -> list[str]:
-    found = []
+@on_ranks("ranks2")
+def test_wrong_arguments_are_named() -> None:
     linear = nn.Linear(2, 2)
-    attempts: list[Callable[[], object]] = [
-        lambda: graphfsdp.fully_shard(linear, strategy="zero"),
-        lambda: graphfsdp.fully_shard(linear, strategy=4),
-        lambda: graphfsdp.fully_shard(
-            linear,
-            init_device_mesh("cpu", (1, 1, dist.get_world_size())),
+    deep = init_device_mesh("cpu", (1, 1, 2))
+    refused: list[tuple[Callable[[], object], tuple[str, ...]]] = [
+        (
+            lambda: graphfsdp.fully_shard(linear, strategy="zero"),
+            ("'zero'", "'optim_grads_params' (3)"),
         ),
-        lambda: graphfsdp.fully_shard(graphfsdp.fully_shard(nn.Linear(2, 2))),
+        (lambda: graphfsdp.fully_shard(linear, strategy=4), ("unknown sharding strategy 4",)),
+        (
+            lambda: graphfsdp.fully_shard(linear, deep),
+            ("which of a mesh of shape (1, 1, 2) with axes that have no names",),
+        ),
+        (lambda: graphfsdp.fully_shard(graphfsdp.fully_shard(nn.Linear(2, 2))), ("twice",)),
     ]
-    for attempt in attempts:
-        with raises_on_rank(ConfigError) as messages:
+    for attempt, words in refused:
+        with raises_on_rank(ConfigError, *words):
             attempt()
-        found += messages
     assert type(linear) is nn.Linear
     assert all(type(param) is nn.Parameter for param in linear.parameters())
-    return found
-
-
-def test_wrong_arguments_are_named(ranks2: RankPool) -> None:
-    for name, number, mesh, twice in ranks2.run(wrong_arguments):
-        assert "'zero'" in name
-        assert "'optim_grads_params' (3)" in name
-        assert "unknown sharding strategy 4" in number
-        assert "which of a mesh of shape (1, 1, 2) with axes that have no names" in mesh
-        assert "twice" in twice
 
 
 class Nested(nn.Module):
@@ -80,17 +74,12 @@ class Nested(nn.Module):
         return out
 
 
-def recursion() -> list[str]:
+@on_ranks("ranks2")
+def test_a_unit_inside_its_own_forward() -> None:
     model = graphfsdp.fully_shard(nn.Sequential(graphfsdp.fully_shard(Nested())))
-    with raises_on_rank(PhaseError) as messages:
+    with raises_on_rank(PhaseError, "unit '0' was called inside its own forward"):
         model(torch.ones(2, 4))
     model(torch.ones(2, 4)).sum().backward()  # depth is past 1: the unit is as it was
-    return messages
-
-
-def test_a_unit_inside_its_own_forward(ranks2: RankPool) -> None:
-    for (message,) in ranks2.run(recursion):
-        assert "unit '0' was called inside its own forward" in message
 
 
 class Tied(nn.Module):
@@ -105,19 +94,15 @@ class Tied(nn.Module):
         return out
 
 
-def tied_across_units() -> list[str]:
-    with raises_on_rank(ConfigError) as messages:
+@on_ranks("ranks2")
+def test_a_parameter_tied_across_units() -> None:
+    with raises_on_rank(ConfigError, "'head.weight'", "another unit"):
         shard(Tied(), "optim_grads_params")
-    return messages
 
 
-def test_a_parameter_tied_across_units(ranks2: RankPool) -> None:
-    for (message,) in ranks2.run(tied_across_units):
-        assert "'head.weight'" in message
-        assert "another unit" in message
-
-
-def busy_children(pending: bool) -> list[str]:
+@pytest.mark.parametrize("pending", [False, True])
+@on_ranks("ranks2")
+def test_a_parent_over_a_busy_child(pending: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), graphfsdp.fully_shard(nn.Linear(4, 4)))
     child = model[1]
     assert isinstance(child, graphfsdp.FSDPModule)
@@ -126,20 +111,15 @@ def busy_children(pending: bool) -> list[str]:
             child(torch.ones(2, 4)).sum().backward()
     else:
         child.unshard()
-    with raises_on_rank(ConfigError) as messages:
+    why = "wait for their reduction" if pending else "is unsharded"
+    with raises_on_rank(ConfigError, "unit '1'", why):
         graphfsdp.fully_shard(model)
         model(torch.ones(2, 4))
-    return messages
 
 
-@pytest.mark.parametrize("pending", [False, True])
-def test_a_parent_over_a_busy_child(ranks2: RankPool, pending: bool) -> None:
-    for (message,) in ranks2.run(busy_children, pending):
-        assert "unit '1'" in message
-        assert ("wait for their reduction" if pending else "is unsharded") in message
-
-
-def other_structure(what: str) -> list[str]:
+@pytest.mark.parametrize("what", ["shape", "dtype", "frozen", "missing", "strategy"])
+@on_ranks("ranks2")
+def test_a_rank_that_differs(what: str) -> None:
     odd = dist.get_rank() == 1
     width = 6 if odd and what == "shape" else 4
     model = nn.Sequential(nn.Linear(4, width), nn.ReLU())
@@ -150,41 +130,27 @@ def other_structure(what: str) -> list[str]:
     if odd and what == "missing":
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
     strategy = "optim" if odd and what == "strategy" else "optim_grads"
-    with raises_on_rank(ConfigError) as messages:
+    with raises_on_rank(ConfigError, "rank"):
         wrapped = graphfsdp.fully_shard(model, strategy=strategy)
         assert isinstance(wrapped, graphfsdp.FSDPModule)
         wrapped.prepare_shards()
-    return messages
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "frozen", "missing", "strategy"])
-def test_a_rank_that_differs(ranks2: RankPool, what: str) -> None:
-    for (message,) in ranks2.run(other_structure, what):
-        assert "rank" in message
-
-
-def outside_its_unit() -> list[str]:
+@on_ranks("ranks2")
+def test_a_module_called_outside_its_unit() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     graphfsdp.fully_shard(model)
     model(torch.ones(2, 4))
-    with raises_on_rank(Exception) as messages:
+    with raises_on_rank(Exception, "unit", "outside"):
         model[0](torch.ones(2, 4))
     model(torch.ones(2, 4)).sum().backward()
-    return messages
-
-
-def test_a_module_called_outside_its_unit(ranks2: RankPool) -> None:
-    for (message,) in ranks2.run(outside_its_unit):
-        assert "unit" in message
-        assert "outside" in message
 
 
 class Reads(Net):
-    """Reads a value on the host on one rank, in the microbatch with that number."""
+    """Reads a value on the host on rank 1, in the microbatch with that number."""
 
-    def __init__(self, on_rank: int, in_microbatch: int) -> None:
+    def __init__(self, in_microbatch: int) -> None:
         super().__init__()
-        self.on_rank = on_rank
         self.in_microbatch = in_microbatch
         self.count = 0
         self.read = 0.0
@@ -193,18 +159,21 @@ class Reads(Net):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.seen.add_(1)  # type: ignore[operator]
         loss = super().forward(tokens, targets)
-        if dist.get_rank() == self.on_rank and self.count % 3 == self.in_microbatch:
+        if dist.get_rank() == 1 and self.count % 3 == self.in_microbatch:
             self.read = loss.item()
         self.count += 1
         return loss
 
 
-def capture_that_fails(strategy: str, in_microbatch: int) -> str:
+@pytest.mark.parametrize("in_microbatch", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_a_host_read_on_one_rank_rolls_back_all(strategy: str, in_microbatch: int) -> None:
     runs = []
     message = ""
     for scope in ("full_iteration", "none"):
         torch.manual_seed(0)
-        model = shard(Reads(1, in_microbatch).to(rank_device()), strategy)
+        model = shard(Reads(in_microbatch).to(rank_device()), strategy)
         optim = adam(model)
         step = graphfsdp.capture(model, optim, scope=scope, microbatches=3, max_grad_norm=0.5)
         losses = []
@@ -223,24 +192,13 @@ def capture_that_fails(strategy: str, in_microbatch: int) -> str:
             losses.append(step(*my_part(batch)))
         step.close()
         runs.append((losses, full_parameters(model)))
-    for left, right in zip(runs[0][0], runs[1][0], strict=True):
-        assert torch.equal(left, right)
-    for name, whole in runs[0][1].items():
-        assert torch.equal(whole, runs[1][1][name]), name
-    return message
-
-
-@pytest.mark.parametrize("in_microbatch", [0, 1])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_host_read_on_one_rank_rolls_back_all(
-    ranks2: RankPool, strategy: str, in_microbatch: int
-) -> None:
-    others, own = ranks2.run(capture_that_fails, strategy, in_microbatch)
-    assert re.search(r"rank 1 of 2 failed in iteration \d+: CaptureError", others)
-    assert "no rank keeps this iteration" in others
-    assert "reads a value of the iteration on the host" in others
-    assert "test_sharding_errors.py" in others
-    assert "reads a value of the iteration on the host" in own
+    assert_equal_tensors(runs[0][0], runs[1][0])
+    assert_equal_tensors(runs[0][1], runs[1][1])
+    assert "reads a value of the iteration on the host" in message
+    if dist.get_rank() != 1:
+        assert re.search(r"rank 1 of 2 failed in iteration \d+: CaptureError", message)
+        assert "no rank keeps this iteration" in message
+        assert "test_sharding_errors.py" in message
 
 
 class Raises(Net):
@@ -259,7 +217,9 @@ class Raises(Net):
         return super().forward(tokens, targets)
 
 
-def user_bug(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_a_bug_of_the_user_passes_through(strategy: str) -> None:
     torch.manual_seed(0)
     model = shard(Raises().to(rank_device()), strategy)
     optim = adam(model)
@@ -270,8 +230,3 @@ def user_bug(strategy: str) -> None:
                     step(*my_part(batch))
             step(*my_part(batch))
         assert step.phase is graphfsdp.Phase.REPLAY
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_a_bug_of_the_user_passes_through(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(user_bug, strategy)

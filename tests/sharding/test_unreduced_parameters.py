@@ -13,7 +13,7 @@ import graphfsdp
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 
 
 def half_sharded() -> nn.Sequential:
@@ -48,7 +48,8 @@ def weights_apart(model: nn.Module) -> bool:
     return not torch.equal(*gathered)
 
 
-def refused_or_trained() -> None:
+@on_ranks("ranks2")
+def test_parameters_that_nobody_reduces_are_refused_by_name() -> None:
     for scope in ("full_iteration", "forward_backward", "none"):
         model = half_sharded()
         optimizer = FusedAdam(model.parameters())
@@ -81,16 +82,9 @@ def refused_or_trained() -> None:
     graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_of).close()  # torch's care
 
 
-def test_parameters_that_nobody_reduces_are_refused_by_name(ranks2: RankPool) -> None:
-    ranks2.run(refused_or_trained)
-
-
-def alone() -> None:
+@on_ranks("ranks1")
+def test_one_rank_has_nobody_to_drift_from() -> None:
     model = half_sharded()
     step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_of)
     step(torch.ones(3, 4, device=rank_device()))
     step.close()
-
-
-def test_one_rank_has_nobody_to_drift_from(ranks1: RankPool) -> None:
-    ranks1.run(alone)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import ConfigError, PhaseError
 from graphfsdp.optim import FusedAdam
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import raises_on_rank
 
 WIDTH, ROWS, NUM_STEPS = 8, 4, 14
@@ -63,7 +63,12 @@ def train_contrast(
     return [torch.stack(losses), *whole]
 
 
-def momentum_encoders(strategy: str, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"),
+    [("optim", 2), ("optim_grads_params", 1)],
+)
+@on_ranks("ranks2")
+def test_an_average_that_the_forward_pass_updates(strategy: str, microbatches: int) -> None:
     """The writes reach weights that were gathered ahead, or for the microbatch before."""
     expected = train_contrast(None, microbatches=microbatches)
     one_by_one = train_contrast(strategy, overlap=False, microbatches=microbatches)
@@ -72,16 +77,6 @@ def momentum_encoders(strategy: str, microbatches: int) -> None:
     for scope in ("none", "full_iteration"):
         overlapped = train_contrast(strategy, scope=scope, microbatches=microbatches)
         assert all(map(torch.equal, overlapped, one_by_one)), scope
-
-
-@pytest.mark.parametrize(
-    ("strategy", "microbatches"),
-    [("optim", 2), ("optim_grads_params", 1)],
-)
-def test_an_average_that_the_forward_pass_updates(
-    ranks2: RankPool, strategy: str, microbatches: int
-) -> None:
-    ranks2.run(momentum_encoders, strategy, microbatches)
 
 
 class Writing(nn.Module):
@@ -109,31 +104,23 @@ def clamp_a_part(weight: Tensor) -> object:
     return weight.detach()[1:3].t().clamp_(-0.1, 0.1)
 
 
-def lost_writes() -> list[str]:
-    found = []
+@on_ranks("ranks2")
+def test_writes_into_whole_weights_are_refused() -> None:
+    said = "forward pass of unit '(root)' writes into its weights in place", "Remedy"
     x = torch.ones(2, WIDTH, device=rank_device())
     for strategy in ("optim", "optim_grads_params"):
         for write in (clamp, clamp_a_part):
             for trains in (False, True):
                 model = Writing(write, trains=trains).to(rank_device())
                 graphfsdp.fully_shard(model, strategy=strategy)
-                with raises_on_rank(PhaseError) as messages:
+                with raises_on_rank(PhaseError, *said):
                     model(x)
-                found += messages
                 model.write = None
                 model(x).backward()  # the model is as before
-    return found
 
 
-def test_writes_into_whole_weights_are_refused(ranks2: RankPool) -> None:
-    for messages in ranks2.run(lost_writes):
-        assert len(messages) == 8
-        for message in messages:
-            assert "forward pass of unit '(root)' writes into its weights in place" in message
-            assert "Remedy" in message
-
-
-def writes_that_stay() -> None:
+@on_ranks("ranks2")
+def test_writes_into_weights_that_are_no_copies_stay() -> None:
     model = Writing(clamp, trains=False).to(rank_device())
     graphfsdp.fully_shard(model, strategy="no_shard")
     model(torch.ones(2, WIDTH, device=rank_device())).backward()
@@ -141,13 +128,9 @@ def writes_that_stay() -> None:
     assert float(whole.full_tensor().abs().max()) < 0.11
 
 
-def test_writes_into_weights_that_are_no_copies_stay(ranks2: RankPool) -> None:
-    ranks2.run(writes_that_stay)
-
-
-def steps_between() -> list[str]:
+@on_ranks("ranks2")
+def test_a_backward_through_other_weights_than_the_forwards_is_refused() -> None:
     """Step on one loss before the backward pass of another one."""
-    found = []
     for strategy in ("optim_grads", "optim_grads_params"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)).to(rank_device())
@@ -160,28 +143,16 @@ def steps_between() -> list[str]:
         if strategy == "optim_grads":
             second.backward()  # it has kept the weights of its forward
             continue
-        with raises_on_rank(PhaseError) as messages:
+        with raises_on_rank(
+            PhaseError,
+            "were written between its forward and its backward",
+            "optimizer.step() and other writes after the last backward",
+        ):
             second.backward()
-        found += messages
-    return found
 
 
-def test_a_backward_through_other_weights_than_the_forwards_is_refused(ranks2: RankPool) -> None:
-    for (message,) in ranks2.run(steps_between):
-        assert "were written between its forward and its backward" in message
-        assert "optimizer.step() and other writes after the last backward" in message
-
-
-def embeddings_with_max_norm() -> list[str]:
-    found = []
-    for layer in (nn.Embedding(4, 2, max_norm=1.0), nn.EmbeddingBag(4, 2, max_norm=1.0)):
-        with raises_on_rank(ConfigError) as messages:
-            graphfsdp.fully_shard(nn.Sequential(layer))
-        found += messages
-    return found
-
-
-def test_embeddings_that_renormalise_their_weight_are_refused(ranks2: RankPool) -> None:
-    for first, second in ranks2.run(embeddings_with_max_norm):
-        assert "Embedding '0' has max_norm=1.0" in first
-        assert "EmbeddingBag '0' has max_norm=1.0" in second
+@on_ranks("ranks2")
+def test_embeddings_that_renormalise_their_weight_are_refused() -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with raises_on_rank(ConfigError, f"{kind.__name__} '0' has max_norm=1.0"):
+            graphfsdp.fully_shard(nn.Sequential(kind(4, 2, max_norm=1.0)))
