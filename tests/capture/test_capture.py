@@ -113,21 +113,6 @@ def test_leaving_the_context_closes_even_on_an_error(device: torch.device) -> No
     assert step.phase is Phase.CLOSED
 
 
-def test_the_model_trains_on_by_hand_after_closing(device: torch.device) -> None:
-    step, model, optim, next_batch = make_step(device)
-    for _ in range(6):
-        step(*next_batch())
-    step.close()
-    before = [param.detach().clone() for param in model.parameters()]
-    optim.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
-    model(*next_batch()).backward()
-    optim.step()
-    assert not any(
-        torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True)
-    )
-
-
 def test_the_model_can_be_captured_again_after_closing(device: torch.device) -> None:
     def train(*scopes: str) -> dict[str, Tensor]:
         step, model, optim, next_batch = make_step(device, scope=scopes[0])
@@ -169,20 +154,6 @@ def test_two_steps_over_one_model_take_turns(device: torch.device) -> None:
             found.update({f"{index} {k}": v for k, v in snapshot(model, optim).items()})
             found.update({f"{index} sgd {k}": v for k, v in snapshot(model, other).items()})
         return found
-
-    assert_same_state(train("none"), train("full_iteration"))
-
-
-def test_evaluation_between_replays_disturbs_nothing(device: torch.device) -> None:
-    def train(scope: str) -> dict[str, Tensor]:
-        step, model, optim, next_batch = make_step(device, "conv_net", scope=scope)
-        for _ in range(8):
-            step(*next_batch())
-            model.eval()
-            with torch.no_grad():
-                model(*next_batch())
-            model.train()
-        return snapshot(model, optim)
 
     assert_same_state(train("none"), train("full_iteration"))
 
@@ -284,22 +255,3 @@ def test_an_error_of_the_model_passes_through_and_the_step_goes_on(device: torch
     for batch, state in states:
         reference(*batch)
         assert_same_state(state, snapshot(twin, twin_optim))
-
-
-def test_a_step_that_calls_itself_while_it_records_is_refused(device: torch.device) -> None:
-    calls = {"count": 0}
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        calls["count"] += 1
-        if calls["count"] == 4:
-            step(x)
-        loss: Tensor = model(x)
-        return loss
-
-    step, _, _, next_batch = make_step(device, loss_fn=loss_fn)
-    for _ in range(3):
-        step(*next_batch())
-    with pytest.raises(graphfsdp.PhaseError, match="must not call the step"):
-        step(*next_batch())
-    step(*next_batch())
-    assert step.phase is Phase.REPLAY

@@ -23,6 +23,11 @@ from zoo_models import Squared
         ({"max_grad_norm": 0.0}, r"max_grad_norm.*positive.*got 0\.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm.*got nan"),
         ({"backend": "tpu"}, "'tpu'.*'auto', 'cuda' or 'cpu'"),
+        ({"on_change": 0}, "on_change"),
+        ({"max_graphs": 0}, "max_graphs"),
+        ({"loss_fn": 3}, "loss_fn"),
+        ({"mp_policy": "bf16"}, "mp_policy"),
+        ({"max_grad_norm": "1"}, "max_grad_norm"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -51,6 +56,13 @@ def test_what_is_no_model_or_no_optimizer_is_refused() -> None:
     frozen = mlp_of_one().requires_grad_(False)
     with pytest.raises(graphfsdp.ConfigError, match="nothing to train"):
         graphfsdp.capture(frozen, FusedAdam(frozen.parameters()))
+
+
+@pytest.mark.parametrize("scope", ["none", "forward_backward", "full_iteration"])
+def test_lbfgs_is_refused(scope: str) -> None:
+    model = mlp_of_one()
+    with pytest.raises(graphfsdp.ConfigError, match="LBFGS"):
+        graphfsdp.capture(model, torch.optim.LBFGS(model.parameters()), scope=scope)
 
 
 def test_a_model_on_two_devices_is_refused() -> None:

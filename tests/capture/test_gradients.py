@@ -9,30 +9,23 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp import CapturedStep, MixedPrecisionPolicy
+from graphfsdp import MixedPrecisionPolicy
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp.optim import FusedAdam
-from helpers import Case, assert_same_state, quick_garbage_collection, snapshot
-from zoo import ZOO
+from helpers import assert_same_state, quick_garbage_collection, snapshot
+from make_step import make_step
 from zoo_models import WIDTH, Squared, UnusedParameter
 
 CPU = torch.device("cpu")
 
 
-def start(
-    case: Case, device: torch.device, **options: Any
-) -> tuple[CapturedStep, nn.Module, FusedAdam, Callable[[], tuple[Tensor, ...]]]:
-    quick_garbage_collection()
-    torch.manual_seed(3)
-    model = case.make().to(device)
-    optim = FusedAdam(model.parameters(), lr=0.01)
-    step = graphfsdp.capture(model, optim, loss_fn=case.loss_fn, **options)
-    generator = torch.Generator().manual_seed(4)
-    return step, model, optim, lambda: case.batch(generator).to(device).args
+def persistent(model: nn.Module) -> PersistentGradients:
+    return PersistentGradients(
+        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
+    )
 
 
 def addresses(model: nn.Module, kind: str = "grad") -> dict[str, int]:
-    """Return where each gradient lies."""
     found = {name: getattr(param, kind, None) for name, param in model.named_parameters()}
     return {name: grad.data_ptr() for name, grad in found.items() if grad is not None}
 
@@ -40,7 +33,7 @@ def addresses(model: nn.Module, kind: str = "grad") -> dict[str, int]:
 @pytest.mark.parametrize("name", ["shared_layer", "channels_last", "odd_shapes", "parametrized"])
 def test_gradients_are_those_of_plain_autograd(name: str, device: torch.device) -> None:
     """In the same calls, on a copy of the model, by torch alone."""
-    step, model, _, next_batch = start(ZOO[name], device)
+    step, model, _, next_batch = make_step(device, name)
     for _ in range(8):
         batch = next_batch()
         # A copy, because a forward pass moves buffers; copies of sliced parameters are dense.
@@ -59,8 +52,8 @@ def test_gradients_are_those_of_plain_autograd(name: str, device: torch.device) 
 def test_gradients_stay_in_one_storage_for_ever(
     scope: str, microbatches: int, device: torch.device
 ) -> None:
-    step, model, _, next_batch = start(
-        ZOO["channels_last"], device, scope=scope, microbatches=microbatches, max_grad_norm=0.1
+    step, model, _, next_batch = make_step(
+        device, "channels_last", scope=scope, microbatches=microbatches, max_grad_norm=0.1
     )
     step(*next_batch())
     first = addresses(model)
@@ -76,7 +69,7 @@ def test_gradients_stay_in_one_storage_for_ever(
 
 
 def test_a_parameter_that_is_not_dense_has_a_contiguous_gradient(device: torch.device) -> None:
-    step, model, _, next_batch = start(ZOO["odd_shapes"], device)
+    step, model, _, next_batch = make_step(device, "odd_shapes")
     for _ in range(6):
         step(*next_batch())
     sliced, transposed = model.sliced, model.transposed
@@ -88,67 +81,50 @@ def test_a_parameter_that_is_not_dense_has_a_contiguous_gradient(device: torch.d
     assert transposed.grad.stride() == transposed.stride()
 
 
-def set_to_none(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    optim.zero_grad(set_to_none=True)
+Disturb = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
-def set_to_zero(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    optim.zero_grad(set_to_none=False)
+def for_each_gradient(make: Callable[[nn.Parameter], Tensor | None]) -> Disturb:
+    def disturb(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        for param in model.parameters():
+            param.grad = make(param)
 
-
-def model_zero_grad(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    model.zero_grad()
-
-
-def by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    for param in model.parameters():
-        param.grad = None
-
-
-def other_tensor(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    for param in model.parameters():
-        param.grad = torch.full_like(param, 7.0)
-
-
-def overwritten(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.fill_(float("nan"))
+    return disturb
 
 
 def backward_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    device = next(model.parameters()).device
-    sum(param.float().sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
-    assert device is not None
+    torch.stack([param.float().sum() for param in model.parameters()]).sum().backward()
 
 
-FORMS = [
-    set_to_none,
-    set_to_zero,
-    model_zero_grad,
-    by_hand,
-    other_tensor,
-    overwritten,
-    backward_by_hand,
-]
+FORMS: dict[str, Disturb] = {
+    "set_to_none": lambda model, optim: optim.zero_grad(set_to_none=True),
+    "set_to_zero": lambda model, optim: optim.zero_grad(set_to_none=False),
+    "model_zero_grad": lambda model, optim: model.zero_grad(),
+    "by_hand": for_each_gradient(lambda param: None),
+    "other_tensor": for_each_gradient(lambda param: torch.full_like(param, 7.0)),
+    "overwritten": for_each_gradient(
+        lambda param: None if param.grad is None else param.grad.fill_(float("nan"))
+    ),
+    "backward_by_hand": backward_by_hand,
+}
 
 
-@pytest.mark.parametrize("disturb", FORMS)
+@pytest.mark.parametrize("disturb", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("scope", ["forward_backward", "full_iteration"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_happens_to_gradients_between_calls_does_not_matter(
-    disturb: Callable[[nn.Module, torch.optim.Optimizer], None],
+    disturb: Disturb,
     scope: str,
     microbatches: int,
     device: torch.device,
 ) -> None:
-    options = {"microbatches": microbatches, "max_grad_norm": 0.1}
-    step, model, optim, next_batch = start(ZOO["shared_layer"], device, scope="none", **options)
+    options: dict[str, Any] = {"microbatches": microbatches, "max_grad_norm": 0.1}
+    step, model, optim, next_batch = make_step(device, "shared_layer", scope="none", **options)
     expected = []
     for _ in range(8):
         step(*next_batch())
         expected.append(snapshot(model, optim))
-    step, model, optim, next_batch = start(ZOO["shared_layer"], device, scope=scope, **options)
+    step, model, optim, next_batch = make_step(device, "shared_layer", scope=scope, **options)
     first: dict[str, int] = {}
     for index in range(8):
         disturb(model, optim)
@@ -159,7 +135,7 @@ def test_what_happens_to_gradients_between_calls_does_not_matter(
 
 
 def test_zeroed_gradients_are_gone_until_the_next_call(device: torch.device) -> None:
-    step, model, optim, next_batch = start(ZOO["mlp"], device)
+    step, model, optim, next_batch = make_step(device, "mlp")
     for _ in range(6):
         step(*next_batch())
     optim.zero_grad()
@@ -169,7 +145,7 @@ def test_zeroed_gradients_are_gone_until_the_next_call(device: torch.device) -> 
 
 
 def test_a_parameter_that_no_gradient_reaches_has_none_and_is_named(device: torch.device) -> None:
-    step, model, optim, next_batch = start(ZOO["unused_parameter"], device)
+    step, model, optim, next_batch = make_step(device, "unused_parameter")
     for _ in range(7):
         step(*next_batch())
     assert isinstance(model, UnusedParameter)
@@ -182,7 +158,7 @@ def test_a_parameter_that_no_gradient_reaches_has_none_and_is_named(device: torc
 
 
 def test_stale_gradients_from_before_the_capture_are_not_accumulated(device: torch.device) -> None:
-    step, model, _, next_batch = start(ZOO["unused_parameter"], device)
+    step, model, _, next_batch = make_step(device, "unused_parameter")
     assert isinstance(model, UnusedParameter)
     model.unused.weight.grad = torch.ones_like(model.unused.weight)
     before = model.unused.weight.detach().clone()
@@ -205,28 +181,17 @@ def test_a_sparse_gradient_is_refused_by_name(device: torch.device) -> None:
 def test_a_gradient_made_with_create_graph_lands_too(device: torch.device) -> None:
     """autograd then accumulates out of place: microbatch two must not be counted twice."""
 
-    class CreateGraph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            loss: Tensor = self.layer(x).square().mean()
-            return loss
-
-    model = CreateGraph().to(device)
-    gradients = PersistentGradients(
-        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
-    )
+    model = nn.Linear(WIDTH, 1).to(device)
+    gradients = persistent(model)
     x = torch.randn(4, WIDTH, device=device)
-    expected = torch.autograd.grad(model(x), model.layer.weight)[0]
+    expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
     gradients.begin()
     for _ in range(3):
-        model(x).backward(create_graph=True)
+        model(x).square().mean().backward(create_graph=True)
     gradients.finish()
-    assert model.layer.weight.grad is not None
-    assert model.layer.weight.grad.data_ptr() == gradients.buffers[0].flat.data_ptr()
-    torch.testing.assert_close(model.layer.weight.grad, 3 * expected)
+    assert model.weight.grad is not None
+    assert model.weight.grad.data_ptr() == gradients.buffers[0].flat.data_ptr()
+    torch.testing.assert_close(model.weight.grad, 3 * expected)
     gradients.close()
 
 
@@ -307,9 +272,7 @@ def test_a_widened_gradient_is_bound_in_float32(microbatches: int, device: torch
 
 def test_bindings_can_be_saved_and_put_back() -> None:
     model = nn.Linear(2, 2)
-    gradients = PersistentGradients(
-        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
-    )
+    gradients = persistent(model)
     mine = torch.ones(2, 2)
     model.weight.grad = mine
     restore = gradients.save_bindings()
@@ -325,22 +288,6 @@ def test_bindings_can_be_saved_and_put_back() -> None:
 
 def test_gradients_of_different_dtypes_lie_in_buffers_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    gradients = PersistentGradients(
-        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
-    )
+    gradients = persistent(model)
     assert [buffer.flat.dtype for buffer in gradients.buffers] == [torch.float32, torch.float64]
     assert gradients.num_bytes == sum(buffer.num_bytes for buffer in gradients.buffers)
-
-
-def test_closing_leaves_the_last_gradients_and_no_hook(device: torch.device) -> None:
-    step, model, optim, next_batch = start(ZOO["mlp"], device)
-    for _ in range(6):
-        step(*next_batch())
-    kept = {name: param.grad for name, param in model.named_parameters()}
-    step.close()
-    for name, param in model.named_parameters():
-        assert param.grad is kept[name]
-        assert not param._post_accumulate_grad_hooks
-    optim.zero_grad()
-    model(*next_batch()).backward()
-    assert all(param.grad is not kept[name] for name, param in model.named_parameters())

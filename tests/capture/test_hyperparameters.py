@@ -1,5 +1,6 @@
 """Hyper-parameters are data: whatever changes between replays takes effect in the next one."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch.optim import lr_scheduler
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, snapshot
+from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
+from make_step import make_step
 from zoo import ZOO
 
 NUM_STEPS = 14
@@ -27,6 +29,7 @@ def make_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 Tick = Callable[[int], None]
 Setup = Callable[[torch.optim.Optimizer], Tick]
+Change = Callable[[torch.optim.Optimizer, int], None]
 
 
 def train(
@@ -57,62 +60,42 @@ def check(setup: Setup, device: torch.device, make: Any = fused_adam) -> None:
     """Compare captured and eager, and with a run in which nothing is changed."""
     expected = train("none", device, setup, make)
     for scope in ("full_iteration", "forward_backward"):
-        for index, (one, other) in enumerate(
-            zip(expected, train(scope, device, setup, make), strict=True)
-        ):
-            assert_same_state(one, other, f"{scope}, call {index}")
+        assert_same_states(expected, train(scope, device, setup, make), scope)
     fixed = train("none", device, lambda optim: lambda index: None, make)
     name = "parameter layers.0.weight"
     assert not torch.equal(fixed[-1][name], expected[-1][name]), "the change had no effect"
 
 
-def each_call(change: Callable[[dict[str, Any], int], None]) -> Setup:
-    """Change both groups after every call."""
-
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        def tick(index: int) -> None:
-            for group in optim.param_groups:
-                change(group, index)
-
-        return tick
-
-    return setup
+def each_call(change: Change) -> Setup:
+    return lambda optim: lambda index: change(optim, index)
 
 
-CHANGES: dict[str, Callable[[dict[str, Any], int], None]] = {
-    "lr": lambda group, index: group.update(lr=0.1 / (index + 1)),
-    "weight_decay": lambda group, index: group.update(weight_decay=0.1 * index),
-    "beta1": lambda group, index: group.update(betas=(0.9 - 0.05 * index, 0.95)),
-    "beta2": lambda group, index: group.update(betas=(0.9, 0.999 - 0.01 * index)),
-    "eps": lambda group, index: group.update(eps=10.0**-index),
-    "lr_to_zero_and_back": lambda group, index: group.update(lr=0.01 * (index % 2)),
-    "lr_as_integer": lambda group, index: group.update(lr=index % 2),
+def in_both_groups(change: Callable[[int], dict[str, Any]]) -> Change:
+    def apply(optim: torch.optim.Optimizer, index: int) -> None:
+        for group in optim.param_groups:
+            group.update(change(index))
+
+    return apply
+
+
+CHANGES: dict[str, Change] = {
+    "lr": in_both_groups(lambda index: {"lr": 0.1 / (index + 1)}),
+    "weight_decay": in_both_groups(lambda index: {"weight_decay": 0.1 * index}),
+    "beta1": in_both_groups(lambda index: {"betas": (0.9 - 0.05 * index, 0.95)}),
+    "beta2": in_both_groups(lambda index: {"betas": (0.9, 0.999 - 0.01 * index)}),
+    "eps": in_both_groups(lambda index: {"eps": 10.0**-index}),
+    "lr_to_zero_and_back": in_both_groups(lambda index: {"lr": 0.01 * (index % 2)}),
+    "lr_as_integer": in_both_groups(lambda index: {"lr": index % 2}),
+    "in_one_group": lambda optim, index: optim.param_groups[index % 2].update(lr=0.01 * index),
+    "for_one_call": lambda optim, index: optim.param_groups[0].update(
+        lr=0.5 if index == 9 else 0.01
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_by_hand_takes_effect_in_the_next_replay(name: str, device: torch.device) -> None:
     check(each_call(CHANGES[name]), device)
-
-
-def test_a_change_in_one_group_leaves_the_other(device: torch.device) -> None:
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        def tick(index: int) -> None:
-            optim.param_groups[index % 2]["lr"] = 0.01 * index
-
-        return tick
-
-    check(setup, device)
-
-
-def test_a_change_in_a_single_call_lasts_for_that_call(device: torch.device) -> None:
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        def tick(index: int) -> None:
-            optim.param_groups[0]["lr"] = 0.5 if index == 9 else 0.01
-
-        return tick
-
-    check(setup, device)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
@@ -182,22 +165,18 @@ def test_plateau_scheduler_reaches_the_replays(device: torch.device) -> None:
 def test_a_value_out_of_range_is_refused_before_the_replay(
     name: str, value: object, message: str, device: torch.device
 ) -> None:
-    torch.manual_seed(0)
-    case = ZOO["mlp"]
-    model = case.make().to(device)
-    optim = FusedAdam(model.parameters(), lr=0.01)
-    step = graphfsdp.capture(model, optim)
-    generator = torch.Generator().manual_seed(1)
+    step, model, optim, next_batch = make_step(device)
     for _ in range(6):
-        step(*case.batch(generator).to(device).args)
-    before = snapshot(model, optim)
+        step(*next_batch())
     good = optim.param_groups[0][name]
     optim.param_groups[0][name] = value
+    batch = next_batch()
+    before = snapshot(model, optim)
     with pytest.raises(graphfsdp.ConfigError, match=message):
-        step(*case.batch(generator).to(device).args)
+        step(*batch)
     assert_same_state(before, snapshot(model, optim))
     optim.param_groups[0][name] = good
-    step(*case.batch(generator).to(device).args)
+    step(*batch)
 
 
 def make_torch(name: str, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
@@ -244,37 +223,33 @@ def test_a_changed_value_that_is_baked_in_is_refused_by_name(
 
 
 def test_baked_values_are_free_while_the_optimizer_is_eager(device: torch.device) -> None:
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        def tick(index: int) -> None:
-            optim.param_groups[0]["lr"] = 0.1 / (index + 1)
-            optim.param_groups[1]["weight_decay"] = 0.1 * index
-
-        return tick
+    def change(optim: torch.optim.Optimizer, index: int) -> None:
+        optim.param_groups[0]["lr"] = 0.1 / (index + 1)
+        optim.param_groups[1]["weight_decay"] = 0.1 * index
 
     def make(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=0.01, foreach=True)
 
-    runs = [train(scope, device, setup, make) for scope in ("none", "forward_backward")]
-    for one, other in zip(*runs, strict=True):
-        assert_same_state(one, other)
+    eager, captured = (
+        train(scope, device, each_call(change), make) for scope in ("none", "forward_backward")
+    )
+    assert_same_states(eager, captured)
 
 
 def test_a_change_during_warm_up_is_what_the_capture_sees(device: torch.device) -> None:
     """Baked optimizers bake the values of the recording, not those of the first call."""
 
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        def tick(index: int) -> None:
-            if index < 3:
-                optim.param_groups[0]["lr"] = 0.1 / (index + 1)
-
-        return tick
+    def change(optim: torch.optim.Optimizer, index: int) -> None:
+        if index < 3:
+            optim.param_groups[0]["lr"] = 0.1 / (index + 1)
 
     def make(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=0.01, fused=True, capturable=device.type == "cuda")
 
-    runs = [train(scope, device, setup, make) for scope in ("none", "full_iteration")]
-    for one, other in zip(*runs, strict=True):
-        assert_same_state(one, other)
+    eager, captured = (
+        train(scope, device, each_call(change), make) for scope in ("none", "full_iteration")
+    )
+    assert_same_states(eager, captured)
 
 
 def test_a_group_added_after_the_capture_is_refused(device: torch.device) -> None:
@@ -295,24 +270,14 @@ def test_a_group_added_after_the_capture_is_refused(device: torch.device) -> Non
 
 def test_loading_the_optimizers_state_reaches_the_replays(device: torch.device) -> None:
     def train_and_load(scope: str) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        case = ZOO["mlp"]
-        model = case.make().to(device)
-        optim = FusedAdam(model.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(1)
-        step = graphfsdp.capture(model, optim, scope=scope)
+        step, model, optim, next_batch = make_step(device, scope=scope)
         for index in range(10):
             if index == 2:
-                saved = {
-                    "model": {k: v.clone() for k, v in model.state_dict().items()},
-                    "optim": torch.utils._pytree.tree_map(
-                        lambda v: v.clone() if isinstance(v, Tensor) else v, optim.state_dict()
-                    ),
-                }
+                saved = copy.deepcopy({"model": model.state_dict(), "optim": optim.state_dict()})
             if index == 7:
                 model.load_state_dict(saved["model"])
                 optim.load_state_dict(saved["optim"])
-            step(*case.batch(generator).to(device).args)
+            step(*next_batch())
         return snapshot(model, optim)
 
     assert_same_state(train_and_load("none"), train_and_load("full_iteration"))

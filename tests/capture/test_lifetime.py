@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import graphfsdp
 from graphfsdp import CapturedStep, Phase
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
-from helpers import assert_same_state, snapshot
+from helpers import assert_same_state, assert_same_states, snapshot
 from make_step import make_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
@@ -289,12 +289,17 @@ def test_closing_leaves_gradients_and_optimizer_as_they_are(device: torch.device
     step.close()
     assert_same_state(before, snapshot(model, optim))
     assert all(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    optim.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    model(*next_batch()).backward()
+    assert not any(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
 
 
 def test_eager_training_after_closing_equals_eager_training(device: torch.device) -> None:
     """Captured, closed, by hand, captured again: as if all had been by hand."""
 
-    def run(scope: str) -> dict[str, Tensor]:
+    def run(scope: str) -> list[dict[str, Tensor]]:
         step, model, optim, next_batch = make_step(device, scope=scope)
         train(step, next_batch, 6)
         step.close()
@@ -303,13 +308,14 @@ def test_eager_training_after_closing_equals_eager_training(device: torch.device
             optim.zero_grad()
             model(*next_batch()).backward()
             optim.step()
+        by_hand = snapshot(model, optim)
         model.load_state_dict(saved["model"])
         optim.load_state_dict(saved["optim"])
         with graphfsdp.capture(model, optim, scope=scope) as again:
             train(again, next_batch, 6)
-        return snapshot(model, optim)
+        return [by_hand, snapshot(model, optim)]
 
-    assert_same_state(run("none"), run("full_iteration"))
+    assert_same_states(run("none"), run("full_iteration"))
 
 
 def test_the_first_call_that_fails_does_not_decide_the_batch(device: torch.device) -> None:

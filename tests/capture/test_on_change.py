@@ -11,7 +11,7 @@ import graphfsdp
 from graphfsdp import Buckets, Phase
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
-from helpers import assert_same_state, quick_garbage_collection, snapshot
+from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
 
 LENGTHS = (4, 6, 4, 6, 8, 4, 8, 6, 4, 8, 8, 6, 4, 3, 6, 8, 4, 6, 8, 4)
 
@@ -49,12 +49,6 @@ def train(
             loss = step(x)
             states.append({"loss": loss, **snapshot(model, optimizer)})
         return states, step.report()
-
-
-def assert_same_states(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> None:
-    assert len(left) == len(right)
-    for index, (one, other) in enumerate(zip(left, right, strict=True)):
-        assert_same_state(one, other, f"call {index}")
 
 
 def test_a_graph_for_each_kind_of_batch_in_any_order(device: torch.device) -> None:
@@ -191,14 +185,6 @@ def test_text_of_any_length_in_buckets(device: torch.device) -> None:
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         assert step.report().num_captures == 3
         assert step.report().num_calls["replay"] > 10
-
-
-@pytest.mark.parametrize("name", ["on_change", "max_graphs"])
-def test_other_policies_are_refused(name: str, device: torch.device) -> None:
-    model = Model().to(device)
-    options: dict[str, Any] = {name: 0}
-    with pytest.raises(graphfsdp.ConfigError, match=name):
-        graphfsdp.capture(model, FusedAdam(model.parameters()), **options)
 
 
 def test_graphs_share_one_pool(device: torch.device) -> None:

@@ -13,6 +13,8 @@ from graphfsdp._capture.signature import BatchSignature, flatten
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
 
+CPU = torch.device("cpu")
+
 
 class Model(nn.Module):
     """Takes a nested batch."""
@@ -34,60 +36,23 @@ def good(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch, torch.rand(8, device=device)), {"power": 2.0}
 
 
-Change = Callable[[list[Any], dict[str, Any]], None]
+Change = Callable[[list[Any], dict[str, Any]], object]
 
 
 def set_x(make: Callable[[Tensor], Any]) -> Change:
-    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
-        args[0]["x"] = make(args[0]["x"])
-
-    return change
+    return lambda args, kwargs: args[0].update(x=make(args[0]["x"]))
 
 
 def set_weights(make: Callable[[Tensor], Any]) -> Change:
-    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
-        args[1] = make(args[1])
-
-    return change
+    return lambda args, kwargs: args.append(make(args.pop()))
 
 
 def set_power(value: Any) -> Change:
-    def change(args: list[Any], kwargs: dict[str, Any]) -> None:
-        kwargs["power"] = value
-
-    return change
+    return lambda args, kwargs: kwargs.update(power=value)
 
 
-def drop_power(args: list[Any], kwargs: dict[str, Any]) -> None:
-    del kwargs["power"]
-
-
-def new_keyword(args: list[Any], kwargs: dict[str, Any]) -> None:
-    kwargs["mask"] = torch.ones(8)
-
-
-def drop_argument(args: list[Any], kwargs: dict[str, Any]) -> None:
-    del args[1]
-
-
-def rename_key(args: list[Any], kwargs: dict[str, Any]) -> None:
-    args[0]["ids"] = args[0].pop("x")
-
-
-def longer_list(args: list[Any], kwargs: dict[str, Any]) -> None:
-    args[0]["nested"].append(torch.ones(8))
-
-
-def list_to_tuple(args: list[Any], kwargs: dict[str, Any]) -> None:
-    args[0]["nested"] = tuple(args[0]["nested"])
-
-
-def other_name(args: list[Any], kwargs: dict[str, Any]) -> None:
-    args[0]["nested"][1] = "other"
-
-
-def tensor_for_name(args: list[Any], kwargs: dict[str, Any]) -> None:
-    args[0]["nested"][1] = torch.ones(2)
+def set_nested(make: Callable[[list[Any]], Any]) -> Change:
+    return lambda args, kwargs: args[0].update(nested=make(args[0]["nested"]))
 
 
 MISMATCHES: dict[str, tuple[Change, str]] = {
@@ -108,17 +73,26 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
     "plain_value": (set_power(3.0), r"power: expected 2\.0 \(float\), got 3\.0 \(float\).*baked"),
     "type_of_plain_value": (set_power(2), r"power: expected 2\.0 \(float\), got 2 \(int\)"),
     "tensor_for_value": (set_power(torch.tensor(2.0)), r"power: expected 2\.0 .*got a torch.float"),
-    "missing_keyword": (drop_power, "power is missing"),
-    "new_keyword": (new_keyword, "mask is new"),
-    "missing_argument": (drop_argument, r"args\[1\] is missing"),
+    "missing_keyword": (lambda args, kwargs: kwargs.pop("power"), "power is missing"),
+    "new_keyword": (lambda args, kwargs: kwargs.update(mask=torch.ones(8)), "mask is new"),
+    "missing_argument": (lambda args, kwargs: args.pop(), r"args\[1\] is missing"),
     "renamed_key": (
-        rename_key,
+        lambda args, kwargs: args[0].update(ids=args[0].pop("x")),
         r"args\[0\]\['x'\] is missing, args\[0\]\['ids'\] is new",
     ),
-    "longer_list": (longer_list, r"args\[0\]\['nested'\]\[2\] is new"),
-    "other_container": (list_to_tuple, "containers differ"),
-    "plain_value_deep_inside": (other_name, r"args\[0\]\['nested'\]\[1\]: expected 'name'"),
-    "tensor_deep_inside": (tensor_for_name, r"args\[0\]\['nested'\]\[1\]: expected 'name'"),
+    "longer_list": (
+        set_nested(lambda nested: [*nested, torch.ones(8)]),
+        r"args\[0\]\['nested'\]\[2\] is new",
+    ),
+    "other_container": (set_nested(tuple), "containers differ"),
+    "plain_value_deep_inside": (
+        set_nested(lambda nested: [nested[0], "other"]),
+        r"args\[0\]\['nested'\]\[1\]: expected 'name'",
+    ),
+    "tensor_deep_inside": (
+        set_nested(lambda nested: [nested[0], torch.ones(2)]),
+        r"args\[0\]\['nested'\]\[1\]: expected 'name'",
+    ),
 }
 
 
@@ -133,12 +107,10 @@ def test_a_mismatch_names_the_leaf_and_copies_nothing(
     for _ in range(num_calls):
         args, kwargs = good(device)
         step(*args, **kwargs)
-    assert step._runner._recordings.latest is not None
-    static = [
-        step._runner._recordings.latest.inputs.args[0]["x"],
-        step._runner._recordings.latest.inputs.args[0]["nested"][0],
-        step._runner._recordings.latest.inputs.args[1],
-    ]
+    latest = step._runner._recordings.latest
+    assert latest is not None
+    held = latest.inputs.args
+    static = [held[0]["x"], held[0]["nested"][0], held[1]]
     state = [t.clone() for t in (*static, *model.parameters())]
     phase, calls = step.phase, step.report().num_calls
     change, message = MISMATCHES[name]
@@ -156,11 +128,20 @@ def test_a_mismatch_names_the_leaf_and_copies_nothing(
     step(*args, **kwargs)  # and a batch that fits goes on
 
 
-def test_scope_none_checks_batches_too(device: torch.device) -> None:
+def mean(model: nn.Module, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    loss: Tensor = model(x).mean()
+    return loss
+
+
+def linear_step(
+    device: torch.device = CPU, **options: Any
+) -> tuple[graphfsdp.CapturedStep, nn.Module]:
     model = nn.Linear(4, 1).to(device)
-    step = graphfsdp.capture(
-        model, FusedAdam(model.parameters()), scope="none", loss_fn=lambda m, x: m(x).mean()
-    )
+    return graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=mean, **options), model
+
+
+def test_scope_none_checks_batches_too(device: torch.device) -> None:
+    step, _ = linear_step(device, scope="none")
     step(torch.randn(8, 4, device=device))
     with pytest.raises(BatchMismatchError, match=r"args\[0\]"):
         step(torch.randn(1, 4, device=device))
@@ -179,10 +160,7 @@ def test_other_strides_are_welcome(first: str, device: torch.device) -> None:
     runs = []
     for scope in ("none", "full_iteration"):
         torch.manual_seed(0)
-        model = nn.Linear(4, 1).to(device)
-        step = graphfsdp.capture(
-            model, FusedAdam(model.parameters()), scope=scope, loss_fn=lambda m, x: m(x).mean()
-        )
+        step, model = linear_step(device, scope=scope)
         losses = []
         for x in made[start:]:
             expected = model(x.contiguous()).mean()
@@ -195,7 +173,7 @@ def test_other_strides_are_welcome(first: str, device: torch.device) -> None:
 @pytest.mark.parametrize("nan", [float("nan"), complex(0, float("nan"))])
 def test_nan_is_equal_to_itself_as_a_plain_value(nan: object) -> None:
     """The same object always; another NaN is another value, as Python says."""
-    step, x = step_with_plain_values()
+    (step, _), x = linear_step(), torch.randn(8, 4)
     for _ in range(6):
         step(x, nan)
     with pytest.raises(BatchMismatchError, match=r"args\[1\]: expected .*nan"):
@@ -213,19 +191,11 @@ class Odd:
 
 @pytest.mark.parametrize("value", [None, True, 3, "text", b"bytes", torch.float32, Odd()])
 def test_plain_values_of_any_kind_are_compared(value: object) -> None:
-    step, x = step_with_plain_values()
+    (step, _), x = linear_step(), torch.randn(8, 4)
     for _ in range(6):
         step(x, value)
     with pytest.raises(BatchMismatchError, match=r"args\[1\]"):
         step(x, Odd())
-
-
-def step_with_plain_values() -> tuple[graphfsdp.CapturedStep, Tensor]:
-    model = nn.Linear(4, 1)
-    step = graphfsdp.capture(
-        model, FusedAdam(model.parameters()), loss_fn=lambda m, x, value: m(x).mean()
-    )
-    return step, torch.randn(8, 4)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +209,7 @@ def step_with_plain_values() -> tuple[graphfsdp.CapturedStep, Tensor]:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_first_batch_that_no_graph_can_hold_is_refused(batch: Tensor, message: str) -> None:
-    model = nn.Linear(4, 1)
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean())
+    step, _ = linear_step()
     with pytest.raises(ConfigError, match=message):
         step(batch)
     step(torch.randn(8, 4))  # a batch that fits starts the step
@@ -248,13 +217,7 @@ def test_a_first_batch_that_no_graph_can_hold_is_refused(batch: Tensor, message:
 
 @pytest.mark.parametrize("microbatches", [3, 16])
 def test_a_batch_that_does_not_divide_is_refused(microbatches: int) -> None:
-    model = nn.Linear(4, 1)
-    step = graphfsdp.capture(
-        model,
-        FusedAdam(model.parameters()),
-        loss_fn=lambda m, x, **_: m(x).mean(),
-        microbatches=microbatches,
-    )
+    step, _ = linear_step(microbatches=microbatches)
     with pytest.raises(ConfigError, match=rf"args\[0\].*\(8, 4\).*into {microbatches} equal"):
         step(torch.randn(8, 4))
     with pytest.raises(ConfigError, match=r"scale.*shape \(\)"):
@@ -263,8 +226,7 @@ def test_a_batch_that_does_not_divide_is_refused(microbatches: int) -> None:
 
 def test_a_tensor_that_requires_a_gradient_later_is_only_copied(device: torch.device) -> None:
     """The rule is for the first batch; later ones are copied, never linked to the graph."""
-    model = nn.Linear(4, 1).to(device)
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean())
+    step, _ = linear_step(device)
     for _ in range(5):
         step(torch.randn(8, 4, device=device))
     x = torch.randn(8, 4, device=device, requires_grad=True)
