@@ -1,13 +1,24 @@
 """Parameters, gradients and an operation counter for the tests of FusedAdam."""
 
+import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES = [(20, 10), (10,), (3, 4, 5), (0, 4), ()]
 LOW_PRECISION = [torch.bfloat16, torch.float16]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.second(nn.functional.gelu(self.first(x)))
+        return hidden.float().square().mean()
 
 
 def make_groups(*groups: dict[str, Any]) -> list[dict[str, Any]]:
@@ -26,11 +37,67 @@ def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(param.detach().clone()) for param in params]
 
 
+def make_twins(
+    shapes: list[tuple[int, ...]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    params = make_params(shapes, dtype, device)
+    return params, copies_of(params)
+
+
+def grad_of(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
 def set_grads(*models: list[nn.Parameter]) -> None:
     for twins in zip(*models, strict=True):
         grad = torch.randn_like(twins[0])
         for param in twins:
             param.grad = grad.clone()
+
+
+def flatten(params: list[nn.Parameter]) -> None:
+    """Make parameters and gradients slices of one buffer each."""
+    sizes = [param.numel() for param in params]
+    buffers = [torch.zeros(sum(sizes), device=params[0].device).split(sizes) for _ in range(2)]
+    for param, weight, grad in zip(params, *buffers, strict=True):
+        weight.copy_(param.detach().reshape(-1))
+        if param.grad is not None:
+            grad.copy_(param.grad.reshape(-1))
+        param.data, param.grad = weight.view(param.shape), grad.view(param.shape)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def take_steps(num_steps: int, *optimizers: torch.optim.Optimizer) -> None:
+    """Step each along the same random gradients, which are new tensors each time."""
+    for _ in range(num_steps):
+        set_grads(*map(params_of, optimizers))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def copy_weights(source: list[nn.Parameter], target: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for param, twin in zip(source, target, strict=True):
+            twin.copy_(param)
+
+
+def state_addresses(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [value.data_ptr() for state in optimizer.state.values() for value in state.values()]
+
+
+def load_in_place(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Give ``target``, which steps first, all that ``source`` has; its tensors stay its own."""
+    take_steps(1, target)
+    copy_weights(params_of(source), params_of(target))
+    before = state_addresses(target)
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert state_addresses(target) == before
 
 
 def assert_equal(left: list[nn.Parameter], right: list[nn.Parameter]) -> None:

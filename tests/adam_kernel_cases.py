@@ -4,27 +4,31 @@ import importlib
 import itertools
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.step import StepArgs, run_cpu
 from graphfsdp.optim.fused.storage import (
     SCALE_BLOCK_NUMEL,
     Dtypes,
     StepTensors,
     has_scales,
     join_remainder,
+    make_columns,
     quantize_,
     scale_shape,
     split_remainder_,
 )
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
+FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MOMENTS = [torch.float32, torch.bfloat16]
 COMBINATIONS = [
@@ -36,6 +40,7 @@ COMBINATIONS = [
     or (main == torch.float32 and param != torch.float32)
     or (main == torch.int16 and param == torch.bfloat16)
 ]
+Test = TypeVar("Test", bound=Callable[..., None])
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32, None, None)
 MIXED = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32, None, torch.float32)
 
@@ -62,6 +67,20 @@ def fresh_kernels() -> types.ModuleType:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(kept)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the kernels in Triton's interpreter."""
+    use_interpreter(monkeypatch)
+    with np.errstate(all="ignore"):
+        yield
+
+
+def interpreted(test: Test) -> Test:
+    """Mark a test that runs the kernels in Triton's interpreter."""
+    marked: Test = needs_triton(pytest.mark.usefixtures("interpreter")(test))
+    return marked
 
 
 def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +128,20 @@ class Case(NamedTuple):
             coefficients = adam_coefficients(self.hyper[lane], self.steps[lane], flags)
             adam_update_(bundle, coefficients, flags, grad_scale=scale, found_inf=skip)
 
+    def update_on_cpu(self, scale: Tensor | None, flags: Flags) -> None:
+        """Step as the operation does on the CPU, which counts the step itself."""
+        lanes = sorted(set(self.lane_of))
+        order = sorted(range(len(self.bundles)), key=self.lane_of.__getitem__)
+        columns = make_columns([self.bundles[index] for index in order])
+        steps = [self.steps[lane].sub(1).view(1) for lane in lanes]
+        sizes = [self.lane_of.count(lane) for lane in lanes]
+        run_cpu(
+            StepArgs(
+                columns, steps, self.hyper, lanes, sizes, lanes, scale, None, None, [],
+                None, 0, True, flags=flags,
+            )
+        )  # fmt: skip
+
 
 def make_moment(
     shape: Sequence[int],
@@ -129,10 +162,7 @@ def make_moment(
     if wild and moment.numel():
         moment *= 10.0 ** torch.randint(-12, 2, shape, device=device)
         moment.view(-1)[:SCALE_BLOCK_NUMEL] = 0
-    codes = torch.empty(shape, dtype=dtype, device=device)
-    scales = torch.empty(scale_shape(shape), device=device)
-    quantize_(codes, scales, moment, positive=positive)
-    return codes, scales
+    return stored(moment, dtype, positive=positive)
 
 
 def make_case(
@@ -171,6 +201,44 @@ def make_case(
         bundles.append(StepTensors(param, grad, first, second, largest, main, *scales))
     steps = [torch.tensor(float(count), device=device) for count in (1, 7, 1000)]
     return Case(bundles, [index % 3 for index in range(len(shapes))], steps, hyper)
+
+
+def stored(moment: Tensor, dtype: torch.dtype, *, positive: bool) -> tuple[Tensor, Tensor]:
+    """Return a moment's codes in a dtype that has scales, and those scales."""
+    codes = torch.empty_like(moment, dtype=dtype)
+    scales = torch.empty(scale_shape(moment.shape), device=moment.device)
+    quantize_(codes, scales, moment, positive=positive)
+    return codes, scales
+
+
+def assert_same_bits(found: Case, expected: Case, dtypes: Dtypes) -> None:
+    skipped = set()
+    if dtypes.main_param == torch.float32:
+        # Triton's interpreter cuts bfloat16 where the hardware rounds; the main weight says it all.
+        skipped.add("param")
+    for name, dtype in (("exp_avg", dtypes.exp_avg), ("exp_avg_sq", dtypes.exp_avg_sq)):
+        if dtype == BF16:
+            skipped.add(name)
+    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
+        for name, left, right in zip(ours._fields, ours, theirs, strict=True):
+            if left is None or right is None or name in skipped:
+                continue
+            if left.dtype == FP8:
+                left, right = left.view(torch.uint8), right.view(torch.uint8)
+            assert ((left == right) | (left.isnan() & right.isnan())).all(), name
+
+
+def assert_kernel_is_tensor_code(
+    shapes: Sequence[int | tuple[int, ...]], dtypes: Dtypes, flags: Flags
+) -> None:
+    """Compare the interpreted kernel with the tensor code bit for bit, scaled gradients and all."""
+    found = make_case(shapes, dtypes)
+    expected = found.clone()
+    found.launch(dtypes, torch.tensor(0.37), flags)
+    expected.update(torch.tensor(0.37), flags)
+    tensors = [tensor for bundle in expected.bundles for tensor in bundle if tensor is not None]
+    assert all(tensor.float().isfinite().all() for tensor in tensors)
+    assert_same_bits(found, expected, dtypes)
 
 
 def assert_cases_close(found: Case, expected: Case, dtypes: Dtypes) -> None:

@@ -1,9 +1,8 @@
-"""Optimizers and a model for the tests of offloaded state."""
+"""Optimizers for the tests of offloaded state."""
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
 
 from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
@@ -25,14 +24,3 @@ KINDS: dict[str, tuple[torch.dtype, Make]] = {
     "sgd": (torch.float32, lambda p: FusedSGD(p, momentum=0.9)),
     "lion": (NARROW, lambda p: FusedLion(p, master_weights=True)),
 }
-
-
-class OffloadNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 40), nn.Linear(40, 3)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.second(self.drop(nn.functional.gelu(self.first(x))))
-        return hidden.float().square().mean()

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from adam_helpers import assert_equal, copies_of, make_params, set_grads
+from adam_helpers import (
+    assert_equal,
+    copies_of,
+    load_in_place,
+    make_params,
+    make_twins,
+    set_grads,
+    take_steps,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import Adafactor
 from ranks import RankPool
@@ -26,8 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_steps_are_those_of_torch(name: str, foreach: bool) -> None:
-    params = make_params(SHAPES)
-    twins = copies_of(params)
+    params, twins = make_twins(SHAPES)
     ours = Adafactor(params, lr=0.1, **SETTINGS[name])
     theirs = torch.optim.Adafactor(twins, lr=0.1, foreach=foreach, **SETTINGS[name])
     for step in range(100):
@@ -74,28 +81,16 @@ def test_shards_step_as_whole_parameters(ranks2: RankPool) -> None:
 def test_a_state_of_torch_loads_in_place_and_goes_on() -> None:
     params = make_params(SHAPES)
     source = torch.optim.Adafactor(params, lr=0.1, eps=(None, 1e-2))
-    set_grads(params)
-    source.step()
+    take_steps(1, source)
     twins = copies_of(params)
     target = Adafactor(twins, lr=0.3)
-    set_grads(twins)
-    target.step()
-    with torch.no_grad():
-        for param, twin in zip(params, twins, strict=True):
-            twin.copy_(param)
-    addresses = [v.data_ptr() for state in target.state.values() for v in state.values()]
-    target.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert addresses == [v.data_ptr() for state in target.state.values() for v in state.values()]
+    load_in_place(source, target)
     assert (target.param_groups[0]["lr"], target.param_groups[0]["eps2"]) == (0.1, 1e-2)
     fourth = copy.deepcopy(target)
     others = fourth.param_groups[0]["params"]
-    for _ in range(3):
-        set_grads(params, twins, others)
-        for optimizer in (source, target, fourth):
-            optimizer.step()
+    take_steps(3, source, target, fourth)
     assert_equal(twins, others)
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(params, twins, rtol=2e-5, atol=2e-6)
 
 
 def test_wrong_numbers_are_refused_by_name() -> None:

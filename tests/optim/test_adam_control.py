@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from adam_helpers import SeenOps, assert_equal, copies_of, make_params, set_grads
+from adam_helpers import (
+    SeenOps,
+    assert_equal,
+    copies_of,
+    flatten,
+    grad_of,
+    load_in_place,
+    make_params,
+    make_twins,
+    set_grads,
+    take_steps,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import DeviceGradScaler, FusedAdam
 
@@ -43,15 +54,13 @@ def test_a_skipped_step_changes_nothing_and_is_counted(
 def test_bias_correction_is_right_after_a_skip(
     device: torch.device, bad: float, norm_type: float
 ) -> None:
-    params = make_params(device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(device=device)
     ours = FusedAdam(params, lr=0.1, skip_nonfinite=True, norm_type=norm_type)
     theirs = FusedAdam(twins, lr=0.1)
     for step in range(5):
         set_grads(params, twins)
         if step in (0, 3):  # the first one too: state is made, and not stepped
-            assert params[1].grad is not None
-            params[1].grad[3] = bad
+            grad_of(params[1])[3] = bad
         ours.step()
         if step not in (0, 3):
             theirs.step()
@@ -69,21 +78,12 @@ def test_bias_correction_is_right_after_a_skip(
 def test_clipping_is_that_of_torch(
     max_norm: float, norm_type: float, size: float, flat: bool
 ) -> None:
-    params = make_params()
-    twins = copies_of(params)
+    params, twins = make_twins()
     set_grads(params, twins)
     for param in (*params, *twins):
-        assert param.grad is not None
-        param.grad.mul_(size)
+        grad_of(param).mul_(size)
     if flat:
-        numels = [param.numel() for param in params]
-        weights, grads = torch.zeros(sum(numels)), torch.zeros(sum(numels))
-        parts = zip(params, weights.split(numels), grads.split(numels), strict=True)
-        for param, weight, part in parts:
-            assert param.grad is not None
-            part.copy_(param.grad.reshape(-1))
-            weight.copy_(param.detach().reshape(-1))
-            param.data, param.grad = weight.view(param.shape), part.view(param.shape)
+        flatten(params)
     ours = FusedAdam(params, max_grad_norm=max_norm, norm_type=norm_type, bias_correction=False)
     theirs = FusedAdam(twins, bias_correction=False)
     ours.step()
@@ -131,15 +131,13 @@ def test_the_loss_scale_grows_and_backs_off(device: torch.device) -> None:
 
 
 def test_scaled_gradients_are_unscaled_before_they_are_clipped(device: torch.device) -> None:
-    params = make_params(device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(device=device)
     ours = FusedAdam(params, max_grad_norm=0.5, grad_scaler=DeviceGradScaler(1024.0, device=device))
     theirs = FusedAdam(twins, max_grad_norm=0.5)
     for _ in range(3):
         set_grads(params, twins)
         for param in params:
-            assert param.grad is not None
-            param.grad.mul_(1024)
+            grad_of(param).mul_(1024)
         ours.step()
         theirs.step()
     assert_equal(params, twins)  # a power of two changes no bit
@@ -180,26 +178,18 @@ def test_a_resumed_run_skips_and_scales_as_the_first_would(device: torch.device)
     for step in range(5):
         set_grads(params)
         if step == 1:
-            assert params[1].grad is not None
-            params[1].grad[0] = math.inf
+            grad_of(params[1])[0] = math.inf
         first.step()
     twins = copies_of(params)
     second, other = make(twins)
-    set_grads(twins)
-    second.step()
-    with torch.no_grad():
-        for param, twin in zip(params, twins, strict=True):
-            twin.copy_(param)
     addresses = [tensor.data_ptr() for _, tensor in second.control.tensors()]
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    load_in_place(first, second)
     assert addresses == [tensor.data_ptr() for _, tensor in second.control.tensors()]
     assert second.control.skipped_steps.item() == 1
     for _ in range(3):
         assert torch.equal(other.scale, scaler.scale)
         assert torch.equal(other.num_finite, scaler.num_finite)
-        set_grads(params, twins)
-        first.step()
-        second.step()
+        take_steps(1, first, second)
     assert_equal(params, twins)
 
 
@@ -207,12 +197,10 @@ def test_a_state_without_control_keeps_that_of_the_optimizer() -> None:
     params = make_params()
     optimizer = FusedAdam(params, skip_nonfinite=True)
     optimizer.control.skipped_steps.fill_(3)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     twins = copies_of(params)
     theirs = torch.optim.AdamW(twins)
-    set_grads(twins)
-    theirs.step()
+    take_steps(1, theirs)
     optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.control.skipped_steps.item() == 3
 
@@ -232,8 +220,7 @@ def test_a_common_norm_of_gradients_on_several_devices_is_refused_by_name(settin
 
 
 def test_a_norm_beyond_the_range_of_float32_is_skipped_as_the_document_says() -> None:
-    params = make_params()
-    before = copies_of(params)
+    params, before = make_twins()
     optimizer = FusedAdam(params, lr=0.1, skip_nonfinite=True)
     for param in params:
         param.grad = torch.full_like(param, 1e25)

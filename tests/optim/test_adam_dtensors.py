@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from adam_helpers import assert_equal
+from adam_helpers import assert_equal, copy_weights
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 
@@ -91,9 +91,7 @@ def test_a_sharded_state_loads_in_place(mesh: DeviceMesh) -> None:
     weights = [param.detach().clone() for param in sharded]
     addresses = [ours.state[param]["exp_avg"].to_local().data_ptr() for param in sharded]
     ours.step()
-    with torch.no_grad():
-        for param, weight in zip(sharded, weights, strict=True):
-            param.copy_(weight)
+    copy_weights(weights, sharded)
     ours.load_state_dict(saved)
     assert addresses == [ours.state[p]["exp_avg"].to_local().data_ptr() for p in sharded]
     _set_grads(mesh, sharded, plain)

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,24 @@ from adam_kernel_cases import (
     MIXED,
     Case,
     assert_cases_close,
+    assert_kernel_is_tensor_code,
     dtype_names,
     fresh_kernels,
+    interpreted,
+    interpreter,  # noqa: F401  (a fixture)
     make_case,
     map_tensors,
     needs_triton,
-    use_interpreter,
 )
 from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.step import StepArgs, run_cpu
-from graphfsdp.optim.fused.storage import Dtypes, make_columns
+from graphfsdp.optim.fused.storage import Dtypes
 
 VALUES = st.sampled_from(
     [0.0, -0.0, 1.0, -3.0, 1e-20, 1e-38, -1e-45, 1e18, 1e30, -3e38, np.inf, -np.inf, np.nan]
 )
 NUM_VALUES = 8
 ROWS = st.lists(VALUES, min_size=NUM_VALUES, max_size=NUM_VALUES)
-
-
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the kernels in Triton's interpreter."""
-    use_interpreter(monkeypatch)
-    with np.errstate(all="ignore"):
-        yield
 
 
 def assert_kernel_equals_tensor_code(
@@ -63,15 +55,13 @@ def assert_kernel_equals_tensor_code(
     assert_cases_close(found, expected, dtypes)
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
 def test_interpreted_kernel_equals_the_tensor_code(dtypes: Dtypes) -> None:
     assert_kernel_equals_tensor_code([1, 2048, 5, 2049, 4096 + 77], dtypes, Flags(), 0.37)
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("scale", [None, 0.5])
@@ -82,8 +72,7 @@ def test_interpreted_kernel_knows_every_mode(
     assert_kernel_equals_tensor_code([300, 2048, 0, 3], MIXED, flags, scale)
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 @pytest.mark.parametrize("maximize", [True, False])
 @pytest.mark.parametrize("te_math", [True, False])
@@ -96,8 +85,7 @@ def test_interpreted_kernel_knows_amsgrad_maximize_and_both_maths(
     assert_kernel_equals_tensor_code([300, 2048, 3], dtypes, flags)
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=6),
@@ -115,8 +103,7 @@ def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
     assert_kernel_equals_tensor_code(sizes, dtypes, Flags(), 0.37, "cuda")
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 def test_runs_off_a_16_byte_border_are_apart_and_still_right() -> None:
     found = make_case([100, 2100], FP32)
     odd = map_tensors(found.bundles[0], lambda tensor: torch.cat([tensor.new_zeros(1), tensor])[1:])
@@ -128,8 +115,7 @@ def test_runs_off_a_16_byte_border_are_apart_and_still_right() -> None:
     assert_cases_close(found, expected, FP32)
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 def test_neighbouring_memory_is_not_touched() -> None:
     dtypes = FP32
     wide = make_case([4096], dtypes)
@@ -194,27 +180,15 @@ def test_importing_the_package_does_not_import_triton() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("dtypes", [FP32, MIXED, MIXED._replace(main_param=torch.int16)])
 def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit_in_torch_math(
     dtypes: Dtypes,
 ) -> None:
-    found = make_case([2048, 100, 4099], dtypes)
-    expected = found.clone()
-    found.launch(dtypes, torch.tensor(0.37), Flags())
-    expected.update(torch.tensor(0.37), Flags())
-    # Triton's interpreter cuts bfloat16 where the hardware rounds; the main weight says it all.
-    columns = ["exp_avg", "exp_avg_sq", "param" if dtypes is FP32 else "main_param"]
-    if dtypes.main_param == torch.int16:
-        columns.append("param")
-    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
-        for column in columns:
-            assert torch.equal(getattr(ours, column), getattr(theirs, column)), column
+    assert_kernel_is_tensor_code([2048, 100, 4099], dtypes, Flags())
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("skip", [0.0, 1.0])
 @pytest.mark.parametrize("dtypes", [FP32, MIXED._replace(main_param=torch.int16)])
 def test_interpreted_kernel_changes_nothing_where_it_is_told_to_skip(
@@ -243,18 +217,6 @@ def _case(dtypes: Dtypes, weights: list[float], grads: list[float]) -> Case:
     return case
 
 
-def _run_on_cpu(case: Case, flags: Flags) -> None:
-    bundle = case.bundles[0]
-    before = case.steps[0] - 1  # the operation counts the step itself
-    run_cpu(
-        StepArgs(
-            make_columns([bundle]),
-            [before.view(1)], case.hyper, [0], [1], [0], None, None, None, [],
-            None, 0, True, flags=flags,
-        )
-    )  # fmt: skip
-
-
 def _assert_same(left: Tensor, right: Tensor, *, exact: bool) -> None:
     if exact:
         torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
@@ -267,8 +229,7 @@ def _assert_same(left: Tensor, right: Tensor, *, exact: bool) -> None:
     )
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(weights=ROWS, grads=ROWS, amsgrad=st.booleans(), adam_w_mode=st.booleans())
 @pytest.mark.parametrize("dtypes", [FP32, MIXED])
@@ -310,7 +271,7 @@ def test_cpu_path_equals_the_tensor_code_whatever_the_values(
     flags = Flags(maximize=maximize)
     found = _case(dtypes, weights, grads)
     expected = found.clone()
-    _run_on_cpu(found, flags)
+    found.update_on_cpu(None, flags)
     expected.update(None, flags)
     for column in ("exp_avg", "exp_avg_sq", "main_param" if dtypes[-1] else "param"):
         left, right = getattr(found.bundles[0], column), getattr(expected.bundles[0], column)

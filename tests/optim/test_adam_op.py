@@ -10,10 +10,11 @@ from torch.overrides import TorchFunctionMode
 from adam_helpers import (
     SeenOps,
     assert_equal,
-    copies_of,
     make_groups,
     make_params,
+    make_twins,
     set_grads,
+    take_steps,
 )
 from graphfsdp.optim import FusedAdam
 
@@ -43,12 +44,9 @@ def test_a_step_is_one_operation_per_dtype_combination(device: torch.device) -> 
 def test_a_changed_hyper_parameter_is_no_operation_and_is_seen_by_a_rerun(
     device: torch.device,
 ) -> None:
-    params = make_params(device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(device=device)
     optimizer, reference = FusedAdam(params), FusedAdam(twins)
-    set_grads(params, twins)
-    optimizer.step()
-    reference.step()
+    take_steps(1, optimizer, reference)
     optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = 0.5
     if device.type == "cuda":
         optimizer.upload_hyperparameters()
@@ -91,8 +89,7 @@ def test_no_value_is_read_on_the_host_outside_the_operation(device: torch.device
 def test_an_lr_tensor_is_copied_on_the_device_inside_the_step(device: torch.device) -> None:
     params = make_params(device=device)
     optimizer = FusedAdam(params, lr=torch.tensor(0.1, device=device))
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     with SeenOps() as ops:
         optimizer.step()
     assert [str(func) for func, _ in ops.of("aten")] == ["aten.copy_.default"]

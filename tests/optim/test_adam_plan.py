@@ -1,10 +1,8 @@
 """Which tensors a step of FusedAdam takes: layouts, missing and new gradients, the CUDA path."""
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,12 +11,13 @@ from adam_helpers import (
     DTYPES,
     SeenOps,
     assert_equal,
-    copies_of,
     make_groups,
     make_params,
+    make_twins,
     set_grads,
+    take_steps,
 )
-from adam_kernel_cases import use_interpreter
+from adam_kernel_cases import interpreter, needs_triton  # noqa: F401  (a fixture)
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused import plan as plans
@@ -89,8 +88,7 @@ def test_parameters_without_gradient_are_left_alone(device: torch.device) -> Non
 
 
 def test_step_without_any_gradient_does_nothing() -> None:
-    params = make_params()
-    before = copies_of(params)
+    params, before = make_twins()
     optimizer = FusedAdam(params, weight_decay=0.1)
     optimizer.step()
     assert_equal(params, before)
@@ -98,15 +96,10 @@ def test_step_without_any_gradient_does_nothing() -> None:
 
 
 def test_float64_parameters_keep_their_precision() -> None:
-    params = make_params(dtype=torch.float64)
-    twins = copies_of(params)
+    params, twins = make_twins(dtype=torch.float64)
     ours, theirs = FusedAdam(params, lr=0.1), torch.optim.AdamW(twins, lr=0.1, weight_decay=0)
-    for _ in range(5):
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-12, atol=1e-12)
+    take_steps(5, ours, theirs)
+    torch.testing.assert_close(params, twins, rtol=1e-12, atol=1e-12)
 
 
 def test_decoupled_gradients_are_read_instead_of_grad() -> None:
@@ -131,31 +124,17 @@ def test_zero_grad_resets_both_kinds_of_gradient(set_to_none: bool) -> None:
         assert grad is None if set_to_none else torch.equal(grad, torch.zeros(4))
 
 
-def test_new_gradient_tensors_are_used_in_each_step() -> None:
-    params = make_params()
-    twins = copies_of(params)
-    ours, theirs = FusedAdam(params), torch.optim.AdamW(twins, weight_decay=0, fused=True)
-    for _ in range(5):
-        ours.zero_grad()
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
-    assert_equal(params, twins)
-
-
 def test_the_optimizer_does_not_keep_gradients_alive() -> None:
     params = make_params()
     optimizer = FusedAdam(params)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     storages = [weakref.ref(param.grad) for param in params]
     optimizer.zero_grad()
     assert [ref() for ref in storages] == [None] * len(params)
 
 
 def test_a_parameter_that_moved_is_followed() -> None:
-    params = make_params()
-    twins = copies_of(params)
+    params, twins = make_twins()
     ours, theirs = FusedAdam(params), FusedAdam(twins)
     for step in range(3):
         set_grads(params, twins)
@@ -183,16 +162,13 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
 
 
 @pytest.fixture
-def kernel_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernel_path(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Send CPU tensors through the tables and kernels that CUDA tensors take."""
-    pytest.importorskip("triton")
-    use_interpreter(monkeypatch)
     monkeypatch.setattr(plans, "_on_cuda", lambda _: True)
     monkeypatch.setattr(plans, "fused_adam_", as_kernel(steps.run_cuda))
-    with np.errstate(invalid="ignore"):
-        yield
 
 
+@needs_triton
 @pytest.mark.usefixtures("kernel_path")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -207,8 +183,7 @@ def kernel_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_tables_and_kernels_take_the_steps_that_the_cpu_takes(
     dtype: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = make_params([(40, 60), (7,), (0,), (3, 5)], dtype=dtype)
-    twins = copies_of(params)
+    params, twins = make_twins([(40, 60), (7,), (0,), (3, 5)], dtype=dtype)
 
     def make(members: list[nn.Parameter]) -> FusedAdam:
         groups = make_groups(
@@ -240,8 +215,7 @@ def test_tables_and_kernels_take_the_steps_that_the_cpu_takes(
 
 @pytest.mark.gpu
 def test_a_step_replays_in_a_cuda_graph_with_live_numbers() -> None:
-    params = make_params([(100, 33), (70_000,), (5,)], device="cuda")
-    twins = copies_of(params)
+    params, twins = make_twins([(100, 33), (70_000,), (5,)], device="cuda")
     ours, theirs = FusedAdam(params), FusedAdam(twins)
     scale = torch.tensor(0.5, device="cuda")
     set_grads(params, twins)

@@ -9,20 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from adam_helpers import assert_equal, copies_of, make_params, set_grads
+from adam_helpers import assert_equal, copies_of, make_params, make_twins, take_steps
+from adam_kernel_cases import BF16, FP8, FP16, stored
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.storage import dequantize, quantize_, scale_shape
+from graphfsdp.optim.fused.storage import dequantize
 
-FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 MODEL_SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]
-
-
-def stored(moment: Tensor, dtype: torch.dtype, *, positive: bool) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(moment.shape, dtype=dtype)
-    scales = torch.empty(scale_shape(moment.shape))
-    quantize_(codes, scales, moment, positive=positive)
-    return codes, scales
 
 
 def make_optimizer(
@@ -34,8 +27,7 @@ def make_optimizer(
 def test_vectors_and_short_rows_keep_float32_moments(device: torch.device) -> None:
     params = make_params([*MODEL_SHAPES, (70_000,)], device=device)
     optimizer = make_optimizer(params, (torch.uint8, FP16))
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     found = [optimizer.state[param]["exp_avg"].dtype for param in params]
     wide = torch.float32
     assert found == [FP8, wide, FP8, FP8, wide, wide, FP8]
@@ -53,15 +45,12 @@ def test_moments_are_rounded_only_when_they_are_stored(
     remainders: bool,
     dtype: torch.dtype,
 ) -> None:
-    params = make_params(MODEL_SHAPES, dtype=dtype, device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(MODEL_SHAPES, dtype=dtype, device=device)
     settings: dict[str, Any] = {"master_weights": True, "store_param_remainders": remainders}
     ours = make_optimizer(params, pair, **settings)
     reference = FusedAdam(twins, lr=1e-2, **settings)
     for _ in range(4):
-        set_grads(params, twins)
-        ours.step()
-        reference.step()
+        take_steps(1, ours, reference)
         assert_equal(params, twins)
         for param, twin in zip(params, twins, strict=True):
             state, other = ours.state[param], reference.state[twin]
@@ -114,13 +103,9 @@ def test_states_load_into_any_dtype_in_place(
     saved: tuple[torch.dtype, torch.dtype],
     kept: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    params = make_params(MODEL_SHAPES, device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(MODEL_SHAPES, device=device)
     source, target = make_optimizer(params, saved), make_optimizer(twins, kept)
-    for _ in range(2):
-        set_grads(params, twins)
-        source.step()
-        target.step()
+    take_steps(2, source, target)
     before = {key: value.data_ptr() for key, value in target.state[twins[0]].items()}
     target.load_state_dict(copy.deepcopy(source.state_dict()))
     assert before == {key: value.data_ptr() for key, value in target.state[twins[0]].items()}
@@ -140,30 +125,9 @@ def test_states_load_into_any_dtype_in_place(
                 assert torch.equal(other[key], value.to(other[key].dtype))
 
 
-def test_a_resumed_run_goes_on_bit_for_bit() -> None:
-    settings: dict[str, Any] = {"master_weights": True, "store_param_remainders": True}
-    params = make_params(MODEL_SHAPES, dtype=BF16)
-    source = make_optimizer(params, (FP8, FP16), **settings)
-    for _ in range(3):
-        set_grads(params)
-        source.step()
-    twins = copies_of(params)
-    target = make_optimizer(twins, (FP8, FP16), **settings)
-    target.load_state_dict(copy.deepcopy(source.state_dict()))
-    pickled = copy.deepcopy(target.state_dict()["state"])
-    for _ in range(3):
-        set_grads(params, twins)
-        source.step()
-        target.step()
-    assert_equal(params, twins)
-    assert pickled[0]["exp_avg"].dtype == FP8
-
-
 def test_float8_states_without_scales_are_refused() -> None:
-    params = make_params(MODEL_SHAPES)
-    optimizer = make_optimizer(params, (FP8, FP8))
-    set_grads(params)
-    optimizer.step()
+    optimizer = make_optimizer(make_params(MODEL_SHAPES), (FP8, FP8))
+    take_steps(1, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     del state["state"][0]["exp_avg_scale"]
     with pytest.raises(ConfigError, match=r"'exp_avg' of parameter 0 .*'exp_avg_scale' is missing"):

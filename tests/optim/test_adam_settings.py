@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from adam_helpers import DTYPES, assert_equal, copies_of, make_params, set_grads
+from adam_helpers import DTYPES, assert_equal, make_params, make_twins, set_grads, take_steps
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.storage import join_remainder, split_remainder_
@@ -23,17 +23,16 @@ MOMENTS = [torch.float32, torch.bfloat16]
 def test_amsgrad_and_maximize_equal_torch_bit_for_bit_on_the_cpu(
     adam_w_mode: bool, amsgrad: bool, maximize: bool
 ) -> None:
-    params = make_params()
-    twins = copies_of(params)
+    params, twins = make_twins()
     make = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "amsgrad": amsgrad}
     ours = FusedAdam(params, adam_w_mode=adam_w_mode, maximize=maximize, **settings)
     theirs = make(twins, maximize=maximize, fused=True, **settings)
-    for step in range(6):
+    for step in range(20):
         set_grads(params, twins)
         for param in (*params, *twins):
             assert param.grad is not None
-            param.grad.mul_(10.0 ** (-step))  # so that the largest second moment is an old one
+            param.grad.mul_(10.0 ** -(step % 6))  # so that the largest second moment is an old one
         ours.step()
         theirs.step()
     assert_equal(params, twins)
@@ -53,15 +52,12 @@ def test_moments_are_rounded_only_when_they_are_stored(
     second: torch.dtype,
     amsgrad: bool,
 ) -> None:
-    params = make_params(dtype=dtype, device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(dtype=dtype, device=device)
     settings: dict[str, Any] = {"lr": 0.1, "amsgrad": amsgrad, "master_weights": True}
     ours = FusedAdam(params, exp_avg_dtype=first, exp_avg_sq_dtype=second, **settings)
     reference = FusedAdam(twins, **settings)
     for _ in range(4):
-        set_grads(params, twins)
-        ours.step()
-        reference.step()
+        take_steps(1, ours, reference)
         for param, twin in zip(params, twins, strict=True):
             state, other = ours.state[param], reference.state[twin]
             assert state["exp_avg"].dtype == first
@@ -92,8 +88,7 @@ def test_parameter_and_remainder_are_the_exact_float32(bits: list[int], negative
 def test_remainders_train_as_float32_main_weights_do_bit_for_bit(
     device: torch.device, grad_scale: float | None, maths: str
 ) -> None:
-    params = make_params(dtype=torch.bfloat16, device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(dtype=torch.bfloat16, device=device)
     settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "master_weights": True}
     ours = FusedAdam(params, store_param_remainders=True, math=maths, **settings)
     theirs = FusedAdam(twins, math=maths, **settings)
@@ -199,8 +194,7 @@ def test_wrong_hyper_parameters_are_refused_by_name(arguments: dict[str, Any], w
     ("key", "value"), [("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", float("inf"))]
 )
 def test_a_value_that_becomes_wrong_is_refused_and_nothing_steps(key: str, value: object) -> None:
-    params = make_params()
-    before = copies_of(params)
+    params, before = make_twins()
     optimizer = FusedAdam([{"params": params[:1]}, {"params": params[1:]}])
     set_grads(params)
     optimizer.param_groups[1][key] = value

@@ -5,14 +5,29 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from adam_helpers import assert_equal, copies_of, make_groups, make_params, set_grads
-from adam_kernel_cases import FP32, MIXED, dtype_names, make_case, needs_triton, use_interpreter
+from adam_helpers import (
+    assert_equal,
+    copies_of,
+    load_in_place,
+    make_groups,
+    make_params,
+    make_twins,
+    set_grads,
+    take_steps,
+)
+from adam_kernel_cases import (
+    FP32,
+    MIXED,
+    assert_kernel_is_tensor_code,
+    dtype_names,
+    interpreted,
+    interpreter,  # noqa: F401  (a fixture)
+)
 from graphfsdp.errors import ConfigError, GuardError
 from graphfsdp.optim import FusedLion, FusedSGD
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
@@ -32,8 +47,7 @@ SGD_SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SGD_SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sgd_stays_with_that_of_torch(device: torch.device, name: str, dtype: torch.dtype) -> None:
-    params = make_params(device=device, dtype=dtype)
-    twins = copies_of(params)
+    params, twins = make_twins(device=device, dtype=dtype)
     ours = FusedSGD(params, lr=0.01, **SGD_SETTINGS[name])
     theirs = torch.optim.SGD(twins, lr=0.01, **SGD_SETTINGS[name])
     for step in range(100):
@@ -63,13 +77,11 @@ def reference_lion(
 
 
 def test_lion_stays_with_its_algorithm(device: torch.device) -> None:
-    params = make_params(device=device)
-    start = copies_of(params)
+    params, start = make_twins(device=device)
     grads: list[list[Tensor]] = [[] for _ in params]
     optimizer = FusedLion(params, lr=1e-3, betas=(0.95, 0.98), weight_decay=0.1)
     for _ in range(200):
-        set_grads(params)
-        optimizer.step()
+        take_steps(1, optimizer)
         for param, seen in zip(params, grads, strict=True):
             assert param.grad is not None
             seen.append(param.grad.clone())
@@ -89,7 +101,7 @@ CASES = [
 ]
 
 
-@needs_triton
+@interpreted
 @pytest.mark.parametrize(
     ("dtypes", "flags"),
     [
@@ -99,20 +111,9 @@ CASES = [
     ids=lambda value: value.rule if isinstance(value, Flags) else dtype_names(value),
 )
 def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(
-    dtypes: Dtypes, flags: Flags, monkeypatch: pytest.MonkeyPatch
+    dtypes: Dtypes, flags: Flags
 ) -> None:
-    use_interpreter(monkeypatch)
-    found = make_case([(8, 256), (3, 300), (1, 5)], dtypes)
-    expected = found.clone()
-    with np.errstate(all="ignore"):
-        found.launch(dtypes, torch.tensor(0.37), flags)
-    expected.update(torch.tensor(0.37), flags)
-    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
-        for name, left, right in zip(ours._fields, ours, theirs, strict=True):
-            # Triton's interpreter cuts bfloat16 where the hardware rounds.
-            rounded = name == "param" and dtypes.main_param == torch.float32
-            if left is not None and right is not None and not rounded:
-                assert torch.equal(left.float(), right.float()), name
+    assert_kernel_is_tensor_code([(8, 256), (3, 300), (1, 5)], dtypes, flags)
 
 
 def make_sgd(params: Any, **settings: Any) -> DeviceOptimizer:
@@ -160,19 +161,9 @@ def test_a_state_loads_in_place_and_goes_on(name: str) -> None:
         source.step()
     twins = copies_of(params)
     target = OPTIMIZERS[name](twins, skip_nonfinite=True)
-    set_grads(twins)
-    target.step()
-    with torch.no_grad():
-        for param, twin in zip(params, twins, strict=True):
-            twin.copy_(param)
-    addresses = [value.data_ptr() for value in target.state[twins[0]].values()]
-    target.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert addresses == [value.data_ptr() for value in target.state[twins[0]].values()]
+    load_in_place(source, target)
     assert target.control.skipped_steps.item() == 1
-    for _ in range(2):
-        set_grads(params, twins)
-        source.step()
-        target.step()
+    take_steps(2, source, target)
     assert_equal(params, twins)
 
 
@@ -181,19 +172,13 @@ def test_a_state_of_the_sgd_of_torch_loads(momentum: float) -> None:
     params = make_params()
     settings: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "dampening": 0.2 * momentum}
     theirs = torch.optim.SGD(params, **settings)
-    for _ in range(2):
-        set_grads(params)
-        theirs.step()
+    take_steps(2, theirs)
     twins = copies_of(params)
     ours = FusedSGD(twins, **{**settings, "lr": 0.3})
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     assert ours.param_groups[0]["lr"] == 0.1
-    for _ in range(3):
-        set_grads(params, twins)
-        theirs.step()
-        ours.step()
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+    take_steps(3, theirs, ours)
+    torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)
     other = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
     if momentum:
         with pytest.raises(ConfigError, match=r"nesterov=True.*construct FusedSGD with nesterov"):
@@ -203,8 +188,7 @@ def test_a_state_of_the_sgd_of_torch_loads(momentum: float) -> None:
 def test_a_state_of_a_lion_that_counts_no_steps_loads() -> None:
     params = make_params()
     source = make_lion(params)
-    set_grads(params)
-    source.step()
+    take_steps(1, source)
     state = copy.deepcopy(source.state_dict())
     for entries in state["state"].values():
         del entries["step"]
@@ -212,17 +196,14 @@ def test_a_state_of_a_lion_that_counts_no_steps_loads() -> None:
     twins = copies_of(params)
     target = make_lion(twins)
     target.load_state_dict(state)
-    set_grads(params, twins)
-    source.step()
-    target.step()
+    take_steps(1, source, target)
     assert_equal(params, twins)
 
 
 def test_sgd_without_momentum_keeps_no_buffer_and_refuses_to_get_some() -> None:
     params = make_params()
     optimizer = FusedSGD(params)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     assert set(optimizer.state[params[0]]) == {"step"}
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ConfigError, match=r"momentum of parameter group 0 became 0.9"):
@@ -230,19 +211,14 @@ def test_sgd_without_momentum_keeps_no_buffer_and_refuses_to_get_some() -> None:
 
 
 def test_groups_may_have_momentum_or_none() -> None:
-    params = make_params()
-    twins = copies_of(params)
+    params, twins = make_twins()
 
     def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
         return make_groups({"params": members[:2], "momentum": 0.9}, {"params": members[2:]})
 
     ours, theirs = FusedSGD(groups(params), lr=0.1), torch.optim.SGD(groups(twins), lr=0.1)
-    for _ in range(3):
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+    take_steps(3, ours, theirs)
+    torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

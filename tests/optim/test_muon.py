@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from adam_helpers import assert_equal, copies_of, make_groups, make_params, set_grads
+from adam_helpers import (
+    assert_equal,
+    copies_of,
+    load_in_place,
+    make_groups,
+    make_params,
+    make_twins,
+    set_grads,
+    take_steps,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import Muon
 from graphfsdp.optim.whole.row_gather import row_ranges
@@ -25,8 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_are_those_of_torch(device: torch.device, name: str) -> None:
-    params = make_params(SHAPES, device=device)
-    twins = copies_of(params)
+    params, twins = make_twins(SHAPES, device=device)
     ours = Muon(params, lr=0.02, **SETTINGS[name])
     theirs = torch.optim.Muon(twins, lr=0.02, **SETTINGS[name])
     for step in range(20):
@@ -49,8 +57,7 @@ def test_a_step_has_singular_values_near_one() -> None:
     (param,) = make_params([(40, 24)])
     before = param.detach().clone()
     optimizer = Muon([param], lr=1.0, weight_decay=0.0)
-    set_grads([param])
-    optimizer.step()
+    take_steps(1, optimizer)
     moved = torch.linalg.svdvals((before - param.detach()) / (40 / 24) ** 0.5)
     assert 0.5 < moved.min() <= moved.max() < 1.3
 
@@ -59,8 +66,7 @@ def test_a_step_that_is_told_to_skip_changes_nothing() -> None:
     params = make_params([(8, 4), (4,)])
     groups = make_groups({"params": params[:1]}, {"params": params[1:], "use_muon": False})
     optimizer = Muon(groups, lr=0.1)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     before = copies_of(params)
     states = [t.clone() for state in optimizer.state.values() for t in state.values()]
     for param in params:
@@ -80,8 +86,7 @@ def test_a_step_that_is_told_to_skip_changes_nothing() -> None:
 
 
 def test_groups_without_muon_take_the_steps_of_adamw(device: torch.device) -> None:
-    params = make_params([(8, 4), (4,), (2, 3, 4)], device=device)
-    twins = copies_of(params)
+    params, twins = make_twins([(8, 4), (4,), (2, 3, 4)], device=device)
     rest = {"params": params[1:], "use_muon": False, "lr": 0.01, "eps": 1e-8}
     ours = Muon(make_groups({"params": params[:1]}, rest), lr=0.1, betas=(0.8, 0.9))
     theirs = torch.optim.AdamW(twins[1:], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
@@ -134,15 +139,10 @@ def test_shards_step_as_whole_matrices_bit_for_bit(
 def test_a_state_loads_in_place_and_goes_on() -> None:
     params = make_params(SHAPES)
     source = torch.optim.Muon(params, lr=0.1)
-    set_grads(params)
-    source.step()
+    take_steps(1, source)
     twins = copies_of(params)
     target = Muon(twins, lr=0.3)
-    set_grads(twins)
-    target.step()
-    addresses = [state["momentum_buffer"].data_ptr() for state in target.state.values()]
-    target.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert addresses == [state["momentum_buffer"].data_ptr() for state in target.state.values()]
+    load_in_place(source, target)
     assert target.param_groups[0]["lr"] == 0.1
     for param, twin in zip(params, twins, strict=True):
         buffers = source.state[param], target.state[twin]
@@ -152,9 +152,7 @@ def test_a_state_loads_in_place_and_goes_on() -> None:
         third.load_state_dict(source.state_dict())
     fourth = copy.deepcopy(target)
     others = fourth.param_groups[0]["params"]
-    set_grads(twins, others)
-    target.step()
-    fourth.step()
+    take_steps(1, target, fourth)
     assert_equal(twins, others)
 
 

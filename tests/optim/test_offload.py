@@ -7,12 +7,19 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from adam_helpers import assert_equal, copies_of, make_params, set_grads
+from adam_helpers import (
+    Net,
+    assert_equal,
+    copies_of,
+    make_params,
+    make_twins,
+    set_grads,
+    take_steps,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import CPUOffload, FusedAdam
 from graphfsdp.optim.offload.offload import choose_offloaded
-from helpers import assert_same_state, quick_garbage_collection, snapshot
-from offload_helpers import KINDS, NARROW, SHAPES, OffloadNet
+from offload_helpers import KINDS, NARROW, SHAPES
 
 
 def assert_same(left: list[nn.Parameter], right: list[nn.Parameter]) -> None:
@@ -32,8 +39,7 @@ def test_steps_are_those_of_the_optimizer_on_the_device(
     device: torch.device, kind: str, fraction: float
 ) -> None:
     dtype, make = KINDS[kind]
-    params = make_params(SHAPES, dtype, device)
-    twins = copies_of(params)
+    params, twins = make_twins(SHAPES, dtype, device)
     ours = CPUOffload(make(params), offload_fraction=fraction, bucket_bytes=500)
     theirs = make(twins)
     for step in range(6):
@@ -55,8 +61,7 @@ def test_steps_are_those_of_the_optimizer_on_the_device(
 
 
 def test_decoupled_gradients_own_clipping_and_skipping(device: torch.device) -> None:
-    params = make_params(SHAPES, NARROW, device)
-    twins = copies_of(params)
+    params, twins = make_twins(SHAPES, NARROW, device)
     settings: dict[str, Any] = {
         "lr": 0.1,
         "master_weights": True,
@@ -96,8 +101,7 @@ def test_memory_is_saved_as_computed(device: torch.device, kind: str, fraction: 
     params = make_params(SHAPES, dtype, device)
     optimizer = CPUOffload(make(params), offload_fraction=fraction)
     saved = optimizer.saved_bytes
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     offloaded = {id(param) for param in optimizer.offloaded}
     held = [
         sum(
@@ -124,8 +128,7 @@ def test_memory_is_saved_as_computed(device: torch.device, kind: str, fraction: 
 def test_memory_is_pinned_only_when_asked_for(pinned: bool) -> None:
     params = make_params(device="cuda")
     optimizer = CPUOffload(FusedAdam(params), pin_cpu_params=pinned, pin_cpu_grads=pinned)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     for part in optimizer.host_parts:
         for weight in part.weights:
             grad: Tensor = weight.decoupled_grad  # type: ignore[attr-defined]
@@ -139,44 +142,8 @@ def test_nothing_is_pinned_where_there_is_no_gpu() -> None:
     optimizer.step()  # page-locked memory would be an error here
 
 
-def train(
-    scope: str, device: torch.device, dtype: torch.dtype, fraction: float | None, **options: Any
-) -> list[dict[str, Tensor]]:
-    quick_garbage_collection()
-    torch.manual_seed(0)
-    model = OffloadNet().to(device, dtype)
-    optimizer = FusedAdam(model.parameters(), lr=0.05, master_weights=True)
-    if fraction is not None:
-        optimizer = CPUOffload(optimizer, offload_fraction=fraction)  # type: ignore[assignment]
-    found = []
-    with graphfsdp.capture(
-        model, optimizer, scope=scope, max_grad_norm=0.5, skip_nonfinite=True, **options
-    ) as step:
-        for index in range(14):
-            x = torch.randn(5, 6, device=device, dtype=dtype)
-            step(x * torch.inf if index == 7 else x)
-            optimizer.param_groups[0].update(lr=0.05 / (index + 1), weight_decay=0.01 * index)
-            found.append(snapshot(model, optimizer))
-    assert optimizer.control.skipped_steps.item() == 1
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
-def test_a_capture_of_forward_and_backward_equals_eager(
-    device: torch.device, dtype: torch.dtype
-) -> None:
-    expected = train("none", device, dtype, 0.5)
-    found = train("forward_backward", device, dtype, 0.5)
-    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert_same_state(one, other, f"after call {index}")
-    assert not torch.equal(found[8]["parameter first.weight"], found[9]["parameter first.weight"])
-    if device.type == "cpu":
-        on_device = train("forward_backward", device, dtype, None)
-        assert_same_state(on_device[-1], found[-1], "without offload")
-
-
 def test_a_whole_iteration_is_refused_with_the_way_out(device: torch.device) -> None:
-    model = OffloadNet().to(device)
+    model = Net().to(device)
     optimizer = CPUOffload(FusedAdam(model.parameters()))
     with pytest.raises(ConfigError) as caught:
         graphfsdp.capture(model, optimizer)
@@ -187,7 +154,7 @@ def test_a_whole_iteration_is_refused_with_the_way_out(device: torch.device) -> 
 def test_capture_on_an_example_leaves_new_state(device: torch.device) -> None:
     def first_weights(**options: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        model = OffloadNet().to(device)
+        model = Net().to(device)
         optimizer = CPUOffload(FusedAdam(model.parameters(), lr=0.1), offload_fraction=0.5)
         with graphfsdp.capture(model, optimizer, scope="forward_backward", **options) as step:
             torch.manual_seed(1)
@@ -207,9 +174,7 @@ def test_weights_that_somebody_else_writes_are_seen(device: torch.device, way: s
     twins = copies_of(params)
     theirs = FusedAdam(twins, lr=0.1)
     for index in range(3):
-        set_grads(params, twins)
-        optimizer.step()
-        theirs.step()
+        take_steps(1, optimizer, theirs)
         if index == 1:
             for param, twin in zip(params, twins, strict=True):
                 with torch.no_grad():

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import graphfsdp
-from adam_helpers import assert_equal, copies_of, make_params, set_grads
+from adam_helpers import (
+    Net,
+    assert_equal,
+    copies_of,
+    load_in_place,
+    make_params,
+    make_twins,
+    set_grads,
+    take_steps,
+)
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.optim import (
     Adafactor,
@@ -24,7 +33,7 @@ from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.training.build import make_optimizer
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT
-from offload_helpers import KINDS, NARROW, SHAPES, OffloadNet
+from offload_helpers import KINDS, NARROW, SHAPES
 
 
 @pytest.mark.parametrize("kind", ["adam", "remainders", "fp8", "sgd"])
@@ -42,23 +51,13 @@ def test_states_go_to_and_from_the_optimizer_without_offload(kind: str) -> None:
             source.step(found_inf=torch.zeros(()))
         twins = copies_of(params)
         target = target_of(twins)
-        set_grads(twins)
         if target_of is offloaded:  # a state that exists is written in place
-            target.step()
-            with torch.no_grad():
-                for param, twin in zip(params, twins, strict=True):
-                    twin.copy_(param)
-        addresses = [v.data_ptr() for state in target.state.values() for v in state.values()]
-        target.load_state_dict(copy.deepcopy(source.state_dict()))
-        if addresses:
-            now = [v.data_ptr() for state in target.state.values() for v in state.values()]
-            assert now == addresses
+            load_in_place(source, target)
+        else:
+            target.load_state_dict(copy.deepcopy(source.state_dict()))
         third = copy.deepcopy(target)
         others = third.param_groups[0]["params"]
-        for _ in range(2):
-            set_grads(params, twins, others)
-            for optimizer in (source, target, third):
-                optimizer.step()
+        take_steps(2, source, target, third)
         assert_equal(params, twins)
         assert_equal(params, others)
 
@@ -69,7 +68,7 @@ def test_checkpoints_are_those_of_the_optimizer_that_was_given(
 ) -> None:
     def make(seed: int, offload: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = OffloadNet().to(NARROW)
+        model = Net().to(NARROW)
         optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True)
         return model, CPUOffload(optimizer, offload_fraction=0.5) if offload else optimizer
 
@@ -121,8 +120,7 @@ def test_where_state_lies_is_chosen_once_for_all_parameters_and_anew_for_a_group
 
 
 def test_a_group_that_joins_keeps_the_others_states() -> None:
-    params = make_params(SHAPES)
-    twins = copies_of(params)
+    params, twins = make_twins(SHAPES)
     ours: DeviceOptimizer = CPUOffload(FusedAdam(params[:2], lr=0.1), offload_fraction=1)
     theirs: DeviceOptimizer = FusedAdam(twins[:2], lr=0.1)
     for index in range(4):
@@ -140,8 +138,7 @@ def test_a_scheduler_of_the_given_optimizer_goes_on_steering() -> None:
     inner = FusedAdam([param], lr=torch.tensor(0.5))
     scheduler = ParamScheduler(inner, ParamSchedule(10))
     optimizer = CPUOffload(inner)
-    set_grads([param])
-    optimizer.step()
+    take_steps(1, optimizer)
     with warnings.catch_warnings():  # torch has not seen a step of the inner one
         warnings.simplefilter("ignore")
         scheduler.step()
@@ -166,8 +163,7 @@ def test_what_cannot_be_offloaded_is_refused(make: Callable[..., object], words:
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     params = make_params()
     optimizer = FusedAdam(params)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     with pytest.raises(GraphFSDPError, match=r"has state already.* load_state_dict"):
         CPUOffload(optimizer)
 
@@ -185,8 +181,7 @@ def test_the_trainer_offloads_when_its_flag_is_given() -> None:
 def test_wrong_numbers_are_refused_when_they_change() -> None:
     params = make_params()
     optimizer = CPUOffload(FusedSGD(params))
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ConfigError, match="has no buffers"):
         optimizer.step()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from adam_helpers import make_groups
+from adam_helpers import Net, make_groups
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import GuardError
 from graphfsdp.optim import Adafactor, CPUOffload, FusedAdam, FusedLion, FusedSGD, Muon
@@ -23,16 +23,6 @@ from helpers import assert_same_state, quick_garbage_collection, snapshot
 from ranks import RankPool
 
 NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.second(nn.functional.gelu(self.first(x)))
-        return hidden.float().square().mean()
 
 
 def make_muon(model: nn.Module) -> Muon:
@@ -64,7 +54,9 @@ OURS: Mapping[str, Make] = MappingProxyType(
         ),
         "muon": make_muon,
         "adafactor": lambda m: Adafactor(m.parameters(), lr=0.05),
-        "offload": lambda m: CPUOffload(FusedAdam(m.parameters(), lr=0.05), offload_fraction=0.5),
+        "offload": lambda m: CPUOffload(
+            FusedAdam(m.parameters(), lr=0.05, master_weights=True), offload_fraction=0.5
+        ),
     }
 )
 THEIRS: Mapping[str, Make] = MappingProxyType(

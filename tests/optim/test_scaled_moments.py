@@ -2,22 +2,26 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from adam_kernel_cases import (
+    BF16,
+    FP8,
+    FP16,
     FP32,
     MIXED,
-    Case,
+    assert_kernel_is_tensor_code,
+    assert_same_bits,
     dtype_names,
+    interpreted,
+    interpreter,  # noqa: F401  (a fixture)
     make_case,
     needs_triton,
+    stored,
     use_interpreter,
 )
 from graphfsdp.optim.fused import kernel as step_kernel
@@ -30,11 +34,8 @@ from graphfsdp.optim.fused.storage import (
     Dtypes,
     dequantize,
     make_columns,
-    quantize_,
-    scale_shape,
 )
 
-FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
 # Rows of less than a block, of blocks exactly, and of some blocks and a rest.
 SHAPES = [(9, 33), (5, 768), (3, 300), (0, 64), (20, 256), (2, 5, 100), (1, 2049)]
 PAIRS = [
@@ -51,13 +52,6 @@ def in_dtypes(base: Dtypes, pair: tuple[torch.dtype, torch.dtype], amsgrad: bool
 
 
 COMBINATIONS = [in_dtypes(base, pair) for base in (FP32, MIXED, HALVES) for pair in PAIRS]
-
-
-def stored(moment: Tensor, dtype: torch.dtype, *, positive: bool) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(moment.shape, dtype=dtype)
-    scales = torch.empty(scale_shape(moment.shape))
-    quantize_(codes, scales, moment, positive=positive)
-    return codes, scales
 
 
 @pytest.mark.parametrize("dtype", TOPS)
@@ -101,40 +95,10 @@ def test_a_block_with_a_nan_or_infinity_is_not_finite_and_its_neighbours_are(
     assert blocks.sum() == 5 * SCALE_BLOCK_NUMEL
 
 
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the kernels in Triton's interpreter."""
-    use_interpreter(monkeypatch)
-    with np.errstate(all="ignore"):
-        yield
-
-
-def assert_same_bits(found: Case, expected: Case, dtypes: Dtypes) -> None:
-    skipped = set()
-    if dtypes.main_param == torch.float32:
-        # Triton's interpreter cuts bfloat16 where the hardware rounds; the main weight says it all.
-        skipped.add("param")
-    for name, dtype in (("exp_avg", dtypes.exp_avg), ("exp_avg_sq", dtypes.exp_avg_sq)):
-        if dtype == BF16:
-            skipped.add(name)
-    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
-        for name, left, right in zip(ours._fields, ours, theirs, strict=True):
-            if left is None or right is None or name in skipped:
-                continue
-            if left.dtype == FP8:
-                left, right = left.view(torch.uint8), right.view(torch.uint8)
-            assert ((left == right) | (left.isnan() & right.isnan())).all(), name
-
-
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
 def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -> None:
-    found = make_case(SHAPES, dtypes)
-    expected = found.clone()
-    found.launch(dtypes, torch.tensor(0.37), Flags())
-    expected.update(torch.tensor(0.37), Flags())
-    assert_same_bits(found, expected, dtypes)
+    assert_kernel_is_tensor_code(SHAPES, dtypes, Flags())
 
 
 @needs_triton
@@ -157,8 +121,7 @@ def test_interpreter_leaves_tritons_language_as_it_was() -> None:
     assert not changed
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("pair", [(FP8, FP16), (FP16, FP8)])
 def test_interpreted_kernel_keeps_the_largest_moment_and_skips(
     pair: tuple[torch.dtype, torch.dtype],
@@ -175,8 +138,7 @@ def test_interpreted_kernel_keeps_the_largest_moment_and_skips(
     assert_same_bits(found, expected, dtypes)
 
 
-@needs_triton
-@pytest.mark.usefixtures("interpreter")
+@interpreted
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38, 1e-30])
 def test_interpreted_kernel_stores_extreme_values_as_the_tensor_code_does(bad: float) -> None:
     dtypes = in_dtypes(FP32, (FP8, FP8))

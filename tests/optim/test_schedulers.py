@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 import graphfsdp
-from adam_helpers import copies_of, make_params, set_grads
-from graphfsdp.optim import FusedAdam, FusedSGD
+from adam_helpers import make_twins, take_steps
+from graphfsdp.optim import FusedAdam, FusedSGD, ParamSchedule, ParamScheduler
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -64,8 +65,7 @@ def test_every_scheduler_of_torch_is_here() -> None:
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_a_scheduler_drives_it_as_it_drives_torch(name: str, tensor_lr: bool, kind: str) -> None:
-    params = make_params()
-    twins = copies_of(params)
+    params, twins = make_twins()
 
     def lr() -> torch.Tensor | float:
         return torch.tensor(0.1) if tensor_lr else 0.1
@@ -81,35 +81,51 @@ def test_a_scheduler_drives_it_as_it_drives_torch(name: str, tensor_lr: bool, ki
     schedulers = [SCHEDULERS[name](ours), SCHEDULERS[name](theirs)]
     rates = set()
     for _ in range(NUM_STEPS):
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
+        take_steps(1, ours, theirs)
         for scheduler in schedulers:
             advance(scheduler)
         rates.add(float(ours.param_groups[0]["lr"]))
         assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
     assert len(rates) > 1
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-5)
+    close = 1e-6 if kind == "adam" else 1e-5
+    torch.testing.assert_close(params, twins, rtol=close, atol=close)
 
 
-def train(name: str, scope: str) -> list[torch.Tensor]:
+OURS = ParamSchedule(
+    10,
+    "cosine",
+    lr_warmup_iters=2,
+    weight_decay_incr_style="linear",
+    start_weight_decay=0.0,
+    end_weight_decay=1.0,
+)
+
+
+def train(
+    name: str, scope: str, tensor_lr: bool, device: torch.device
+) -> list[tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    scheduler = SCHEDULERS[name](optimizer)
+    model = nn.Linear(4, 3).to(device)
+    lr = torch.tensor(0.1, device=device) if tensor_lr else 0.1
+    optimizer = FusedAdam(model.parameters(), lr=lr, weight_decay=0.5)
+    ours = name == "ParamScheduler"
+    scheduler: Any = ParamScheduler(optimizer, OURS) if ours else SCHEDULERS[name](optimizer)
     found = []
     with graphfsdp.capture(
         model, optimizer, scope=scope, loss_fn=lambda m, x: m(x).square().mean()
     ) as step:
         for _ in range(NUM_STEPS + 4):
-            step(torch.randn(2, 4))
+            step(torch.randn(2, 4).to(device))
             advance(scheduler)
-            found.append(model.weight.detach().clone())
+            found.append(tuple(param.detach().clone() for param in model.parameters()))
     return found
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_replay_follows_the_scheduler(name: str) -> None:
-    for eager, replayed in zip(train(name, "none"), train(name, "full_iteration"), strict=True):
-        assert torch.equal(eager, replayed)
+@pytest.mark.parametrize("name", [*SCHEDULERS, "ParamScheduler"])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_a_replay_follows_the_scheduler(device: torch.device, name: str, tensor_lr: bool) -> None:
+    expected = train(name, "none", tensor_lr, device)
+    for eager, replayed in zip(
+        expected, train(name, "full_iteration", tensor_lr, device), strict=True
+    ):
+        assert all(map(torch.equal, eager, replayed))

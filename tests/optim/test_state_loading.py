@@ -1,4 +1,4 @@
-"""State of FusedAdam: saved, loaded in place, copied, replaced."""
+"""State of FusedAdam: saved, loaded in place, copied, replaced; states of other Adams."""
 
 import copy
 import io
@@ -11,29 +11,51 @@ import torch
 from torch import nn
 
 from adam_helpers import (
-    LOW_PRECISION,
     assert_equal,
     copies_of,
+    copy_weights,
     make_params,
+    make_twins,
     set_grads,
+    state_addresses,
+    take_steps,
 )
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.fused.storage import join_remainder
+from helpers import same_bits
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NARROW = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "store_param_remainders": True}
+SCALED = {
+    "exp_avg_dtype": torch.float8_e4m3fn,
+    "exp_avg_sq_dtype": torch.float16,
+    "store_param_remainders": True,
+}
+# The dtype of the parameters, and settings beside main weights.
+KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (FP32, {}),
+    "bfloat16": (BF16, {}),
+    "float16": (torch.float16, {}),
+    "narrow float32": (FP32, NARROW),
+    "narrow bfloat16": (BF16, NARROW),
+    "scaled bfloat16": (BF16, SCALED),
+}
+# Some rows are long enough for moments with scales.
+SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]
 
 
-def _addresses(optimizer: FusedAdam) -> list[int]:
-    return [t.data_ptr() for state in optimizer.state.values() for t in state.values()]
+def make_optimizer(kind: str, params: list[nn.Parameter], lr: float = 0.1) -> FusedAdam:
+    return FusedAdam(params, lr=lr, weight_decay=0.1, master_weights=True, **KINDS[kind][1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
+@pytest.mark.parametrize("kind", KINDS)
 def test_state_dict_loads_in_place_and_training_goes_on_as_if_nothing_happened(
-    device: torch.device, dtype: torch.dtype
+    device: torch.device, kind: str
 ) -> None:
-    params = make_params(dtype=dtype, device=device)
-    optimizer = FusedAdam(params, lr=0.1, weight_decay=0.1, master_weights=True)
-    for _ in range(3):
-        set_grads(params)
-        optimizer.step()
+    params = make_params(SHAPES, KINDS[kind][0], device)
+    optimizer = make_optimizer(kind, params)
+    take_steps(3, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     weights = copies_of(params)
     grads = [[torch.randn_like(param) for param in params] for _ in range(3)]
@@ -46,71 +68,83 @@ def test_state_dict_loads_in_place_and_training_goes_on_as_if_nothing_happened(
         return copies_of(params)
 
     expected = train()
-    addresses = _addresses(optimizer)
-    with torch.no_grad():
-        for param, weight in zip(params, weights, strict=True):
-            param.copy_(weight)
+    addresses = state_addresses(optimizer)
+    copy_weights(weights, params)
     optimizer.param_groups[0]["lr"] = 7.0
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    assert _addresses(optimizer) == addresses
-    for state in optimizer.state.values():
-        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert state_addresses(optimizer) == addresses
+    for index, entries in optimizer.state_dict()["state"].items():
+        assert entries.keys() == saved["state"][index].keys()
+        for key, tensor in entries.items():
+            assert tensor.dtype == saved["state"][index][key].dtype
+            assert same_bits(tensor, saved["state"][index][key]), key
+        if not KINDS[kind][1]:
+            assert {tensor.dtype for tensor in entries.values()} == {FP32}
     assert_equal(train(), expected)
 
 
-def test_state_dict_goes_through_torch_save_into_a_fresh_optimizer() -> None:
-    params = make_params(dtype=torch.bfloat16)
-    optimizer = FusedAdam(params, lr=0.1, master_weights=True)
-    set_grads(params)
-    optimizer.step()
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_goes_through_torch_save_into_a_fresh_optimizer(kind: str) -> None:
+    params = make_params(SHAPES, KINDS[kind][0])
+    optimizer = make_optimizer(kind, params)
+    take_steps(3, optimizer)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     twins = copies_of(params)
-    fresh = FusedAdam(twins, lr=0.3, master_weights=True)
+    fresh = make_optimizer(kind, twins, lr=0.3)
     fresh.load_state_dict(torch.load(file))
-    for _ in range(2):
-        set_grads(params, twins)
-        optimizer.step()
-        fresh.step()
+    assert fresh.state[twins[0]]["exp_avg"].dtype == KINDS[kind][1].get("exp_avg_dtype", FP32)
+    take_steps(3, optimizer, fresh)
     assert_equal(params, twins)
     for param, twin in zip(params, twins, strict=True):
-        assert torch.equal(
-            optimizer.state[param]["master_param"], fresh.state[twin]["master_param"]
-        )
+        for key, value in optimizer.state[param].items():
+            assert same_bits(value, fresh.state[twin][key]), key
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_state_of_torch_loads_and_goes_on(adam_w_mode: bool, fused: bool) -> None:
-    params = make_params()
-    twins = copies_of(params)
-    make = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    theirs = make(twins, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, fused=fused)
-    for _ in range(3):
-        set_grads(params, twins)
-        theirs.step()
-    with torch.no_grad():
-        for param, twin in zip(params, twins, strict=True):
-            param.copy_(twin)
-    ours = FusedAdam(params, adam_w_mode=adam_w_mode)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fused": False},
+        {"foreach": True},
+        {"fused": True},
+        {"fused": True, "capturable": True},
+        {"fused": True, "lr": torch.tensor(0.05)},
+        {"fused": True, "amsgrad": True, "maximize": True},
+        {"fused": False, "amsgrad": True, "maximize": True},
+    ],
+    ids=["plain", "foreach", "fused", "capturable", "tensor_lr", "amsgrad", "amsgrad plain"],
+)
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_states_go_both_ways_between_torch_and_ours(make: Any, settings: dict[str, Any]) -> None:
+    twins = make_params()
+    numbers: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1, **settings}
+    theirs = make(twins, **numbers)
+    theirs._warned_capturable_if_run_uncaptured = True
+    take_steps(3, theirs)
+    params = copies_of(twins)
+    rule = {key: settings.get(key, False) for key in ("amsgrad", "maximize")}
+    adam_w_mode = make is torch.optim.AdamW
+    ours = FusedAdam(params, 0.3, (0.5, 0.5), 1e-3, 0.7, adam_w_mode=adam_w_mode, **rule)
     ours.load_state_dict(theirs.state_dict())
-    assert ours.param_groups[0]["lr"] == 0.05
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] == numbers["lr"]
     assert "fused" not in ours.param_groups[0]
-    for _ in range(3):
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
-    for param, twin in zip(params, twins, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+    take_steps(3, ours, theirs)
+    torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)
+    back = copies_of(params)
+    third = make(back, lr=0.3)
+    third.load_state_dict(copy.deepcopy(ours.state_dict()))
+    third.param_groups[0].update(rule)  # which is none of a group's numbers here
+    take_steps(3, ours, theirs, third)
+    torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(back, twins, rtol=1e-6, atol=1e-6)
 
 
 def test_loading_a_state_without_main_weights_takes_them_from_the_parameters() -> None:
-    params = make_params(dtype=torch.bfloat16)
+    params = make_params(dtype=BF16)
     ours = FusedAdam(params, master_weights=True)
-    set_grads(params)
-    ours.step()
+    take_steps(1, ours)
     state = copy.deepcopy(ours.state_dict())
     for entries in state["state"].values():
         del entries["master_param"]
@@ -126,30 +160,24 @@ def test_loading_the_state_before_the_first_step_starts_anew_in_place() -> None:
     params = make_params()
     optimizer = FusedAdam(params)
     fresh = copy.deepcopy(optimizer.state_dict())
-    set_grads(params)
-    optimizer.step()
-    addresses = _addresses(optimizer)
+    take_steps(1, optimizer)
+    addresses = state_addresses(optimizer)
     optimizer.load_state_dict(fresh)
-    assert _addresses(optimizer) == addresses
+    assert state_addresses(optimizer) == addresses
     assert all(not t.any() for state in optimizer.state.values() for t in state.values())
 
 
 def test_loaded_step_counts_may_differ_between_parameters() -> None:
-    params = make_params([(3,), (4,)])
-    twins = copies_of(params)
+    params, twins = make_twins([(3,), (4,)])
     theirs = torch.optim.AdamW(twins, weight_decay=0, fused=True)
     twins[0].grad = torch.randn(3)
     theirs.step()
     set_grads(params, twins)
     theirs.step()
-    with torch.no_grad():
-        for param, twin in zip(params, twins, strict=True):
-            param.copy_(twin)
+    copy_weights(twins, params)
     ours = FusedAdam(params)
     ours.load_state_dict(theirs.state_dict())
-    set_grads(params, twins)
-    ours.step()
-    theirs.step()
+    take_steps(1, ours, theirs)
     assert_equal(params, twins)
     assert [ours.state[param]["step"].item() for param in params] == [3, 2]
 
@@ -194,8 +222,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
 ) -> None:
     params = make_params()
     optimizer = FusedAdam(params)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     before = copy.deepcopy(optimizer.state_dict())
     broken = copy.deepcopy(before)
     for entries in broken["state"].values():
@@ -250,14 +277,11 @@ def test_copies_go_on_alike_and_apart(how: str) -> None:
 
 
 def test_state_that_was_taken_away_starts_anew() -> None:
-    params = make_params()
-    twins = copies_of(params)
+    params, twins = make_twins()
     optimizer = FusedAdam(params)
     set_grads(params, twins)
     optimizer.step()
-    with torch.no_grad():
-        for param, twin in zip(params, twins, strict=True):
-            param.copy_(twin)
+    copy_weights(twins, params)
     optimizer.state.clear()
     optimizer.step()
     FusedAdam(twins).step()
@@ -266,13 +290,10 @@ def test_state_that_was_taken_away_starts_anew() -> None:
 
 
 def test_a_state_tensor_that_was_replaced_is_used() -> None:
-    params = make_params()
-    twins = copies_of(params)
+    params, twins = make_twins()
     ours, theirs = FusedAdam(params), torch.optim.AdamW(twins, weight_decay=0, fused=True)
     for _ in range(2):
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
+        take_steps(1, ours, theirs)
         for param, twin in zip(params, twins, strict=True):
             moment = torch.randn_like(param)
             ours.state[param]["exp_avg"] = moment
@@ -280,29 +301,138 @@ def test_a_state_tensor_that_was_replaced_is_used() -> None:
     assert_equal(params, twins)
 
 
-def test_a_group_that_joins_late_trains() -> None:
-    params = make_params()
-    twins = copies_of(params)
-    ours = FusedAdam(params[:2], lr=0.1)
-    theirs = torch.optim.AdamW(twins[:2], lr=0.1, weight_decay=0, fused=True)
-    for _ in range(2):
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
-    ours.add_param_group({"params": params[2:], "lr": 0.2})
-    theirs.add_param_group({"params": twins[2:], "lr": 0.2})
-    for _ in range(2):
-        set_grads(params, twins)
-        ours.step()
-        theirs.step()
-    assert_equal(params, twins)
-
-
 def test_step_counts_are_float32_scalars_of_one_storage(device: torch.device) -> None:
     params = make_params(device=device)
     optimizer = FusedAdam(params)
-    set_grads(params)
-    optimizer.step()
+    take_steps(1, optimizer)
     steps = [optimizer.state[param]["step"] for param in params]
-    assert {(step.shape, step.dtype) for step in steps} == {(torch.Size([]), torch.float32)}
+    assert {(step.shape, step.dtype) for step in steps} == {(torch.Size([]), FP32)}
     assert len({step.untyped_storage().data_ptr() for step in steps}) == 1
+
+
+def te_state_of(optimizer: FusedAdam, step: Any) -> dict[str, Any]:
+    """Return a state as the FusedAdam of Transformer Engine or apex saves it: step per group."""
+    state = copy.deepcopy(optimizer.state_dict())
+    for entries in state["state"].values():
+        del entries["step"]
+    for group in state["param_groups"]:
+        group.update(step=step, bias_correction=True)
+    return state
+
+
+@pytest.mark.parametrize("step", [3, torch.tensor([3], dtype=torch.int32)], ids=["apex", "te"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_step_count_of_the_group_becomes_that_of_each_parameter(
+    step: Any, dtype: torch.dtype
+) -> None:
+    params = make_params(dtype=dtype)
+    theirs = FusedAdam(params, lr=0.1, weight_decay=0.1, master_weights=True)
+    take_steps(3, theirs)
+    twins = copies_of(params)
+    ours = FusedAdam(twins, master_weights=True)
+    ours.load_state_dict(te_state_of(theirs, step))
+    assert "bias_correction" not in ours.param_groups[0]
+    take_steps(2, theirs, ours)
+    assert_equal(params, twins)
+    assert {state["step"].item() for state in ours.state.values()} == {5}
+
+
+def test_the_state_of_a_group_that_has_not_stepped_is_empty() -> None:
+    params = make_params()
+    ours = FusedAdam(params)
+    state = te_state_of(ours, 0)
+    del state["param_groups"][0]["step"]
+    ours.load_state_dict(state)
+    assert not ours.state
+
+
+@pytest.mark.parametrize("saved_halves", [True, False])
+@pytest.mark.parametrize("kept_halves", [True, False])
+def test_main_weights_load_exactly_in_either_form(saved_halves: bool, kept_halves: bool) -> None:
+    params = make_params(dtype=BF16)
+    source = FusedAdam(params, lr=1e-3, master_weights=True, store_param_remainders=saved_halves)
+    take_steps(5, source)
+    twins = copies_of(params)
+    target = FusedAdam(twins, master_weights=True, store_param_remainders=kept_halves)
+    target.load_state_dict(source.state_dict())
+
+    def mains(optimizer: FusedAdam) -> list[torch.Tensor]:
+        found = []
+        for param, state in optimizer.state.items():
+            main = state["master_param"]
+            halves = main.dtype == torch.int16
+            found.append(join_remainder(param.detach(), main) if halves else main)
+        return found
+
+    for left, right in zip(mains(source), mains(target), strict=True):
+        assert torch.equal(left, right)
+    take_steps(3, source, target)
+    for left, right in zip(mains(source), mains(target), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_remainders_start_at_zero_where_no_main_weight_was_saved() -> None:
+    params = make_params(dtype=BF16)
+    ours = FusedAdam(params, master_weights=True, store_param_remainders=True)
+    take_steps(2, ours)
+    state = copy.deepcopy(ours.state_dict())
+    for entries in state["state"].values():
+        del entries["master_param"]
+    ours.load_state_dict(state)
+    assert not any(entries["master_param"].any() for entries in ours.state.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("bias_correction", False), ("maximize", True), ("amsgrad", True)]
+)
+def test_a_state_of_another_rule_is_refused(key: str, value: bool) -> None:
+    params = make_params()
+    optimizer = FusedAdam(params)
+    take_steps(1, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][key] = value
+    with pytest.raises(ConfigError, match=f"{key}={value}.*construct FusedAdam with {key}={value}"):
+        optimizer.load_state_dict(state)
+
+
+def test_an_amsgrad_state_without_its_largest_moments_is_refused() -> None:
+    params = make_params()
+    plain = FusedAdam(params)
+    take_steps(1, plain)
+    with pytest.raises(ConfigError, match="parameter 0 of group 0 has no 'max_exp_avg_sq'"):
+        FusedAdam(params, amsgrad=True).load_state_dict(plain.state_dict())
+
+
+def test_a_main_weight_that_transformer_engine_keeps_beside_float32_parameters_is_not_read() -> (
+    None
+):
+    """Its capturable kernel never updates that one, so it is old."""
+    params = make_params()
+    theirs = FusedAdam(params, lr=0.1, math="te", master_weights=True)
+    take_steps(1, theirs)
+    state = te_state_of(theirs, torch.tensor([1], dtype=torch.int32))
+    for param, entries in zip(params, state["state"].values(), strict=True):
+        entries["master_param"] = torch.zeros_like(param)
+    twins = copies_of(params)
+    ours = FusedAdam(twins, math="te", master_weights=True)
+    ours.load_state_dict(state)
+    assert_equal(params, twins)
+    take_steps(1, theirs, ours)
+    assert_equal(params, twins)
+
+
+def test_constructor_calls_for_transformer_engine_work_as_they_are() -> None:
+    settings: dict[str, Any] = {
+        "bias_correction": True,
+        "adam_w_mode": True,
+        "capturable": True,
+        "master_weights": True,
+        "master_weight_dtype": FP32,
+        "exp_avg_dtype": BF16,
+        "exp_avg_sq_dtype": BF16,
+        "use_decoupled_grad": True,
+        "store_param_remainders": True,
+    }
+    optimizer = FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, False, **settings)
+    assert "amsgrad" not in optimizer.param_groups[0]
+    assert FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, True).settings.amsgrad
