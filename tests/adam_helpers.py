@@ -1,6 +1,7 @@
 """Parameters, gradients and an operation counter for the tests of FusedAdam."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def make_twins(
     return params, copies_of(params)
 
 
-def grad_of(param: nn.Parameter) -> Tensor:
+def grad_of(param: Tensor) -> Tensor:
     assert param.grad is not None
     return param.grad
 
@@ -81,7 +82,19 @@ def take_steps(num_steps: int, *optimizers: torch.optim.Optimizer) -> None:
             optimizer.step()
 
 
-def copy_weights(source: list[nn.Parameter], target: list[nn.Parameter]) -> None:
+def step_together(
+    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, lr: float, num_steps: int
+) -> None:
+    """Step both on equal gradients, while lr falls."""
+    optimizers = (ours, theirs)
+    for step in range(num_steps):
+        set_grads(*(optimizer.param_groups[0]["params"] for optimizer in optimizers))
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = lr / (1 + step)
+            optimizer.step()
+
+
+def copy_weights(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for param, twin in zip(source, target, strict=True):
             twin.copy_(param)

@@ -131,6 +131,15 @@ def make_step(
     )
 
 
+def leaves_a_stream_unjoined(model: nn.Module, x: Tensor) -> Tensor:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        (x * 2).sum()
+    loss: Tensor = model(x)
+    return loss
+
+
 def batch(rows: int = 12) -> Tensor:
     return torch.randn(rows, WIDTH)
 
@@ -142,6 +151,7 @@ __all__ = [
     "batch",
     "cuda_error",
     "install",
+    "leaves_a_stream_unjoined",
     "make_step",
     "running",
     "use_cuda_backend",

@@ -18,6 +18,7 @@ from adam_helpers import (
     make_params,
     make_twins,
     set_grads,
+    step_together,
     take_steps,
 )
 from adam_kernel_cases import (
@@ -50,12 +51,7 @@ def test_sgd_stays_with_that_of_torch(device: torch.device, name: str, dtype: to
     params, twins = make_twins(device=device, dtype=dtype)
     ours = FusedSGD(params, lr=0.01, **SGD_SETTINGS[name])
     theirs = torch.optim.SGD(twins, lr=0.01, **SGD_SETTINGS[name])
-    for step in range(100):
-        set_grads(params, twins)
-        for optimizer in (ours, theirs):
-            optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
-        ours.step()
-        theirs.step()
+    step_together(ours, theirs, 0.01, 100)
     for param, twin in zip(params, twins, strict=True):
         # A few roundings per step of numbers below 10.
         close = 100 * 4 * 10 * torch.finfo(dtype).eps

@@ -5,7 +5,7 @@ Each is compared with the library's own uncaptured loop. They run where the libr
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,31 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
+def train_on(
+    batches: Iterable[Any],
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    backward: Callable[[Tensor], object],
+    captured: bool,
+) -> list[Tensor]:
+    losses = []
+    if captured:
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
+            for x, y in batches:
+                losses.append(step(x, y))
+                scheduler.step()
+        return losses
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = loss_fn(model, x, y)
+        backward(loss)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.detach())
+    return losses
+
+
 def assert_same_training(
     train: Callable[[bool], tuple[list[Tensor], nn.Module, torch.optim.Optimizer]],
 ) -> None:
@@ -61,20 +86,7 @@ def test_accelerate(precision: str) -> None:
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
         net, inner, *others = make_training()
         model, optimizer, scheduler, loader = accelerator.prepare(net, inner, *others)
-        losses = []
-        if captured:
-            with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
-                for x, y in loader:
-                    losses.append(step(x, y))
-                    scheduler.step()
-            return losses, net, inner
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = loss_fn(model, x, y)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.detach())
+        losses = train_on(loader, model, optimizer, scheduler, accelerator.backward, captured)
         return losses, net, inner
 
     assert_same_training(train)
@@ -87,20 +99,8 @@ def test_fabric() -> None:
         fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
         net, inner, scheduler, loader = make_training()
         model, optimizer = fabric.setup(net, inner)
-        losses = []
-        if captured:
-            with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
-                for x, y in fabric.setup_dataloaders(loader):
-                    losses.append(step(x, y))
-                    scheduler.step()
-            return losses, net, inner
-        for x, y in fabric.setup_dataloaders(loader):
-            optimizer.zero_grad()
-            loss = loss_fn(model, x, y)
-            fabric.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.detach())
+        batches = fabric.setup_dataloaders(loader)
+        losses = train_on(batches, model, optimizer, scheduler, fabric.backward, captured)
         return losses, net, inner
 
     assert_same_training(train)

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
+import rank_steps
 from faults import FaultMode, World
 from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.trace.op_tensors import is_wrapper_subclass
 from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
+from rank_steps import WIDTH, batch
 from ranks import GROUP_TIMEOUT_S, RankPool, on_ranks, rank_device
 
 
@@ -74,31 +76,11 @@ def test_a_number_that_one_rank_changes_before_the_capture_costs_all_one_more_wa
     assert torch.equal(first[2], second[2])
 
 
-WIDTH = 4
-
-
 def build(strategy: str, scope: str, **options: Any) -> tuple[Any, nn.Module, FusedAdam]:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 3)]
-    model = nn.Sequential(*layers).to(rank_device())
     # A failed iteration makes units forget their order, and the next one prefetches nothing: for
     # the capture after it that is another path, which costs a warm-up or a refusal more.
     overlap = OverlapPolicy(forward_prefetch=False, backward_prefetch=False)
-    graphfsdp.fully_shard(model[0], strategy=strategy, overlap=overlap)
-    graphfsdp.fully_shard(model, strategy=strategy, overlap=overlap)
-    optim = FusedAdam(model.parameters(), lr=1e-2)
-    options = {"loss_fn": loss_of, "max_grad_norm": 0.5, "warmup_steps": 2, **options}
-    return graphfsdp.capture(model, optim, scope=scope, **options), model, optim
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def batch(index: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=generator).to(rank_device())
+    return rank_steps.build(strategy, scope, nn.BatchNorm1d(WIDTH), overlap=overlap, **options)
 
 
 class OpNames(TorchDispatchMode):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fake_cuda import DEVICE, FakeCuda, batch, make_step
+from fake_cuda import DEVICE, FakeCuda, batch, leaves_a_stream_unjoined, make_step
 from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.rules.watcher import DispatchMode, Watcher
 from graphfsdp.bench.clock import time_window
@@ -17,15 +17,7 @@ from graphfsdp.optim.offload.parts import SideCopies
 
 
 def test_a_side_stream_that_is_not_joined_is_named_by_the_rules(on_played_device: FakeCuda) -> None:
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            (x * 2).sum()
-        loss: Tensor = model(x)
-        return loss
-
-    step = make_step(loss_fn)
+    step = make_step(leaves_a_stream_unjoined)
     for _ in range(3):
         step(batch())
     with pytest.raises(CaptureError, match="does not wait for") as caught:

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_rollback_ranks import WIDTH, build
 from torch import Tensor
 
 import graphfsdp
 from graphfsdp import Phase
 from helpers import assert_same_state, snapshot
+from rank_steps import WIDTH, build
 from ranks import RankPool
 
 

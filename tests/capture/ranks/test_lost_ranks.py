@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_rollback_ranks import batch, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from faults import Fault, FaultMode, World
 from graphfsdp import Phase
 from graphfsdp._capture.trace.op_tensors import is_wrapper_subclass
+from rank_steps import batch, build
 from ranks import PRELOADED, RankPool
 
 NUM_RANKS = 3

@@ -1,42 +1,15 @@
 """A fault on one rank: what the others hear, and that all of them are as they were before."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import graphfsdp
 from faults import FAULTS, Fault, FaultMode, World
-from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
-from ranks import RankPool, rank_device
-
-WIDTH = 4
-
-
-def build(strategy: str, scope: str, **options: Any) -> tuple[Any, nn.Module, FusedAdam]:
-    quick_garbage_collection()
-    torch.manual_seed(0)
-    device = rank_device()
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 3)]
-    model = nn.Sequential(*layers).to(device)
-    graphfsdp.fully_shard(model[0], strategy=strategy)
-    graphfsdp.fully_shard(model, strategy=strategy)
-    optim = FusedAdam(model.parameters(), lr=1e-2)
-    options = {"loss_fn": loss_of, "max_grad_norm": 0.5, "warmup_steps": 2, **options}
-    return graphfsdp.capture(model, optim, scope=scope, **options), model, optim
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def batch(index: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=generator).to(rank_device())
+from rank_steps import batch, build
+from ranks import RankPool
 
 
 def losses_without_faults(strategy: str, num_calls: int) -> list[Tensor]:
