@@ -87,7 +87,8 @@ def _advance(args: StepArgs) -> None:
         torch._foreach_add_(args.steps, 1)
         return
     skip = (args.found_inf != 0).to(torch.float32)
-    torch._foreach_add_(args.steps, 1 - skip)
+    # With alpha, since without it torch would read the tensor on the host, as a number.
+    torch._foreach_add_(args.steps, 1 - skip, alpha=1)
     if args.skipped is not None:
         args.skipped.add_(skip)
 

@@ -1,7 +1,9 @@
 """What steers a step on the device: clipping, the skip of non-finite gradients, the loss scale."""
 
 import copy
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ from adam_helpers import (
     take_steps,
 )
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim import DeviceGradScaler, FusedAdam
+from graphfsdp.optim import Adafactor, DeviceGradScaler, FusedAdam, FusedLion, FusedSGD, Muon
+from graphfsdp.optim.fused import plan as plans
+from graphfsdp.optim.fused.step import as_kernel, run_cuda
+from helpers import no_host_sync
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,6 +118,42 @@ def test_neither_skip_nor_clipping_costs_a_host_read_or_a_write_of_gradients(
     for param, grad in zip(params, before, strict=True):
         assert param.grad is not None
         assert torch.equal(param.grad, grad)
+
+
+OF_ITS_OWN = [FusedAdam, FusedSGD, FusedLion]  # norm, and loss scale
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        *itertools.product([*OF_ITS_OWN, Muon, Adafactor], ["a flag", "a flag and a scale"]),
+        *itertools.product(OF_ITS_OWN, ["its own norm", "a loss scale"]),
+    ],
+)
+def test_no_step_that_may_be_skipped_reads_the_host(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, make: Any, how: str
+) -> None:
+    """Such a read would be a wait on CUDA, and an error in a capture."""
+    settings: dict[str, Any] = {}
+    if how == "its own norm":
+        settings = {"skip_nonfinite": True, "max_grad_norm": 1.0}
+    elif how == "a loss scale":
+        settings = {"grad_scaler": DeviceGradScaler(device=device)}
+    if device.type == "cpu":  # what a GPU runs: the operation of a CPU may read its own memory
+        monkeypatch.setattr(plans, "fused_adam_", as_kernel(run_cuda))
+    params = make_params([(8, 4), (3, 5)], device=device)
+    optimizer = make(params, **settings)
+    given: dict[str, Any] = {}
+    if how.startswith("a flag"):
+        given["found_inf"] = torch.zeros((), device=device)
+    if how == "a flag and a scale":
+        given["grad_scale"] = torch.tensor(0.5, device=device)
+    set_grads(params)
+    optimizer.step(**given)
+    before = copies_of(params)
+    with no_host_sync(device):
+        optimizer.step(**given)
+    assert not torch.equal(before[0], params[0])
 
 
 def test_the_loss_scale_grows_and_backs_off(device: torch.device) -> None:
