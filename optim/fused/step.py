@@ -4,12 +4,12 @@ Shapes: G = groups; S = parameters that one tensor of step counts stands for; [.
 same for all tensors of one parameter or flat run.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 
 from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.flat_runs import flat_view
@@ -17,11 +17,11 @@ from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
     by_rows,
-    dequantize,
-    join_remainder,
-    quantize_,
+    read_moments,
+    read_weights,
     rows_of,
-    split_remainder_,
+    store_moments,
+    store_weights,
 )
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
@@ -52,7 +52,9 @@ class StepArgs(NamedTuple):
     found_inf: Tensor | None  # [] float; unless it is zero, the step is skipped
     skipped: Tensor | None  # [] float32, counts what is skipped; None: another call does
     tables: list[Tensor]  # of the kernel; empty: tensor code
-    scratch: Tensor | None  # [scratch_bytes] uint8 for scaled gradients; None: the step makes it
+    # [scratch_bytes] uint8 for scaled gradients; None: the step makes it. In a replay it lies where
+    # activations were.
+    scratch: Tensor | None
     scratch_bytes: int  # what it would be of use to have
     dense: bool  # no tensor has gaps
     flags: Flags
@@ -94,23 +96,27 @@ def _advance(args: StepArgs) -> None:
 
 
 def _run_tensor_code(
-    args: StepArgs, cut: Callable[[Columns], Iterable[Columns]] = lambda columns: (columns,)
+    args: StepArgs, cut: Callable[[Columns], Iterator[Columns]] | None = None
 ) -> None:
     """Run the step as plain tensor code, on parts of a lane one after the other."""
     _advance(args)
     start = 0
     for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
         coefficients = adam_coefficients(args.hyper[row], args.steps[first].view(-1)[0], args.flags)
-        for part in cut(args.columns.part(start, start + size)):
-            for index in range(len(part.params)):
-                adam_update_(
-                    part.member(index),
-                    coefficients,
-                    args.flags,
-                    grad_scale=args.grad_scale,
-                    found_inf=args.found_inf,
-                )
+        for part in (cut or _singles)(args.columns.part(start, start + size)):
+            adam_update_(
+                part,
+                coefficients,
+                args.flags,
+                grad_scale=args.grad_scale,
+                found_inf=args.found_inf,
+            )
         start += size
+
+
+def _singles(columns: Columns) -> Iterator[Columns]:
+    for index in range(len(columns.params)):
+        yield columns.part(index, index + 1)
 
 
 def run_cuda(args: StepArgs) -> None:
@@ -152,7 +158,10 @@ def run_cpu(args: StepArgs) -> None:
     wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
     scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
     as_is = scale == 1.0 and args.columns.grads[0].dtype == wide_dtype
-    scratch = _Scratch(wide_dtype, args.scratch)
+    scratch = args.scratch
+    if scratch is None:
+        num_bytes = 0 if as_is else scratch_bytes(args.columns, args.lane_sizes)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8)
     # Stored as the kernel takes them, all tensors of a lane go into one call.
     whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
     rows = args.hyper.tolist()
@@ -168,7 +177,7 @@ def run_cpu(args: StepArgs) -> None:
         start += size
         for part in [lane] if whole else _chunks(lane):
             if not as_is:  # unnamed, so that it is freed before the next one is made
-                part = part._replace(grads=_scaled(part.grads, scale, scratch))
+                part = part._replace(grads=_scaled(part.grads, scale, scratch.view(wide_dtype)))
             _update(part, step, rows[row], args.flags, wide_dtype)
 
 
@@ -181,110 +190,27 @@ def _update(
 ) -> None:
     """Widen what is stored otherwise, call torch's kernel, and store it again."""
     lr, beta1, beta2, eps, weight_decay = hyper_row
-    main = part.main_params or None
-    weights = _main_weights(part.params, main, wide_dtype)
-    moments = (
-        (part.exp_avgs, part.exp_avg_scales, False),
-        (part.exp_avg_sqs, part.exp_avg_sq_scales, True),
-        (part.max_exp_avg_sqs, part.max_exp_avg_sq_scales, True),
-    )
-    first, second, largest = (_widen(stored, wide_dtype, scales) for stored, scales, _ in moments)
+    weights, moments = read_weights(part, wide_dtype), read_moments(part, wide_dtype)
     kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
     kernel(
-        weights, part.grads, first, second, largest, [step] * len(weights),
+        weights, part.grads, *moments, [step] * len(weights),
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
     )  # fmt: skip
-    for (stored, scales, positive), values in zip(moments, (first, second, largest), strict=True):
-        if scales:
-            for codes, scale, value in zip(stored, scales, values, strict=True):
-                quantize_(codes, scale, value, positive=positive)
-        elif values is not stored:
-            torch._foreach_copy_(stored, values)
-    _store_weights(part.params, main, weights)
+    store_moments(part, moments)
+    store_weights(part, weights)
 
 
-def _main_weights(
-    model: list[Tensor],
-    main: list[Tensor] | None,
-    wide_dtype: torch.dtype,
-) -> list[Tensor]:
-    """Return what the kernel updates: stored tensors, or copies of the wide dtype."""
-    if main is None:
-        return _widen(model, wide_dtype)
-    if main[0].dtype == torch.int16:
-        return list(map(join_remainder, model, main))
-    return main
-
-
-def _store_weights(model: list[Tensor], main: list[Tensor] | None, weights: list[Tensor]) -> None:
-    if main is not None and main[0].dtype == torch.int16:
-        for param, remainder, weight in zip(model, main, weights, strict=True):
-            split_remainder_(param, remainder, weight)
-    elif weights is not model:
-        torch._foreach_copy_(model, weights)
-
-
-def _widen(
-    tensors: list[Tensor], dtype: torch.dtype, scales: Sequence[Tensor] = ()
-) -> list[Tensor]:
-    if scales:
-        return list(map(dequantize, tensors, scales))
-    if not tensors or tensors[0].dtype == dtype:
-        return tensors
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-class _Scratch:
-    """Memory for one part's gradients after the other, made when the first one needs it.
-
-    Unless there is some: in a replay it lies where activations were.
-    """
-
-    def __init__(self, dtype: torch.dtype, memory: Tensor | None) -> None:
-        self.dtype = dtype
-        self._memory = torch.empty(0, dtype=dtype) if memory is None else memory.view(dtype)
-
-    def take(self, numel: int) -> Tensor:
-        """Return [numel], whose contents may be those of the last call."""
-        if self._memory.numel() < numel:
-            self._memory = torch.empty(numel, dtype=self.dtype)
-        return self._memory[:numel]
-
-
-def _scaled(grads: list[Tensor], scale: float, scratch: _Scratch) -> list[Tensor]:
-    """Return scaled gradients of the scratch's dtype, as slices of one tensor in memory order."""
-    sizes = [grad.numel() for grad in grads]
-    if _are_neighbours(grads, sizes):
-        joined = flat_view(grads[0], sum(sizes))
-        scaled = _scaled_into(joined, scale, scratch.take(joined.numel()))
-        return list(scaled.split_with_sizes(sizes)) if len(grads) > 1 else [scaled]
+def _scaled(grads: list[Tensor], scale: float, scratch: Tensor) -> list[Tensor]:
+    """Return scaled gradients of the scratch's dtype, in its memory."""
     # Memory order: a permuted tensor would be copied in the order of its indices.
-    joined = _flatten_dense_tensors(
-        [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
-    )
-    target = joined if joined.dtype == scratch.dtype else scratch.take(joined.numel())
-    return list(_scaled_into(joined, scale, target).split_with_sizes(sizes))
-
-
-def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
-    """Tell whether dense tensors follow one another in one storage, as persistent gradients do."""
-    if len(grads) == 1:
-        return True
-    end = grads[0].data_ptr()
-    for grad, size in zip(grads, sizes, strict=True):
-        if grad.data_ptr() != end:
-            return False
-        end += size * grad.element_size()
-    # Addresses rise between these two, so that all lie in their storage.
-    return bool(grads[0].untyped_storage()._cdata == grads[-1].untyped_storage()._cdata)
-
-
-def _scaled_into(source: Tensor, scale: float, target: Tensor) -> Tensor:
-    if source.dtype == target.dtype:
-        return torch.mul(source, scale, out=target)
-    target.copy_(source)
-    return target if scale == 1.0 else target.mul_(scale)
+    grads = [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
+    memory = scratch[: sum(grad.numel() for grad in grads)]
+    scaled = list(_unflatten_dense_tensors(memory, grads))
+    torch._foreach_copy_(scaled, grads)
+    if scale != 1.0:
+        memory.mul_(scale)
+    return scaled
 
 
 def _chunks(columns: Columns) -> Iterator[Columns]:
@@ -317,14 +243,17 @@ def _chunk_numel(total: int) -> int:
 
 
 def scratch_bytes(columns: Columns, lane_sizes: Sequence[int]) -> int:
-    """Return the memory that a step of dense tensors needs besides if it scales gradients."""
+    """Return the memory that the gradients of one part need once they are scaled or widened."""
+    if not columns.params:
+        return 0
     most, start = 0, 0
     for size in lane_sizes:
         total = sum(param.numel() for param in columns.params[start : start + size])
         most = max(most, min(total, _chunk_numel(total)))
         start += size
-    wide = [torch.promote_types(param.dtype, torch.float32) for param in columns.params[:1]]
-    return most * wide[0].itemsize if wide else 0
+    if columns.exp_avg_scales or columns.exp_avg_sq_scales:  # no row is cut
+        most = max(most, *(rows_of(param.shape)[1] for param in columns.params))
+    return most * torch.promote_types(columns.params[0].dtype, torch.float32).itemsize
 
 
 def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:

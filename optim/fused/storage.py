@@ -47,9 +47,6 @@ class Columns(NamedTuple):
     exp_avg_sq_scales: list[Tensor]
     max_exp_avg_sq_scales: list[Tensor]
 
-    def member(self, index: int) -> StepTensors:
-        return StepTensors(*(column[index] if column else None for column in self))  # type: ignore[arg-type]
-
     def part(self, start: int, stop: int) -> "Columns":
         return Columns(*(column[start:stop] for column in self))
 
@@ -202,6 +199,54 @@ def quantize_(
     if positive:
         scaled = torch.where(rows > 0, scaled.clamp(min=SMALLEST[codes.dtype]), scaled)
     by_rows(codes).copy_(scaled)
+
+
+def read_weights(part: Columns, dtype: torch.dtype) -> list[Tensor]:
+    """Return what a step updates, in a wide dtype: the stored tensors where they have it."""
+    if part.main_params and part.main_params[0].dtype == torch.int16:
+        return list(map(join_remainder, part.params, part.main_params))
+    return _widen(part.main_params or part.params, dtype)
+
+
+def store_weights(part: Columns, weights: list[Tensor]) -> None:
+    if part.main_params and part.main_params[0].dtype == torch.int16:
+        for param, remainder, weight in zip(part.params, part.main_params, weights, strict=True):
+            split_remainder_(param, remainder, weight)
+        return
+    for stored in (part.main_params, part.params):
+        if stored and stored is not weights:
+            torch._foreach_copy_(stored, weights)
+
+
+def read_moments(part: Columns, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Return first, second and largest second moments, in a wide dtype; empty where are none."""
+    return [
+        list(map(dequantize, stored, scales)) if scales else _widen(stored, dtype)
+        for stored, scales in _stored_moments(part)
+    ]
+
+
+def store_moments(part: Columns, moments: list[list[Tensor]]) -> None:
+    for index, (stored, scales) in enumerate(_stored_moments(part)):
+        if scales:
+            for codes, scale, moment in zip(stored, scales, moments[index], strict=True):
+                quantize_(codes, scale, moment, positive=index > 0)
+        elif stored and stored is not moments[index]:
+            torch._foreach_copy_(stored, moments[index])
+
+
+def _stored_moments(part: Columns) -> list[tuple[list[Tensor], list[Tensor]]]:
+    return [
+        (part.exp_avgs, part.exp_avg_scales),
+        (part.exp_avg_sqs, part.exp_avg_sq_scales),
+        (part.max_exp_avg_sqs, part.max_exp_avg_sq_scales),
+    ]
+
+
+def _widen(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if not tensors or tensors[0].dtype == dtype:
+        return tensors
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _per_element(scales: Tensor, row_numel: int) -> Tensor:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
-    StepTensors,
-    dequantize,
-    join_remainder,
-    quantize_,
-    split_remainder_,
+    Columns,
+    read_moments,
+    read_weights,
+    store_moments,
+    store_weights,
 )
 
 
@@ -71,17 +71,17 @@ def adam_coefficients(
 
 @torch.no_grad()
 def adam_update_(
-    tensors: StepTensors,
+    part: Columns,
     coefficients: AdamCoefficients,  # [] float64 each
     flags: Flags,
     *,
-    grad_scale: Tensor | None = None,  # [] float, multiplies the gradient
+    grad_scale: Tensor | None = None,  # [] float, multiplies the gradients
     found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
 ) -> None:
-    """Apply one step to one parameter, in place.
+    """Apply one step to some parameters, in place.
 
-    The maths is in float32 whatever the storage is (in float64 for a float64 weight). With a main
-    weight, the model weight is only written: it becomes the rounded main weight.
+    The maths is in float32 whatever the storage is (in float64 for float64 weights). With main
+    weights, the model weights are only written: they become the rounded main weights.
 
     Capture: no host sync; temporaries come from the graph's pool; all addresses stay fixed.
     Source: Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); decoupled decay: Loshchilov & Hutter
@@ -89,103 +89,58 @@ def adam_update_(
         Algorithm 2 (arXiv:1904.09237).
     """
     if found_inf is not None:
-        _update_unless(found_inf, tensors, coefficients, flags, grad_scale)
+        _update_unless(found_inf, part, coefficients, flags, grad_scale)
         return
-    weight = _read_weight(tensors)
-    gradient = tensors.grad.to(weight.dtype)
-    if grad_scale is not None:
-        gradient = gradient * grad_scale
-    if flags.maximize:
-        gradient = -gradient
-    stores = (
-        (tensors.exp_avg, tensors.exp_avg_scale),
-        (tensors.exp_avg_sq, tensors.exp_avg_sq_scale),
-        (tensors.max_exp_avg_sq, tensors.max_exp_avg_sq_scale),
-    )
-    moments = [_read_moment(store, scale, weight.dtype) for store, scale in stores]
-    if flags.rule == "adam":
-        first, second, largest = moments
+    wide = torch.promote_types(part.params[0].dtype, torch.float32)
+    weights, moments = read_weights(part, wide), read_moments(part, wide)
+    for index, weight in enumerate(weights):
+        gradient = part.grads[index].to(wide)
+        if grad_scale is not None:
+            gradient = gradient * grad_scale
+        if flags.maximize:
+            gradient = -gradient
+        first, second, largest = (values[index] if values else None for values in moments)
+        if flags.rule == "sgd":
+            _sgd_rule_(weight, gradient, first, coefficients, nesterov=flags.nesterov)
+            continue
         assert first is not None
+        if flags.rule == "lion":
+            _lion_rule_(weight, gradient, first, coefficients)
+            continue
         assert second is not None
         rule = _te_rule_ if flags.te_math else _torch_rule_
-        rule(_Values(weight, gradient, first, second, largest), coefficients, flags.adam_w_mode)
-    elif flags.rule == "sgd":
-        _sgd_rule_(weight, gradient, moments[0], coefficients, nesterov=flags.nesterov)
-    else:
-        assert moments[0] is not None
-        _lion_rule_(weight, gradient, moments[0], coefficients)
-    for index, (store, scale) in enumerate(stores):
-        _store_moment(store, scale, moments[index], positive=index > 0)
-    _store_weight(tensors, weight)
+        rule(weight, gradient, first, second, largest, coefficients, flags.adam_w_mode)
+    store_moments(part, moments)
+    store_weights(part, weights)
 
 
 def _update_unless(
     found_inf: Tensor,
-    tensors: StepTensors,
+    part: Columns,
     coefficients: AdamCoefficients,
     flags: Flags,
     grad_scale: Tensor | None,
 ) -> None:
     """Update copies, then take them over unless the flag is set."""
-    copies = StepTensors(
-        *(store if store is None or store is tensors.grad else store.clone() for store in tensors)  # type: ignore[arg-type]
-    )
+    copies = Columns(*([tensor.clone() for tensor in column] for column in part))
+    copies = copies._replace(grads=part.grads)
     adam_update_(copies, coefficients, flags, grad_scale=grad_scale)
     skip = found_inf != 0
-    for store, copy in zip(tensors, copies, strict=True):
-        if store is not None and copy is not None and store is not copy:
+    for name, stored, updated in zip(part._fields, part, copies, strict=True):
+        for store, copy in zip(stored, updated, strict=True) if name != "grads" else ():
             store.copy_(torch.where(skip, store, copy))
 
 
-class _Values(NamedTuple):
-    """What a rule works on, all of one wide dtype; all but the gradient are changed in place."""
-
-    weight: Tensor
-    gradient: Tensor
-    first: Tensor
-    second: Tensor
-    largest: Tensor | None
-
-
-def _read_weight(tensors: StepTensors) -> Tensor:
-    """Return the weight that is updated, wide; a stored one where it is wide already."""
-    main = tensors.main_param
-    if main is not None and main.dtype == torch.int16:
-        return join_remainder(tensors.param, main)
-    stored = tensors.param if main is None else main
-    return stored.to(torch.promote_types(stored.dtype, torch.float32))
-
-
-def _store_weight(tensors: StepTensors, weight: Tensor) -> None:
-    main = tensors.main_param
-    if main is not None and main.dtype == torch.int16:
-        split_remainder_(tensors.param, main, weight)
-        return
-    for store in (main, tensors.param):
-        if store is not None and store is not weight:
-            store.copy_(weight)
-
-
-def _read_moment(store: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if store is None:
-        return None
-    return store.to(dtype) if scale is None else dequantize(store, scale)
-
-
-def _store_moment(
-    store: Tensor | None, scale: Tensor | None, value: Tensor | None, *, positive: bool
+def _torch_rule_(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    largest: Tensor | None,
+    coefficients: AdamCoefficients,
+    adam_w_mode: bool,
 ) -> None:
-    if store is None or value is None:
-        return
-    if scale is not None:
-        quantize_(store, scale, value, positive=positive)
-    elif store is not value:
-        store.copy_(value)
-
-
-def _torch_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: bool) -> None:
     """The order of operations of torch's own Adam."""
-    weight, gradient, first, second, largest = values
     if adam_w_mode:
         weight.mul_(coefficients.decay)
     else:
@@ -197,12 +152,19 @@ def _torch_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: b
     weight.sub_((first / denominator).mul_(coefficients.step_size))
 
 
-def _te_rule_(values: _Values, coefficients: AdamCoefficients, adam_w_mode: bool) -> None:
+def _te_rule_(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    largest: Tensor | None,
+    coefficients: AdamCoefficients,
+    adam_w_mode: bool,
+) -> None:
     """The order of operations of Transformer Engine's multi-tensor Adam.
 
     Source: transformer_engine/common/multi_tensor/adam.cu, as compiled with fused multiply-add.
     """
-    weight, gradient, first, second, largest = values
     at = AdamCoefficients(*(value.to(weight.dtype) for value in coefficients))
     if not adam_w_mode:
         gradient = _fma(at.weight_decay, weight, gradient)

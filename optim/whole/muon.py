@@ -22,7 +22,7 @@ from graphfsdp.optim.fused.hyper_table import (
     plain_lr,
 )
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import StepTensors
+from graphfsdp.optim.fused.storage import StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 from graphfsdp.optim.whole.row_gather import gather_rows, own_rows
 from graphfsdp.optim.whole.tensor_optimizer import TensorMember, TensorOptimizer
@@ -197,10 +197,9 @@ def _adam_step(member: TensorMember, row: Tensor, grad_scale: Tensor | None) -> 
     assert member.grad is not None
     step = member.state["step"].add_(1)
     flags = Flags()
-    tensors = StepTensors(
-        member.weight, member.grad, member.state["exp_avg"], member.state["exp_avg_sq"]
-    )
-    adam_update_(tensors, adam_coefficients(row, step, flags), flags, grad_scale=grad_scale)
+    moments = member.state["exp_avg"], member.state["exp_avg_sq"]
+    part = make_columns([StepTensors(member.weight, member.grad, *moments)])
+    adam_update_(part, adam_coefficients(row, step, flags), flags, grad_scale=grad_scale)
 
 
 def _shape_ratio(shape: torch.Size, adjustment: str) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import StepTensors
+from graphfsdp.optim.fused.storage import StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
 LOW_PRECISION = [torch.bfloat16, torch.float16]
@@ -63,7 +63,7 @@ def _run(
     for grad in grads:
         step += 1
         adam_update_(
-            StepTensors(param, grad, exp_avg, exp_avg_sq, main_param=main),
+            make_columns([StepTensors(param, grad, exp_avg, exp_avg_sq, main_param=main)]),
             adam_coefficients(row, step, Flags(bias_correction=bias_correction)),
             Flags(adam_w_mode, bias_correction),
             grad_scale=grad_scale,
