@@ -4,7 +4,7 @@ Shapes: [...] any shape; [R] all elements of one run.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 # One parameter's tensors: weight, gradient, moments and so on, in a fixed order. None is a tensor
 # that does not take part.
 Bundle = tuple[Tensor | None, ...]
+_Item = TypeVar("_Item")
 
 # Tensors that do not continue their neighbour start on a border of this many elements, which is
 # a multiple of 16 bytes in every dtype.
@@ -53,11 +54,7 @@ def flat_view(tensor: Tensor, numel: int | None = None) -> Tensor:
 
 
 def continues(left: Tensor, right: Tensor) -> bool:
-    return (
-        left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-        and left.dtype == right.dtype
-        and left.storage_offset() + left.numel() == right.storage_offset()
-    )
+    return _Span.of(left).precedes(_Span.of(right))
 
 
 def slices_like(
@@ -94,53 +91,47 @@ def merge_neighbours(bundles: Sequence[Bundle]) -> list[FlatRun]:
     zero size are skipped.
     """
     spans = {
-        index: tuple(_span(tensor) for tensor in bundle)
+        index: [None if tensor is None else _Span.of(tensor) for tensor in bundle]
         for index, bundle in enumerate(bundles)
-        if _numel(bundle)
+        if _first(bundle).numel()
     }
     runs: list[list[int]] = []
-    previous: tuple[_Span | None, ...] | None = None
-    for index in sorted(spans, key=lambda i: _memory_order(spans[i])):
-        if previous is not None and _all_follow(previous, spans[index]):
+    for index in sorted(spans, key=lambda i: _first(spans[i])[:2]):
+        columns = zip(spans[runs[-1][-1]], spans[index], strict=True) if runs else ()
+        if runs and all(
+            left is right if left is None or right is None else left.precedes(right)
+            for left, right in columns
+        ):
             runs[-1].append(index)
         else:
             runs.append([index])
-        previous = spans[index]
     return [_make_run(bundles, members) for members in runs]
 
 
-# Where a tensor lies: storage address, dtype, first element, one past the last element.
-_Span = tuple[int, torch.dtype, int, int]
+class _Span(NamedTuple):
+    """Where a tensor lies."""
+
+    address: int  # of its storage
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Span":
+        start = int(tensor.storage_offset())
+        address = tensor.untyped_storage().data_ptr()
+        return cls(address, start, start + tensor.numel(), tensor.dtype)
+
+    def precedes(self, other: "_Span") -> bool:
+        return (self.address, self.dtype, self.stop) == (other.address, other.dtype, other.start)
 
 
-def _span(tensor: Tensor | None) -> _Span | None:
-    if tensor is None:
-        return None
-    start = int(tensor.storage_offset())
-    return tensor.untyped_storage().data_ptr(), tensor.dtype, start, start + tensor.numel()
-
-
-def _numel(bundle: Bundle) -> int:
-    return next((tensor.numel() for tensor in bundle if tensor is not None), 0)
-
-
-def _memory_order(spans: tuple[_Span | None, ...]) -> tuple[int, int]:
-    first = next(span for span in spans if span is not None)
-    return first[0], first[2]
-
-
-def _all_follow(before: tuple[_Span | None, ...], after: tuple[_Span | None, ...]) -> bool:
-    for left, right in zip(before, after, strict=True):
-        if left is None or right is None:
-            if left is not right:
-                return False
-        elif left[:2] != right[:2] or left[3] != right[2]:
-            return False
-    return True
+def _first(column: Sequence[_Item | None]) -> _Item:
+    return next(item for item in column if item is not None)
 
 
 def _make_run(bundles: Sequence[Bundle], members: list[int]) -> FlatRun:
-    numel = sum(_numel(bundles[index]) for index in members)
+    numel = sum(_first(bundles[index]).numel() for index in members)
     tensors = tuple(
         None if tensor is None else flat_view(tensor, numel) for tensor in bundles[members[0]]
     )

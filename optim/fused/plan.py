@@ -52,11 +52,10 @@ class Member(NamedTuple):
     """One parameter that takes the step; of a DTensor, this rank's part of everything."""
 
     position: int
-    param: Tensor
-    grad: Tensor
-    state: State
-    row: int
-    step_class: int  # equal for parameters whose step counts are equal
+    tensors: StepTensors
+    step: Tensor  # [] float32
+    lane: tuple[int, int]  # row, and a number that parameters with equal step counts share
+    dense: bool  # neither parameter nor gradient has gaps, and they are strided alike
 
 
 class Lanes(NamedTuple):
@@ -80,22 +79,13 @@ class Batch:
     lanes: Lanes
     hyper: Tensor  # [G, 5] float64
     tables: list[Tensor]  # of the kernel, if it is used
-    dense: bool  # no tensor has gaps
+    dense: bool  # see Member
     scratch_bytes: int  # what a step that scales gradients needs besides, on a CPU
-    # Gradients that are strided unlike their parameter go through a copy that is not.
-    staged: list[tuple[int, Tensor]]
 
     def collect(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Capture: copies gradients that are strided unlike their parameter; no host sync."""
-        staged = dict(self.staged)
-        for index, copy in self.staged:
-            source = grads[index]
-            assert source is not None, "the plan's signature says that it has a gradient"
-            copy.copy_(source)
         if self.merged:
             return self.columns.grads
-        found = [staged.get(index, grads[index]) for index in self.grad_indices]
-        return [grad for grad in found if grad is not None]
+        return [grad for index in self.grad_indices if (grad := grads[index]) is not None]
 
 
 class Plan:
@@ -116,12 +106,12 @@ class Plan:
         self._states = list(states.values())
         self._state_tensors = _values(self._states)
         combinations: dict[tuple[object, ...], list[Member]] = {}
-        for position, row, param, grad in stepped:
-            state = local_state(states[param])
-            member = Member(position, local_part(param), grad, state, row, classes[param])
-            combinations.setdefault(_combination(member), []).append(member)
+        for item in stepped:
+            member = _member(item, local_state(states[item.param]), classes[item.param])
+            key = (member.tensors.param.device, _dtypes(member), member.dense)
+            combinations.setdefault(key, []).append(member)
         self._batches = [
-            _make_batch(members, hyper(members[0].param.device))
+            _make_batch(members, hyper(members[0].tensors.param.device))
             for members in combinations.values()
         ]
         # Addresses of gradients matter where something was derived from them.
@@ -167,7 +157,7 @@ class Plan:
     def norm_parts(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> NormParts:
         """Return the tensors whose norm is the gradients': flat runs where there are such."""
         parts = norm_parts(params, grads)
-        if parts.sharded or any(batch.staged for batch in self._batches):
+        if parts.sharded:
             return parts
         runs = [
             run
@@ -231,43 +221,40 @@ def local_state(state: Mapping[str, Tensor]) -> State:
     return {key: local_part(value) for key, value in state.items()}
 
 
+def _member(item: Stepped, state: State, step_class: int) -> Member:
+    param = local_part(item.param)
+    named = {_COLUMN_OF_STATE.get(key, key): value for key, value in state.items() if key != "step"}
+    dense = is_dense(param.shape, param.stride()) and same_layout(param, item.grad)
+    tensors = StepTensors(param, item.grad, **named)
+    return Member(item.position, tensors, state["step"], (item.row, step_class), dense)
+
+
+def _dtypes(member: Member) -> Dtypes:
+    return make_columns([member.tensors]).dtypes()
+
+
 def _make_batch(
-    members: list[Member],  # of one combination
+    members: list[Member],  # of one device and dtype combination
     hyper: Tensor,  # [G, 5] float64
 ) -> Batch:
-    dense = _is_dense(members[0])
-    # Empty gradients that are strided as their parameter, where theirs are not.
-    staged = {
-        member.position: torch.empty_strided(
-            member.param.shape,
-            member.param.stride(),
-            dtype=member.grad.dtype,
-            device=member.grad.device,
-        )
-        for member in members
-        if dense and not same_layout(member.grad, member.param)
-    }
     by_lane: dict[tuple[int, int], list[Member]] = {}
     for member in members:
-        grad = staged.get(member.position, member.grad)
-        lane = by_lane.setdefault((member.row, member.step_class), [])
-        lane.append(member._replace(grad=grad))
-
+        by_lane.setdefault(member.lane, []).append(member)
     found: list[StepTensors] = []
     grad_indices: list[int] = []
     steps: list[Tensor] = []
     lanes = Lanes([], [], [])
     for (row, _), lane in by_lane.items():
-        runs = _merge_lane(lane, dense)
+        runs = _merge_lane(lane)
         found += [tensors for _, tensors in runs]
         grad_indices += [position for position, _ in runs]
         lanes.rows.append(row)
         lanes.sizes.append(len(runs))
         lanes.steps.append(len(steps))
-        steps += _step_slices([member.state["step"] for member in lane])
+        steps += _step_slices([member.step for member in lane])
     columns = make_columns(found)
-    merged = len(found) < sum(1 for member in members if member.param.numel())
-    on_cpu = members[0].param.device.type == "cpu"
+    merged = len(found) < sum(1 for member in members if member.tensors.param.numel())
+    on_cpu, dense = members[0].tensors.param.is_cpu, members[0].dense
     return Batch(
         columns=columns if merged else columns._replace(grads=[]),
         grad_indices=grad_indices,
@@ -278,27 +265,13 @@ def _make_batch(
         tables=_make_tables(found, steps, lanes, hyper) if _uses_kernel(members[0]) else [],
         dense=dense,
         scratch_bytes=scratch_bytes(columns, lanes.sizes) if dense and on_cpu else 0,
-        staged=list(staged.items()),
     )
-
-
-def _combination(member: Member) -> tuple[object, ...]:
-    """Return what is equal for parameters that go into one batch."""
-    return (member.param.device, _dtypes(member), _is_dense(member))
-
-
-def _dtypes(member: Member) -> Dtypes:
-    return make_columns([_tensors(member)]).dtypes()
-
-
-def _is_dense(member: Member) -> bool:
-    return is_dense(member.param.shape, member.param.stride())
 
 
 def _uses_kernel(member: Member) -> bool:
     return (
-        _on_cuda(member.param)
-        and _is_dense(member)
+        _on_cuda(member.tensors.param)
+        and member.dense
         and kernel.is_available()
         and kernel.supports(_dtypes(member))
     )
@@ -308,29 +281,16 @@ def _on_cuda(param: Tensor) -> bool:
     return param.is_cuda
 
 
-def _tensors(member: Member) -> StepTensors:
-    state = {
-        _COLUMN_OF_STATE.get(key, key): value
-        for key, value in member.state.items()
-        if key != "step"
-    }
-    return StepTensors(member.param, member.grad, **state)
-
-
-def _merge_lane(lane: list[Member], dense: bool) -> list[tuple[int, StepTensors]]:
+def _merge_lane(lane: list[Member]) -> list[tuple[int, StepTensors]]:
     """Return the runs of a lane, each with the place of its first gradient; none are empty.
 
     They are in the order of the parameters: wherever the allocator has put these, the call is the
     same, and gradients that follow one another in memory do so in the call.
     """
-    found = [_tensors(member) for member in lane]
+    found = [member.tensors for member in lane]
     # The blocks of scales start where a parameter does.
-    if not dense or found[0].is_scaled:
-        return [
-            (member.position, tensors)
-            for member, tensors in zip(lane, found, strict=True)
-            if member.param.numel()
-        ]
+    if not lane[0].dense or found[0].is_scaled:
+        return [(m.position, m.tensors) for m in lane if m.tensors.param.numel()]
     return [
         (
             lane[run.members[0]].position,
