@@ -126,7 +126,9 @@ class Case(NamedTuple):
     def update(self, scale: Tensor | None, flags: Flags, skip: Tensor | None = None) -> None:
         for bundle, lane in zip(self.bundles, self.lane_of, strict=True):
             coefficients = adam_coefficients(self.hyper[lane], self.steps[lane], flags)
-            adam_update_(make_columns([bundle]), coefficients, flags, grad_scale=scale, found_inf=skip)
+            adam_update_(
+                make_columns([bundle]), coefficients, flags, grad_scale=scale, found_inf=skip
+            )
 
     def update_on_cpu(self, scale: Tensor | None, flags: Flags) -> None:
         """Step as the operation does on the CPU, which counts the step itself."""

@@ -24,7 +24,6 @@ from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.fused.state import match_state_dict
 
 # They have the same states with the same meaning.
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
@@ -131,7 +130,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     state_dict = {**current, "state": state, "param_groups": groups, **known}
     if len(plan.problems) == num_problems and isinstance(optimizer, DeviceOptimizer):
         try:
-            match_state_dict(state_dict, optimizer.param_groups, optimizer.settings)
+            optimizer.match(state_dict)
         except ConfigError as error:
             plan.problems.append(f"optimizer: {error}")
             return

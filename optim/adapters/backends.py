@@ -1,12 +1,13 @@
 """Adapters that make optimizers capturable; ``adapt`` chooses one."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.changes import Change
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import (
@@ -14,7 +15,7 @@ from graphfsdp.optim.adapters.baked import (
     BakedAdapter,
     TorchAdamAdapter,
     TorchSGDAdapter,
-    changed_groups,
+    Word,
 )
 from graphfsdp.optim.adapters.foreign import ForeignAdamAdapter, foreign_name
 from graphfsdp.optim.adapters.precision import OFFLOAD, OptimizerFacts, Situation, find_row
@@ -59,7 +60,6 @@ class NativeAdapter(Adapter):
             ),
         )
         self._native = optimizer
-        self._baked: list[tuple[int, int | None]] | None = None
 
     def _check_inside_graph(
         self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
@@ -80,23 +80,14 @@ class NativeAdapter(Adapter):
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         self._native.step(grad_scale=grad_scale, found_inf=found_inf)
 
-    def bake(self) -> None:
-        self._baked = self._layout()
-
-    def changes(self) -> list[Change]:
-        """Return what makes the recording useless: other groups, or another tensor as lr."""
-        if self._baked is None or self._layout() == self._baked:
-            return []
-        now = self._layout()
-        changes = [
-            _changed_lr(self._name, index, old, new)
-            for index, ((_, old), (_, new)) in enumerate(zip(self._baked, now, strict=False))
-            if old != new
+    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
+        return [
+            {
+                "params": group["params"],
+                "lr": group["lr"] if isinstance(group["lr"], Tensor) else Word.NUMBER,
+            }
+            for group in self._native.param_groups
         ]
-        sizes = [[size for size, _ in layout] for layout in (self._baked, now)]
-        if sizes[0] != sizes[1]:
-            changes.append(changed_groups(self._name, *sizes))
-        return changes
 
     def _before_replay(self) -> None:
         self._native.upload_hyperparameters()
@@ -107,12 +98,6 @@ class NativeAdapter(Adapter):
         for device in sorted(devices, key=str):
             yield f"hyper-parameter table on {device}", self._native.hyper_table(device)
         yield from self._native.control.tensors()
-
-    def _layout(self) -> list[tuple[int, int | None]]:
-        return [
-            (len(group["params"]), id(group["lr"]) if isinstance(group["lr"], Tensor) else None)
-            for group in self._native.param_groups
-        ]
 
 
 class JointOptimizer:
@@ -180,12 +165,3 @@ class JointOptimizer:
         for index, member in enumerate(self._members):
             for name, tensor in member.state_tensors():
                 yield f"{name} of optimizer {index}", tensor
-
-
-def _changed_lr(owner: str, index: int, old: int | None, new: int | None) -> Change:
-    """Return the change of an lr that became, ceased to be, or is another tensor (by id)."""
-    was, now = ("a number" if lr is None else "a tensor" for lr in (old, new))
-    if was == now:
-        now = "another tensor"
-    remedy = "write into the tensor (fill_), or keep to numbers"
-    return Change(ChangeKind.BAKED_VALUE, f"lr of group {index} of {owner}", was, now, remedy)

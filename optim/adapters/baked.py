@@ -1,8 +1,8 @@
 """The base of all adapters, and those whose numbers are baked into a recording, and guarded."""
 
-import abc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from graphfsdp.optim.adapters.precision import (
     find_row,
     main_grad_dtype,
 )
+from graphfsdp.optim.fused.checks import check_lr_device
 
 _NOT_VALUES = frozenset({"params", "param_names"})
-_MISSING = object()
 # Of the optimizer, so that the number outlives a captured step and is found by a checkpoint.
 _SKIP_COUNTER = "_graphfsdp_skipped_steps"
 
 
-class Adapter(abc.ABC):
+class Adapter:
     """What all adapters share; see ``CapturableOptimizer`` for what the methods promise."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
@@ -36,6 +36,7 @@ class Adapter(abc.ABC):
         self.use_decoupled_grad = facts.use_decoupled_grad
         self._facts = facts
         self._name = facts.name
+        self._baked: BakedValues | None = None
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
         return main_grad_dtype(param, policy, self._facts)
@@ -61,8 +62,17 @@ class Adapter(abc.ABC):
         """Refuse what the optimizer cannot do in a graph or outside of one."""
         return
 
-    @abc.abstractmethod
-    def changes(self) -> list[Change]: ...
+    def bake(self) -> None:
+        self._baked = BakedValues(self._baked_groups())
+
+    def changes(self) -> list[Change]:
+        if self._baked is None:
+            return []
+        return self._baked.changes(self._baked_groups(), self._name)
+
+    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return the parameters of each group, and what a change of makes a recording useless."""
+        return self.optimizer.param_groups
 
     def before_replay(self) -> None:
         refuse(self.changes())
@@ -104,7 +114,6 @@ class BakedAdapter(Adapter):
                 keeps_main_weights=False,
             ),
         )
-        self._baked: BakedValues | None = None
         self._skipped: Tensor | None = None  # [] float32
         self._skips_itself = False
 
@@ -156,14 +165,6 @@ class BakedAdapter(Adapter):
     def _take_step(self) -> None:
         self.optimizer.step()
 
-    def bake(self) -> None:
-        self._baked = BakedValues(self.optimizer.param_groups)
-
-    def changes(self) -> list[Change]:
-        if self._baked is None:
-            return []
-        return self._baked.changes(self.optimizer.param_groups, self._name)
-
     def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
         """Refuse kernels over lists of parameters on several meshes."""
         for index, group in enumerate(self.optimizer.param_groups):
@@ -181,17 +182,12 @@ class BakedAdapter(Adapter):
     ) -> None:
         """Refuse an lr that would be read on the host."""
         for index, group in enumerate(self.optimizer.param_groups):
-            lr = group.get("lr")
-            if not isinstance(lr, Tensor):
-                continue
-            for param in group["params"]:
-                if param.device != lr.device:
-                    raise ConfigError(
-                        f"lr of group {index} of {self._name} is a tensor on {lr.device}, its "
-                        f"parameters are on {param.device}: it would be read on the host and "
-                        "baked. Move lr to the parameters' device, or use "
-                        "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay"
-                    )
+            check_lr_device(
+                group,
+                f"group {index} of {self._name}",
+                "it would be read on the host and baked. Move lr to the parameters' device, or use "
+                "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay",
+            )
 
 
 class _TorchAdapter(BakedAdapter):
@@ -280,6 +276,13 @@ def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**group, "params": params} for params in meshes.values()]
 
 
+class Word(Enum):
+    """What stands for a value where it is not itself that counts."""
+
+    MISSING = "missing"
+    NUMBER = "a number"
+
+
 class BakedValues:
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._num_params = [len(group["params"]) for group in groups]
@@ -300,7 +303,7 @@ class BakedValues:
         found = []
         for index, (group, values) in enumerate(zip(groups, self._values, strict=True)):
             for key, old in values.items():
-                new = group.get(key, _MISSING)
+                new = group.get(key, Word.MISSING)
                 if new is not old and not _equal(old, new):
                     found.append(_change(owner, index, key, old, new))
             for key, address in self._addresses[index].items():
@@ -331,14 +334,16 @@ def _change(owner: str, index: int, key: str, old: object, new: object) -> Chang
         remedy = "write into the tensor instead (fill_ or copy_), which replays see"
         return Change(ChangeKind.BAKED_VALUE, name, *words, remedy)
     remedy = "graphfsdp.optim.FusedAdam reads every number anew in each replay"
-    if key == "lr":
+    if old is Word.NUMBER:
+        remedy = "keep to numbers, which each replay reads anew"
+    elif key == "lr":
         remedy += ", and an lr that is a tensor on the parameters' device stays live as well"
     return Change(ChangeKind.BAKED_VALUE, name, _show(old), _show(new), remedy)
 
 
 def _show(value: object) -> str:
-    if value is _MISSING:
-        return "missing"
+    if isinstance(value, Word):
+        return value.value
     if isinstance(value, Tensor):
         return f"a tensor on {value.device}"
     return repr(value)

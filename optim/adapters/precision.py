@@ -1,13 +1,14 @@
 """The precision guard, and which optimizer can be captured with which precision, as data.
 
-The optimizer must read the persistent gradient buffer, never a copy. ``table_rows`` and
-``rich_table`` are what ``graphfsdp check --precision-table`` prints.
+The optimizer must read the persistent gradient buffer, never a copy. ``rich_table`` is what
+``graphfsdp check --precision-table`` prints.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,10 +78,6 @@ class PrecisionRow:
     why: str = ""  # it cannot be captured
     remedy: str = ""
     before: Version = ()  # the first version that the row does not hold for; empty: all
-
-    @property
-    def versions(self) -> str:
-        return f"before {'.'.join(map(str, self.before))}" if self.before else "any"
 
     def fits(self, situation: Situation) -> bool:
         return (
@@ -233,22 +230,18 @@ def find_row(situation: Situation) -> PrecisionRow:
     raise LookupError(f"no row of the precision table is about {situation.optimizer!r}")
 
 
-def table_rows() -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield optimizer, versions, case, whether it is captured, and why not with the way out."""
-    for row in TABLE:
-        reason = f"{row.why}. Remedy: {row.remedy}" if row.why else ""
-        verdict = "captured" if row.captured else "refused"
-        yield row.optimizer, row.versions, row.case.value, verdict, reason
-
-
 def rich_table() -> "Table":
     from rich.table import Table
 
     table = Table(title="What the precision guard accepts; the first row that fits decides")
     for heading in ("optimizer", "versions", "when", "", "why not, and what to do"):
         table.add_column(heading, overflow="fold")  # else rich cuts long words off
-    for cells in table_rows():
-        table.add_row(*cells)
+    for row in TABLE:
+        versions = f"before {'.'.join(map(str, row.before))}" if row.before else "any"
+        verdict = (
+            ("captured", "") if row.captured else ("refused", f"{row.why}. Remedy: {row.remedy}")
+        )
+        table.add_row(row.optimizer, versions, row.case.value, *verdict)
     return table
 
 
@@ -287,27 +280,26 @@ def check_precision(
     """
     if policy.use_decoupled_grad != facts.use_decoupled_grad:
         raise PrecisionError(_decoupling_message(policy, facts))
-    compared: tuple[_Compared, ...] = (
-        lambda param: (facts.main_weight_dtype(param), main_param_dtype(param, policy, facts)),
-        lambda param: (
-            main_param_dtype(param, policy, facts),
-            main_grad_dtype(param, policy, facts),
-        ),
-        lambda param: (param.dtype, main_grad_dtype(param, policy, facts)),
+    main = partial(main_param_dtype, policy=policy, facts=facts)
+    grad = partial(main_grad_dtype, policy=policy, facts=facts)
+    compared: tuple[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]], ...] = (
+        (facts.main_weight_dtype, main, _Clash.of_main_weights),
+        (main, grad, _Clash.of_a_casted_copy),
+        (lambda param: param.dtype, grad, _Clash.of_one_dtype),
     )
     if facts.use_decoupled_grad:
         compared = compared[:1]
     elif facts.mixed_gradients:
         compared = compared[:2]
-    messages = (_main_weight_message, _casted_copy_message, _own_dtype_message)
-    for dtypes_of, message in zip(compared, messages, strict=False):
-        pairs = {name: dtypes_of(param) for name, param in named_params.items()}
-        clashing = [name for name, (left, right) in pairs.items() if left != right]
-        if clashing:
-            raise PrecisionError(message(*pairs[clashing[0]], _list_names(clashing), policy, facts))
+    for left, right, message in compared:
+        pairs = {name: (left(param), right(param)) for name, param in named_params.items()}
+        names = [name for name, (one, other) in pairs.items() if one != other]
+        if names:
+            clash = _Clash(*map(_short, pairs[names[0]]), _list_names(names), policy, facts)
+            raise PrecisionError(message(clash))
 
 
-_Compared = Callable[[nn.Parameter], tuple[torch.dtype, torch.dtype]]
+_DtypeOf = Callable[[Tensor], torch.dtype]
 
 
 def _decoupling_message(policy: MixedPrecisionPolicy, facts: OptimizerFacts) -> str:
@@ -328,66 +320,53 @@ def _decoupling_message(policy: MixedPrecisionPolicy, facts: OptimizerFacts) -> 
     )
 
 
-def _main_weight_message(
-    updated: torch.dtype,
-    wanted: torch.dtype,
-    names: str,
-    policy: MixedPrecisionPolicy,
-    facts: OptimizerFacts,
-) -> str:
-    ways = ["drop main_params_dtype from the policy", f"make the parameters {_short(wanted)}"]
-    if facts.keeps_main_weights and wanted == torch.float32:
-        ways.insert(0, "construct FusedAdam(..., master_weights=True)")
-    return (
-        f"mp_policy.main_params_dtype is {_short(wanted)}, but {facts.name} updates weights in "
-        f"{_short(updated)}, for {names}. Ways out: {_numbered(ways)}"
-    )
+class _Clash(NamedTuple):
+    """Two dtypes that must be equal and are not, and the parameters where it is so."""
 
+    left: str
+    right: str
+    names: str
+    policy: MixedPrecisionPolicy
+    facts: OptimizerFacts
 
-def _casted_copy_message(
-    main: torch.dtype,
-    grad: torch.dtype,
-    names: str,
-    policy: MixedPrecisionPolicy,
-    facts: OptimizerFacts,
-) -> str:
-    ways = [
-        "read the gradient apart from the parameter: FusedAdam(..., use_decoupled_grad=True) "
-        "with MixedPrecisionPolicy(use_decoupled_grad=True, ...)",
-        f"equal dtypes: main_grads_dtype={_short(main)}, or main_params_dtype={_short(grad)} "
-        "with main weights of that dtype",
-        "drop main_grads_dtype: the main grads then have the dtype of the main weights",
-    ]
-    origin = (
-        "mp_policy.main_params_dtype"
-        if policy.main_params_dtype is not None
-        else f"main_params_dtype (not set: what {facts.name} updates)"
-    )
-    return (
-        f"{origin} is {_short(main)} and mp_policy.main_grads_dtype is {_short(grad)}, so the "
-        f"optimizer would read a casted copy of the gradient, not the persistent buffer, for "
-        f"{names}. Ways out: {_numbered(ways)}"
-    )
+    def of_main_weights(self) -> str:
+        ways = ["drop main_params_dtype from the policy", f"make the parameters {self.right}"]
+        if self.facts.keeps_main_weights and self.right == "float32":
+            ways.insert(0, "construct FusedAdam(..., master_weights=True)")
+        return (
+            f"mp_policy.main_params_dtype is {self.right}, but {self.facts.name} updates weights "
+            f"in {self.left}, for {self.names}. Ways out: {_numbered(ways)}"
+        )
 
+    def of_a_casted_copy(self) -> str:
+        ways = [
+            "read the gradient apart from the parameter: FusedAdam(..., use_decoupled_grad=True) "
+            "with MixedPrecisionPolicy(use_decoupled_grad=True, ...)",
+            f"equal dtypes: main_grads_dtype={self.left}, or main_params_dtype={self.right} "
+            "with main weights of that dtype",
+            "drop main_grads_dtype: the main grads then have the dtype of the main weights",
+        ]
+        origin = "mp_policy.main_params_dtype"
+        if self.policy.main_params_dtype is None:
+            origin = f"main_params_dtype (not set: what {self.facts.name} updates)"
+        return (
+            f"{origin} is {self.left} and mp_policy.main_grads_dtype is {self.right}, so the "
+            f"optimizer would read a casted copy of the gradient, not the persistent buffer, for "
+            f"{self.names}. Ways out: {_numbered(ways)}"
+        )
 
-def _own_dtype_message(
-    own: torch.dtype,
-    grad: torch.dtype,
-    names: str,
-    policy: MixedPrecisionPolicy,
-    facts: OptimizerFacts,
-) -> str:
-    ways = [
-        "use graphfsdp.optim.FusedAdam, which takes any float dtypes",
-        f"main_grads_dtype={_short(own)}",
-        "drop the dtypes from the policy",
-    ]
-    return (
-        f"the main grads are {_short(grad)} (mp_policy.main_grads_dtype is "
-        f"{_short(policy.main_grads_dtype)}, main_params_dtype is "
-        f"{_short(policy.main_params_dtype)}), but {facts.name} needs gradients of the "
-        f"parameter's dtype, {_short(own)}, for {names}. Ways out: {_numbered(ways)}"
-    )
+    def of_one_dtype(self) -> str:
+        ways = [
+            "use graphfsdp.optim.FusedAdam, which takes any float dtypes",
+            f"main_grads_dtype={self.left}",
+            "drop the dtypes from the policy",
+        ]
+        return (
+            f"the main grads are {self.right} (mp_policy.main_grads_dtype is "
+            f"{_short(self.policy.main_grads_dtype)}, main_params_dtype is "
+            f"{_short(self.policy.main_params_dtype)}), but {self.facts.name} needs gradients of "
+            f"the parameter's dtype, {self.left}, for {self.names}. Ways out: {_numbered(ways)}"
+        )
 
 
 def _short(dtype: torch.dtype | None) -> str:

@@ -76,15 +76,13 @@ def check_buffers(groups: Sequence[Mapping[str, Any]], has_moments: bool) -> Non
             )
 
 
-def check_lr_device(group: Mapping[str, Any], row: int) -> None:
-    lr = group["lr"]
-    if not isinstance(lr, Tensor):
-        return
-    for param in group["params"]:
+def check_lr_device(group: Mapping[str, Any], owner: str, remedy: str) -> None:
+    lr = group.get("lr")
+    for param in group["params"] if isinstance(lr, Tensor) else ():
         if param.device != lr.device:
             raise ConfigError(
-                f"lr of parameter group {row} is a tensor on {lr.device}, its parameters are on "
-                f"{param.device}; move lr there, or give a number, which stays live as well"
+                f"lr of {owner} is a tensor on {lr.device}, its parameters are on "
+                f"{param.device}; {remedy}"
             )
 
 

@@ -19,9 +19,11 @@ from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.state import (
     Loaded,
+    State,
+    check_saved_group,
     copy_states,
     create_states,
-    match_state_dict,
+    match_entries,
     split_classes,
     step_classes,
 )
@@ -119,8 +121,18 @@ class DeviceOptimizer(LiveOptimizer):
             elif grad is not None:
                 grad.detach().zero_()
 
-    def _match(self, state_dict: dict[str, Any]) -> Loaded:
-        return match_state_dict(state_dict, self.param_groups, self._settings)
+    def _check_saved(self, saved: Mapping[str, Any], row: int) -> None:
+        check_saved_group(saved, row, self._settings)
+
+    def _match_entries(
+        self,
+        param: Tensor,
+        row: int,
+        name: str,
+        entries: Mapping[str, Any],
+        saved: Mapping[str, Any],
+    ) -> State:
+        return match_entries(entries, saved, param, name, self._settings)
 
     def load_states(self, loaded: Loaded) -> None:
         self.create_missing([param for param, source in loaded.items() if source])

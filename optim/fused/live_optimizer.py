@@ -4,7 +4,7 @@ Shapes: [...] a parameter's shape; [] is a 0-D tensor.
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.recut import recut_states
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.checks import check_lr_device, refuse_copies
+from graphfsdp.optim.fused.checks import check_lr_device, parameter_name, refuse_copies
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.hyper_table import HyperTable, Rule
-from graphfsdp.optim.fused.state import Loaded, load_groups
+from graphfsdp.optim.fused.state import Loaded, State, load_groups
 
 
 class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -48,7 +48,19 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None: ...
 
     @abc.abstractmethod
-    def _match(self, state_dict: dict[str, Any]) -> Loaded: ...
+    def _match_entries(
+        self,
+        param: Tensor,
+        row: int,
+        name: str,
+        entries: Mapping[str, Any],
+        saved: Mapping[str, Any],
+    ) -> State:
+        """Return what the state of a parameter of a group is to become; ``saved`` is that group."""
+
+    def _check_saved(self, saved: Mapping[str, Any], row: int) -> None:
+        """Refuse a group that was saved by an optimizer of another rule."""
+        return
 
     @abc.abstractmethod
     def load_states(self, loaded: Loaded) -> None:
@@ -83,7 +95,11 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         row = len(self.param_groups) - 1
         try:
             self._rule.check(self.param_groups[row], row)
-            check_lr_device(self.param_groups[row], row)
+            check_lr_device(
+                self.param_groups[row],
+                f"parameter group {row}",
+                "move lr there, or give a number, which stays live as well",
+            )
             self._check_params(row)
         except ConfigError:
             self.param_groups.pop()
@@ -154,7 +170,7 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
             if replaced is not None:
                 state_dict = replaced
         state_dict = recut_states(state_dict, self)
-        loaded = self._match(state_dict)
+        loaded = self.match(state_dict)
         with torch.no_grad(), _disable_current_modes():
             self.load_states(loaded)
             if "control" in state_dict:
@@ -162,6 +178,27 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         self._load_numbers(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def match(self, state_dict: Mapping[str, Any]) -> Loaded:
+        """Find the saved state of each parameter, or None; ConfigError: something does not fit."""
+        groups, saved_groups = self.param_groups, state_dict["param_groups"]
+        here, there = ([len(group["params"]) for group in g] for g in (groups, saved_groups))
+        if here != there:
+            raise ConfigError(
+                f"the saved state has groups of {there} parameters, this optimizer of {here}"
+            )
+        name_of = parameter_name(groups)
+        loaded: Loaded = {}
+        for row, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+            self._check_saved(saved, row)
+            for index, (param, key) in enumerate(
+                zip(group["params"], saved["params"], strict=True)
+            ):
+                entries, name = state_dict["state"].get(key), name_of(row, index)
+                loaded[param] = (
+                    self._match_entries(param, row, name, entries, saved) if entries else None
+                )
+        return loaded
 
     def _load_numbers(self, state_dict: dict[str, Any]) -> None:
         load_groups(state_dict, self.param_groups)

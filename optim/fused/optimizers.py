@@ -140,15 +140,7 @@ class FusedSGD(DeviceOptimizer):
             nesterov: Look ahead along the momentum.
             maximize: Climb instead of descending.
             momentum_dtype: Dtype in which the momentum is stored, see ``FusedAdam``.
-            use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``.
-            master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
-            store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
-                that the parameter lacks, in int16.
-            skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
-                in float32, is not finite.
-            max_grad_norm: Clip the gradients' global norm, inside the update.
-            norm_type: 2 or infinity.
-            grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.
+            use_decoupled_grad: See ``FusedAdam`` for this and all that follow.
 
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
@@ -219,15 +211,7 @@ class FusedLion(DeviceOptimizer):
             weight_decay: Fraction of the weight removed per unit of learning rate.
             maximize: Climb instead of descending.
             exp_avg_dtype: Dtype in which the momentum is stored, see ``FusedAdam``.
-            use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``.
-            master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
-            store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
-                that the parameter lacks, in int16.
-            skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
-                in float32, is not finite.
-            max_grad_norm: Clip the gradients' global norm, inside the update.
-            norm_type: 2 or infinity.
-            grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.
+            use_decoupled_grad: See ``FusedAdam`` for this and all that follow.
 
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.

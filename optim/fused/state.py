@@ -13,7 +13,6 @@ from torch import Tensor
 from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.checks import parameter_name
 from graphfsdp.optim.fused.flat_runs import slices_like
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.storage import (
@@ -141,42 +140,6 @@ _COMPARED = frozenset(
 _NOT_LOADED = _RUN_SETTINGS | _COMPARED | {"params", "param_names", "step"}
 
 
-def match_state_dict(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    settings: StepSettings,
-) -> Loaded:
-    """Find the saved state of each parameter, None where there is none; refuse what does not fit.
-
-    It is that of FusedAdam, of torch's Adam or AdamW, or of the FusedAdam of Transformer Engine or
-    apex, which count steps per group.
-    """
-    saved_groups = state_dict["param_groups"]
-    if len(saved_groups) != len(groups):
-        raise ConfigError(
-            f"the saved state has {len(saved_groups)} parameter groups, "
-            f"this optimizer has {len(groups)}"
-        )
-    loaded: Loaded = {}
-    name_of = parameter_name(groups)
-    for row, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        _check_settings(saved, row, settings)
-        if len(saved["params"]) != len(group["params"]):
-            raise ConfigError(
-                f"parameter group {row} of the saved state has {len(saved['params'])} "
-                f"parameters, here it has {len(group['params'])}"
-            )
-        pairs = zip(group["params"], saved["params"], strict=True)
-        for position, (param, key) in enumerate(pairs):
-            entries = state_dict["state"].get(key)
-            loaded[param] = (
-                _match_entries(entries, saved, param, name_of(row, position), settings)
-                if entries
-                else None
-            )
-    return loaded
-
-
 def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> None:
     """Copy what was saved into the state tensors that exist, which keep address and dtype."""
     for param, source in loaded.items():
@@ -258,7 +221,8 @@ def load_groups(
                 group[key] = tuple(value) if key == "betas" else value
 
 
-def _check_settings(saved: Mapping[str, Any], row: int, settings: StepSettings) -> None:
+def check_saved_group(saved: Mapping[str, Any], row: int, settings: StepSettings) -> None:
+    """Refuse the group of an optimizer of another rule."""
     own = {
         "amsgrad": settings.amsgrad,
         "maximize": settings.flags.maximize,
@@ -267,9 +231,10 @@ def _check_settings(saved: Mapping[str, Any], row: int, settings: StepSettings) 
     }
     for key, value in own.items():
         if bool(saved.get(key, value)) != value:
+            kind = {"adam": "FusedAdam", "sgd": "FusedSGD", "lion": "FusedLion"}
             raise ConfigError(
                 f"parameter group {row} was saved with {key}={bool(saved[key])}, this optimizer "
-                f"has {key}={value}; construct {_class_of(settings)} with "
+                f"has {key}={value}; construct {kind[settings.flags.rule]} with "
                 f"{key}={bool(saved[key])}"
             )
     adam_w_mode = settings.flags.adam_w_mode
@@ -283,56 +248,51 @@ def _check_settings(saved: Mapping[str, Any], row: int, settings: StepSettings) 
         )
 
 
-def _class_of(settings: StepSettings) -> str:
-    return {"adam": "FusedAdam", "sgd": "FusedSGD", "lion": "FusedLion"}[settings.flags.rule]
-
-
-def _match_entries(
+def match_entries(
     entries: Mapping[str, Any],
     saved_group: Mapping[str, Any],
     param: Tensor,
     name: str,
     settings: StepSettings,
-) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+) -> State:
+    """Return the saved state of a parameter; refuse one that does not fit.
+
+    It is that of FusedAdam, of torch's Adam or AdamW, or of the FusedAdam of Transformer Engine or
+    apex, which count steps per group.
+    """
     step = entries.get("step", saved_group.get("step"))
     if step is None and settings.flags.rule in ("sgd", "lion"):
         step = 1.0  # elsewhere they count none; only the first step of SGD is unlike the others
-    if step is None:
-        raise ConfigError(f"the saved state of {name} has no 'step'")
-    found["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+    found = {"step": saved_tensor({"step": step}, "step", None, name).float().reshape(())}
     largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
-    for key in (*settings.moments, *largest, "master_param"):
-        value = entries.get(key)
-        if value is None:
-            if key == "master_param":
-                continue
-            raise ConfigError(f"the saved state of {name} has no {key!r}")
-        if value.shape != param.shape:
+    for key in (*settings.moments, *largest):
+        found[key] = saved_tensor(entries, key, param.shape, name)
+        scale = scale_of(key)
+        if entries.get(scale) is not None:
+            found[scale] = saved_tensor(entries, scale, scale_shape(param.shape), name)
+        elif found[key].dtype.itemsize == 1:
             raise ConfigError(
-                f"the saved {key!r} of {name} has the shape {tuple(value.shape)}, "
-                f"expected {tuple(param.shape)}"
+                f"the saved {key!r} of {name} is in {found[key].dtype}, but {scale!r} is missing; "
+                "expected a state that FusedAdam has saved"
             )
-        found[key] = value
-        if key != "master_param":
-            found |= _match_scale(entries, key, param, name)
+    if entries.get("master_param") is not None:
+        found["master_param"] = saved_tensor(entries, "master_param", param.shape, name)
     return found
 
 
-def _match_scale(
-    entries: Mapping[str, Any], key: str, param: Tensor, name: str
-) -> dict[str, Tensor]:
-    scale = entries.get(scale_of(key))
-    if scale is None:
-        if entries[key].dtype.itemsize == 1:
-            raise ConfigError(
-                f"the saved {key!r} of {name} is in {entries[key].dtype}, but {scale_of(key)!r} "
-                "is missing; expected a state that FusedAdam has saved"
-            )
-        return {}
-    if scale.shape != scale_shape(param.shape):
+def saved_tensor(
+    entries: Mapping[str, Any],
+    key: str,
+    shape: Sequence[int] | None,  # None: any
+    name: str,
+) -> Tensor:
+    value = entries.get(key)
+    if value is None:
+        raise ConfigError(f"the saved state of {name} has no {key!r}")
+    found = torch.as_tensor(value)
+    if shape is not None and tuple(found.shape) != tuple(shape):
         raise ConfigError(
-            f"the saved {scale_of(key)!r} of {name} has the shape {tuple(scale.shape)}, "
-            f"expected {scale_shape(param.shape)}"
+            f"the saved {key!r} of {name} has the shape {tuple(found.shape)}, "
+            f"expected {tuple(shape)}"
         )
-    return {scale_of(key): scale}
+    return found

@@ -251,7 +251,7 @@ class CPUOffload(DeviceOptimizer):
         self._collect_states()
 
     def load_states(self, loaded: Loaded) -> None:
-        """Copy what ``match_state_dict`` found; state that does not exist yet is made."""
+        """Copy what ``match`` found; state that does not exist yet is made."""
         self._build()
         for part in self._parts:
             part.load(loaded)

@@ -44,13 +44,6 @@ def cuts_of(param: Tensor) -> list[Cut]:
     return found
 
 
-def row_ranges(param: Tensor, num_ranks: int) -> Ranges:
-    """Return the first row of a DTensor with ``Shard(0)`` on each rank, and how many it holds."""
-    dtensor: Any = param
-    place = next(place for place in dtensor.placements if not place.is_replicate())
-    return _ranges(place, param.shape[0], num_ranks)
-
-
 def _ranges(place: Any, size: int, num_ranks: int) -> Ranges:
     rows_of = getattr(place, "rows_of", None)  # fully_shard's own placement
     if rows_of is not None:

@@ -13,11 +13,11 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
-from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_gradient, check_parameter, parameter_name
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer, is_capturing
-from graphfsdp.optim.fused.state import Loaded, load_groups
+from graphfsdp.optim.fused.state import Loaded, State, load_groups, saved_tensor
 
 
 class TensorMember(NamedTuple):
@@ -107,36 +107,18 @@ class TensorOptimizer(LiveOptimizer):
             self.state[param] = self._new_state(param, group)
             self._control.place(param.device)
 
-    def _match(self, state_dict: dict[str, Any]) -> Loaded:
-        saved_groups = state_dict["param_groups"]
-        sizes = [[len(group["params"]) for group in g] for g in (self.param_groups, saved_groups)]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"the saved state has groups of {sizes[1]} parameters, this optimizer {sizes[0]}"
-            )
-        name_of = parameter_name(self.param_groups)
-        return {
-            param: self._match_entries(param, group, entries, name_of(row, index))
-            for row, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True))
-            for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True))
-            for entries in [state_dict["state"].get(key)]
-            if entries
-        }
-
     def _match_entries(
-        self, param: Tensor, group: dict[str, Any], entries: Mapping[str, Any], name: str
-    ) -> dict[str, Tensor]:
-        found = {}
-        for key, tensor in (self.state.get(param) or self._new_state(param, group)).items():
-            value = entries.get(key)
-            shape = None if value is None else tuple(torch.as_tensor(value).shape)
-            if shape != tuple(tensor.shape):
-                got = "missing" if shape is None else f"of shape {shape}"
-                raise ConfigError(
-                    f"the saved {key!r} of {name} is {got}; expected {tuple(tensor.shape)}"
-                )
-            found[key] = torch.as_tensor(value)
-        return found
+        self,
+        param: Tensor,
+        row: int,
+        name: str,
+        entries: Mapping[str, Any],
+        saved: Mapping[str, Any],
+    ) -> State:
+        expected = self.state.get(param) or self._new_state(param, self.param_groups[row])
+        return {
+            key: saved_tensor(entries, key, tensor.shape, name) for key, tensor in expected.items()
+        }
 
     def load_states(self, loaded: Loaded) -> None:
         for group in self.param_groups:

@@ -241,5 +241,5 @@ def test_a_replaced_tensor_lr_is_named_with_its_optimizer() -> None:
         for _ in range(4):
             step(torch.ones(2, 4))
         optimizer.param_groups[0]["lr"] = 0.1
-        with pytest.raises(GuardError, match="lr of group 0 of FusedLion was a tensor"):
+        with pytest.raises(GuardError, match="'lr' of group 0 of FusedLion was a tensor"):
             step(torch.ones(2, 4))

@@ -22,7 +22,6 @@ from adam_helpers import (
 )
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import Muon
-from graphfsdp.optim.whole.row_gather import row_ranges
 from ranks import RankPool
 
 SHAPES: list[tuple[int, ...]] = [(20, 10), (7, 16), (5, 5), (1, 3)]
@@ -106,9 +105,7 @@ def step_sharded(sharded: bool) -> list[Tensor]:
         for param in params:
             grad = torch.randn(param.shape)
             if sharded:
-                rank, group = dist.get_rank(), dist.get_world_size()
-                counts = [num_rows for _, num_rows in row_ranges(param, group)]
-                rows = grad.narrow(0, sum(counts[:rank]), counts[rank])
+                rows = grad.narrow(0, *param.placements[0].rows_of(dist.get_rank()))
                 # A rank without rows has no gradient.
                 local = torch.distributed.tensor.DTensor.from_local(
                     rows, param.device_mesh, param.placements, run_check=False,
@@ -144,7 +141,7 @@ def test_a_state_loads_in_place_and_goes_on() -> None:
         buffers = source.state[param], target.state[twin]
         assert torch.equal(*(state["momentum_buffer"] for state in buffers))
     third = Muon(copies_of(twins[:2]))
-    with pytest.raises(ConfigError, match=r"groups of \[4\] parameters, this optimizer \[2\]"):
+    with pytest.raises(ConfigError, match=r"groups of \[4\] parameters, this optimizer of \[2\]"):
         third.load_state_dict(source.state_dict())
     fourth = copy.deepcopy(target)
     others = fourth.param_groups[0]["params"]

@@ -153,9 +153,10 @@ def test_an_lr_tensor_may_be_filled_but_not_replaced(make: Make) -> None:
         adapter.before_replay()
 
 
-def test_an_lr_tensor_whose_memory_moved_is_refused() -> None:
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam])
+def test_an_lr_tensor_whose_memory_moved_is_refused(make: Make) -> None:
     lr = torch.tensor(0.1)
-    adapter = adapt(torch.optim.AdamW(_model().parameters(), lr=lr, fused=True))
+    adapter = adapt(_capturable(make, torch.device("cpu"))(_model().parameters(), lr=lr))
     adapter.bake()
     lr.data = torch.tensor(0.1)
     with pytest.raises(GuardError, match="'lr' of group 0"):
