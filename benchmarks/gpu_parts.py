@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from benchmarks.adam_table import bytes_per_param
 from benchmarks.gpu_sharding import Row, make_deterministic, overlap, shape_of
 from graphfsdp.bench.clock import interleave, time_window
 from graphfsdp.optim import CPUOffload, FusedAdam
-from graphfsdp.optim.fused.settings import bytes_per_param
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 SCOPES = ("none", "forward_backward", "full_iteration")
@@ -290,8 +290,8 @@ def optimizers(shape: GPTConfig, device: torch.device, *rounds: int) -> Iterator
         "FusedAdam, fp32": fused.step,
         "FusedAdam, bf16 with fp32 main weights": fused_mixed.step,
     }
-    plain_bytes = bytes_per_param(fused.settings, torch.float32, torch.float32)
-    mixed_bytes = bytes_per_param(fused_mixed.settings, torch.bfloat16, torch.bfloat16)
+    plain_bytes = bytes_per_param({}, torch.float32, torch.float32)
+    mixed_bytes = bytes_per_param({"master_weights": True}, torch.bfloat16, torch.bfloat16)
     moved = dict(zip(steps, (plain_bytes, plain_bytes, mixed_bytes), strict=True))
     for step in steps.values():
         for _ in range(5):

@@ -118,40 +118,21 @@ class HyperTable:
         return self._tables[device]
 
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Build the tables where there are none, else ``upload``. Capture: nothing is recorded."""
-        if self._tables:
-            self.upload(groups)
-            return
-        with torch.no_grad(), _disable_current_modes():
-            self.build(groups)
-
-    def clear(self) -> None:
-        self._tables = {}
-
-    def build(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        devices = {param.device for group in groups for param in group["params"]}
-        self._host = np.zeros((len(groups), len(HYPER_COLUMNS)))
-        host = torch.from_numpy(self._host)
-        # The CPU table is the host memory itself: writing it is no operation that a CPU
-        # recording could see and replay.
-        self._tables = {
-            device: host if device.type == "cpu" else torch.zeros_like(host, device=device)
-            for device in devices
-        }
-        self._rows = []
-        self.upload(groups)
-
-    def upload(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Copy the Python numbers to the devices where they changed; return whether any did.
+        """Copy the Python numbers to the devices where they changed; make the tables if need be.
 
         Capture: nothing is recorded; called before each replay. On CUDA the copy from pageable
             memory is staged by the driver, so that the host memory may be reused at once.
         """
         rows = [self._rule.read(group) for group in groups]
-        if rows == self._rows:
-            return False
+        if rows != self._rows:
+            with torch.no_grad(), _disable_current_modes():
+                self._upload(groups, rows)
+
+    def _upload(self, groups: Sequence[Mapping[str, Any]], rows: list[Row]) -> None:
         for index, group in enumerate(groups):
             self._rule.check(group, index)
+        if not self._tables:
+            self._make_tables(groups)
         if [row[0] is None for row in rows] != [row[0] is None for row in self._rows]:
             self._lr_slots = [
                 (row, table[row, 0])
@@ -167,7 +148,17 @@ class HyperTable:
             if device.type != "cpu":
                 table.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._rows = rows
-        return True
+
+    def _make_tables(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        devices = {param.device for group in groups for param in group["params"]}
+        self._host = np.zeros((len(groups), len(HYPER_COLUMNS)))
+        host = torch.from_numpy(self._host)
+        # The CPU table is the host memory itself: writing it is no operation that a CPU
+        # recording could see and replay.
+        self._tables = {
+            device: host if device.type == "cpu" else torch.zeros_like(host, device=device)
+            for device in devices
+        }
 
     def copy_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Capture: one small copy per group and device, recorded: replays see new values."""

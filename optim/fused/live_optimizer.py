@@ -104,7 +104,7 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         except ConfigError:
             self.param_groups.pop()
             raise
-        self._hyper.clear()
+        self._hyper = HyperTable(self._rule)
 
     def upload_hyperparameters(self) -> None:
         """Copy the numbers in ``param_groups`` to the device where they changed.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.hyper_table import RULES
-from graphfsdp.optim.fused.storage import SCALE_BLOCK_NUMEL, fits_scales, has_scales
+from graphfsdp.optim.fused.storage import fits_scales, has_scales
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -94,24 +94,6 @@ class StepSettings:
     @property
     def uses_scales(self) -> bool:
         return has_scales(self.exp_avg_dtype) or has_scales(self.exp_avg_sq_dtype)
-
-
-def bytes_per_param(
-    settings: StepSettings, param_dtype: torch.dtype, grad_dtype: torch.dtype
-) -> float:
-    """The bytes that one step reads and writes for each element of a parameter.
-
-    State tensors are read and written, gradients read. A model weight is read and written, or only
-    written where there is a float32 main weight. Scales are counted as for rows of a multiple of
-    256 elements. What clipping and the skip of non-finite gradients read once more is not counted.
-    """
-    stored = settings.state_dtypes(torch.empty((0, SCALE_BLOCK_NUMEL), dtype=param_dtype))
-    both_ways = sum(
-        dtype.itemsize + has_scales(dtype) * torch.float32.itemsize / SCALE_BLOCK_NUMEL
-        for dtype in stored.values()
-    )
-    reads_param = stored.get("master_param", torch.int16) == torch.int16
-    return grad_dtype.itemsize + 2 * both_ways + (1 + reads_param) * param_dtype.itemsize
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:

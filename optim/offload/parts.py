@@ -71,7 +71,7 @@ class Part:
         self._rows = sorted({item.row for item in owned})
         made = [
             {
-                **self._numbers(outer.param_groups[row], on_host=False),
+                **self._numbers(outer.param_groups[row]),
                 "lr": 0.0,
                 "params": [
                     (item.name, tensor) for item, tensor in self._pairs() if item.row == row
@@ -84,26 +84,31 @@ class Part:
         inner = dataclasses.replace(settings, skip_nonfinite=False, max_grad_norm=None)
         self.inner = DeviceOptimizer(made, dict(outer.defaults), inner, None)
 
+    def refresh(self) -> None:
+        """Bring up to date what is stepped in the place of the parameters."""
+        return
+
     def step(
         self,
         groups: Sequence[Mapping[str, Any]],
-        grad_scale: Tensor | None,  # [] float
-        found_inf: Tensor | None,  # [] float
-        *,
-        on_host: bool = False,
+        grad_scale: Tensor | None,  # [] float, where the part is stepped
+        found_inf: Tensor | None,  # [] float, likewise
     ) -> None:
         """Take a step with the numbers that the groups outside have."""
+        self.refresh()
         for group, row in zip(self.inner.param_groups, self._rows, strict=True):
-            group.update(self._numbers(groups[row], on_host=on_host))
+            group.update(self._numbers(groups[row]))
         self.inner.step(grad_scale=grad_scale, found_inf=found_inf)
 
     def create(self, params: set[Tensor]) -> None:
+        self.refresh()
         self.inner.create_missing([t for item, t in self._pairs() if item.param in params])
 
     def load(self, loaded: Loaded) -> None:
         self.inner.load_states({tensor: loaded.get(item.param) for item, tensor in self._pairs()})
 
     def restart(self, params: set[Tensor]) -> None:
+        self.refresh()
         self.inner.restart_states(
             {
                 tensor: self.inner.state[tensor]
@@ -119,12 +124,8 @@ class Part:
     def _pairs(self) -> Iterator[tuple[Owned, Tensor]]:
         return zip(self.owned, self._tensors, strict=True)
 
-    @staticmethod
-    def _numbers(group: Mapping[str, Any], *, on_host: bool) -> dict[str, Any]:
-        found = {key: value for key, value in group.items() if key not in _NOT_NUMBERS}
-        if on_host and isinstance(found["lr"], Tensor):
-            found["lr"] = float(found["lr"])
-        return found
+    def _numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in _NOT_NUMBERS}
 
 
 class HostPart(Part):
@@ -145,12 +146,6 @@ class HostPart(Part):
         settings = dataclasses.replace(outer.settings, use_decoupled_grad=True)
         super().__init__(owned, outer, self.weights, settings)
         self.refresh()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies in the CPU's memory, without state."""
-        copies = (*self.weights, *self._grads)
-        return sum(copy.nbytes for copy in copies if copy is not None)
 
     def refresh(self) -> None:
         """Copy the weights that somebody else has written since the last step."""
@@ -182,17 +177,8 @@ class HostPart(Part):
         for weight, bound in zip(self.weights, self._grads, strict=True):
             weight.decoupled_grad = bound  # type: ignore[attr-defined]
 
-    def step(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        grad_scale: Tensor | None,  # [] float, on the CPU
-        found_inf: Tensor | None,  # [] float, on the CPU
-        *,
-        on_host: bool = True,
-    ) -> None:
-        """Step the copies; the gradients must have arrived."""
-        self.refresh()
-        super().step(groups, grad_scale, found_inf, on_host=on_host)
+    def _numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super()._numbers(group), "lr": float(group["lr"])}
 
     def send(self) -> None:
         """Copy the weights back, on the current stream."""
@@ -202,10 +188,6 @@ class HostPart(Part):
     def settle(self) -> None:
         """Note that the parameters hold now what their copies do."""
         self._versions = [_version(local_part(item.param.detach())) for item in self.owned]
-
-    def create(self, params: set[Tensor]) -> None:
-        self.refresh()
-        super().create(params)
 
     def load(self, loaded: Loaded) -> None:
         """ConfigError: a saved tensor is whole where this rank has only rows of it."""
@@ -218,10 +200,6 @@ class HostPart(Part):
         if self.inner.settings.store_param_remainders:  # main weights were split into the weights
             self.send()
             self.settle()
-
-    def restart(self, params: set[Tensor]) -> None:
-        self.refresh()
-        super().restart(params)
 
     def states(self) -> dict[Tensor, State]:
         """Return the state by parameter; of DTensors as DTensors whose parts are on the CPU."""
