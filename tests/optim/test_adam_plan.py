@@ -95,13 +95,6 @@ def test_step_without_any_gradient_does_nothing() -> None:
     assert not optimizer.state
 
 
-def test_float64_parameters_keep_their_precision() -> None:
-    params, twins = make_twins(dtype=torch.float64)
-    ours, theirs = FusedAdam(params, lr=0.1), torch.optim.AdamW(twins, lr=0.1, weight_decay=0)
-    take_steps(5, ours, theirs)
-    torch.testing.assert_close(params, twins, rtol=1e-12, atol=1e-12)
-
-
 def test_decoupled_gradients_are_read_instead_of_grad() -> None:
     (param,) = make_params([(4,)])
     twin = nn.Parameter(param.detach().clone())

@@ -1,5 +1,6 @@
 """FusedAdam as an optimizer: its numbers, whatever the dtypes, groups and gradients."""
 
+import math
 from typing import Any
 
 import pytest
@@ -18,11 +19,24 @@ from adam_helpers import (
     make_params,
     make_twins,
     set_grads,
+    take_steps,
 )
 from graphfsdp.optim import FusedAdam
+from graphfsdp.optim.fused import plan as plans
 from graphfsdp.optim.fused import step as step_module
+from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.step import as_kernel, run_cuda
+from graphfsdp.optim.fused.update import adam_coefficients
 
 
+@pytest.fixture(params=["torch's kernels", "tensor code"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step as the CPU does, and as any device does that no kernel fits."""
+    if request.param == "tensor code":
+        monkeypatch.setattr(plans, "fused_adam_", as_kernel(run_cuda))
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_a_thousand_steps_stay_with_torch_while_lr_and_decay_change(
     device: torch.device, adam_w_mode: bool
@@ -54,6 +68,7 @@ def test_a_thousand_steps_stay_with_torch_while_lr_and_decay_change(
         torch.testing.assert_close(state["exp_avg_sq"], other["exp_avg_sq"], rtol=1e-4, atol=0)
 
 
+@pytest.mark.usefixtures("path")
 def test_without_bias_correction_the_first_step_is_that_of_the_formula(
     device: torch.device,
 ) -> None:
@@ -112,6 +127,39 @@ def test_any_shapes_groups_and_missing_gradients_equal_torch(
         assert state.get("step", 0) == other.get("step", 0)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_float64_parameters_keep_their_precision(adam_w_mode: bool) -> None:
+    params, twins = make_twins(dtype=torch.float64)
+    make = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    ours = FusedAdam(params, lr=0.1, weight_decay=0.1, adam_w_mode=adam_w_mode)
+    take_steps(30, ours, make(twins, lr=0.1, weight_decay=0.1))
+    torch.testing.assert_close(params, twins, rtol=1e-12, atol=1e-12)
+
+
+@given(
+    lr=st.floats(0, 1),
+    beta1=st.floats(0, 0.999),
+    beta2=st.floats(0, 0.9999),
+    step=st.integers(1, 10**6),
+)
+def test_coefficients_have_the_accuracy_of_float64(
+    lr: float, beta1: float, beta2: float, step: int
+) -> None:
+    row = torch.tensor([lr, beta1, beta2, 1e-8, 0.1], dtype=torch.float64)
+    found = adam_coefficients(row, torch.tensor(float(step)), Flags())
+    correction1 = -math.expm1(step * math.log(beta1)) if beta1 else 1.0
+    correction2 = -math.expm1(step * math.log(beta2)) if beta2 else 1.0
+    # 1 - beta**step cancels: 1e-16 of one is this much of a small difference.
+    assert found.step_size.item() == pytest.approx(
+        lr / correction1, rel=1e-15 / correction1 + 1e-13
+    )
+    assert found.root_correction2.item() == pytest.approx(
+        math.sqrt(correction2), rel=1e-15 / correction2 + 1e-13
+    )
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("master_weights", [True, False])
