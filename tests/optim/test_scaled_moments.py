@@ -15,7 +15,7 @@ from adam_kernel_cases import (
     FP32,
     MIXED,
     assert_kernel_is_tensor_code,
-    assert_same_bits,
+    assert_same,
     dtype_names,
     interpreted,
     interpreter,  # noqa: F401  (a fixture)
@@ -26,14 +26,12 @@ from adam_kernel_cases import (
 )
 from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.step import StepArgs, run_cpu
 from graphfsdp.optim.fused.storage import (
     SCALE_BLOCK_NUMEL,
     SMALLEST,
     TOPS,
     Dtypes,
     dequantize,
-    make_columns,
 )
 
 # Rows of less than a block, of blocks exactly, and of some blocks and a rest.
@@ -132,10 +130,10 @@ def test_interpreted_kernel_keeps_the_largest_moment_and_skips(
     found.bundles[0].grad[0, 0] = math.nan
     found.launch(dtypes, None, Flags(), torch.tensor(1.0))
     found.bundles[0].grad.copy_(expected.bundles[0].grad)
-    assert_same_bits(found, expected, dtypes)
+    assert_same(found, expected)
     found.launch(dtypes, None, Flags(), torch.tensor(0.0))
     expected.update(None, Flags())
-    assert_same_bits(found, expected, dtypes)
+    assert_same(found, expected)
 
 
 @interpreted
@@ -148,7 +146,7 @@ def test_interpreted_kernel_stores_extreme_values_as_the_tensor_code_does(bad: f
     expected = found.clone()
     found.launch(dtypes, None, Flags())
     expected.update(None, Flags())
-    assert_same_bits(found, expected, dtypes)
+    assert_same(found, expected)
 
 
 @needs_triton
@@ -167,16 +165,7 @@ def test_rows_and_addresses_of_whole_words_are_apart_from_the_others() -> None:
 @needs_triton
 @pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
 def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
-    found = make_case([*SHAPES, (300, 1024)], dtypes, "cuda")
-    expected = found.clone()
-    scale = torch.tensor(0.37, device="cuda")
-    found.launch(dtypes, scale, Flags())
-    expected.update(scale, Flags())
-    for ours, theirs in zip(found.bundles, expected.bundles, strict=True):
-        torch.testing.assert_close(ours.param, theirs.param)
-        for scales, others in zip(ours[6:8], theirs[6:8], strict=True):
-            if scales is not None and others is not None:
-                torch.testing.assert_close(scales, others)
+    assert_kernel_is_tensor_code([*SHAPES, (300, 1024)], dtypes, Flags(), device="cuda")
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -188,18 +177,8 @@ def test_cpu_path_equals_the_tensor_code(
     dtypes = in_dtypes(MIXED, pair, amsgrad=True)
     found = make_case([shape for shape in SHAPES if shape[0]], dtypes, wild=False)
     expected, before = found.clone(), found.clone()
-    num = len(found.bundles)
-    steps = [step.sub(1).view(1) for step in found.steps]
-    order = sorted(range(num), key=found.lane_of.__getitem__)
-    sizes = [found.lane_of.count(lane) for lane in range(3)]
-    columns = make_columns([found.bundles[index] for index in order])
     scale = torch.tensor(0.37)
-    run_cpu(
-        StepArgs(
-            columns, steps, found.hyper, [0, 1, 2], sizes, [0, 1, 2], scale, None, None, [],
-            None, 0, True, flags=Flags(),
-        )
-    )  # fmt: skip
+    found.update_on_cpu(scale, Flags())
     expected.update(scale, Flags())
     bundles = zip(found.bundles, expected.bundles, before.bundles, strict=True)
     for ours, theirs, start in bundles:
