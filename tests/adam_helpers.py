@@ -15,7 +15,7 @@ LOW_PRECISION = [torch.bfloat16, torch.float16]
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
+        self.first, self.second = nn.Linear(6, 40), nn.Linear(40, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.second(nn.functional.gelu(self.first(x)))

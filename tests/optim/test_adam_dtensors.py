@@ -1,8 +1,6 @@
 """FusedAdam on DTensors: it steps on this rank's part, and its states are DTensors too."""
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -48,19 +46,6 @@ def _locals(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(param.detach().to_local()) for param in params]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sharded_parameters_step_as_plain_ones(mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    plain = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
-    sharded = _sharded(mesh, plain)
-    ours = FusedAdam(sharded, lr=0.1, weight_decay=0.1, master_weights=True)
-    theirs = FusedAdam(plain, lr=0.1, weight_decay=0.1, master_weights=True)
-    for _ in range(3):
-        _set_grads(mesh, sharded, plain)
-        ours.step(grad_scale=torch.tensor(0.5))
-        theirs.step(grad_scale=torch.tensor(0.5))
-    assert_equal(_locals(sharded), plain)
-
-
 def test_states_are_dtensors_like_their_parameter(mesh: DeviceMesh) -> None:
     plain = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     sharded = _sharded(mesh, plain)
@@ -98,34 +83,6 @@ def test_a_sharded_state_loads_in_place(mesh: DeviceMesh) -> None:
     ours.step()
     theirs.step()
     assert_equal(_locals(sharded), plain)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_sharded_gradients_are_clipped_and_skipped_as_plain_ones(
-    mesh: DeviceMesh, norm_type: float
-) -> None:
-    plain = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    sharded = _sharded(mesh, plain)
-    settings: dict[str, Any] = {
-        "max_grad_norm": 0.1,
-        "norm_type": norm_type,
-        "skip_nonfinite": True,
-        "amsgrad": True,
-        "exp_avg_sq_dtype": torch.bfloat16,
-    }
-    ours, theirs = FusedAdam(sharded, lr=0.1, **settings), FusedAdam(plain, lr=0.1, **settings)
-    for step in range(4):
-        _set_grads(mesh, sharded, plain)
-        if step == 2:
-            assert sharded[0].grad is not None
-            assert plain[0].grad is not None
-            plain[0].grad[0, 0] = math.nan
-            sharded[0].grad.to_local()[0, 0] = math.nan  # type: ignore[attr-defined]
-        ours.step()
-        theirs.step()
-    for left, right in zip(_locals(sharded), plain, strict=True):
-        torch.testing.assert_close(left, right.detach(), rtol=1e-5, atol=1e-6)
-    assert ours.control.skipped_steps.item() == theirs.control.skipped_steps.item() == 1
 
 
 def test_scaled_moments_need_a_dtensor_that_is_sharded_by_rows(mesh: DeviceMesh) -> None:

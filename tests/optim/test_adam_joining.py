@@ -108,6 +108,7 @@ def test_the_loss_scale_moves_as_that_of_torch_does(device: torch.device) -> Non
         "init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3,
     }  # fmt: skip
     scaler = DeviceGradScaler(**numbers, device=device)
+    address = scaler.scale.data_ptr()
     ours = FusedAdam(params, lr=0.1, grad_scaler=scaler)
     reference = torch.amp.GradScaler(device.type, **numbers)
     theirs = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.0)
@@ -126,4 +127,5 @@ def test_the_loss_scale_moves_as_that_of_torch_does(device: torch.device) -> Non
         reference.update()
         assert scaler.scale.item() == reference.get_scale(), step
     torch.testing.assert_close(params, twins, rtol=1e-5, atol=1e-6)
+    assert scaler.scale.data_ptr() == address
     assert ours.control.skipped_steps.item() == 3

@@ -1,6 +1,7 @@
 """Merging of neighbouring tensors into flat runs."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,68 +21,48 @@ def _slices(sizes: list[int], gaps: list[int], dtype: torch.dtype) -> list[Tenso
     return tensors
 
 
-def test_neighbours_in_all_columns_become_one_run() -> None:
-    params = _slices([4, 6, 2], [0, 0, 0], torch.bfloat16)
-    grads = _slices([4, 6, 2], [0, 0, 0], torch.float32)
-    (run,) = merge_neighbours(list(zip(params, grads, strict=True)))
-    assert run.members == (0, 1, 2)
-    assert [tensor.shape for tensor in run.tensors if tensor is not None] == [(12,), (12,)]
-    assert [tensor.data_ptr() for tensor in run.tensors if tensor is not None] == [
-        params[0].data_ptr(),
-        grads[0].data_ptr(),
+def _columns(*gaps: list[int] | None, dtypes: tuple[torch.dtype, ...]) -> list[Any]:
+    """Return bundles of three parameters; a column without gaps has no tensors."""
+    found = [
+        [None] * 3 if gap is None else _slices([4, 6, 2], gap, dtype)
+        for gap, dtype in zip(gaps, dtypes, strict=True)
     ]
+    return list(zip(*found, strict=True))
 
 
-def test_a_gap_in_one_column_splits_the_run() -> None:
-    params = _slices([4, 6, 2], [0, 0, 0], torch.float32)
-    grads = _slices([4, 6, 2], [0, 3, 0], torch.float32)
-    runs = merge_neighbours(list(zip(params, grads, strict=True)))
-    assert [run.members for run in runs] == [(0, 1), (2,)]
+@pytest.mark.parametrize(
+    ("gaps", "members"),
+    [
+        (([0, 0, 0], [0, 0, 0]), [(0, 1, 2)]),
+        (([0, 0, 0], [0, 3, 0]), [(0, 1), (2,)]),
+        (([0, 0, 0], None), [(0, 1, 2)]),
+    ],
+)
+def test_what_are_neighbours_in_all_columns_becomes_one_run(gaps: Any, members: Any) -> None:
+    bundles = _columns(*gaps, dtypes=(torch.bfloat16, torch.float32))
+    runs = merge_neighbours(bundles)
+    assert [run.members for run in runs] == members
+    for run in runs:
+        first = bundles[run.members[0]]
+        for column, tensor in enumerate(run.tensors):
+            if tensor is not None:
+                assert tensor.shape == (sum(bundles[i][0].numel() for i in run.members),)
+                assert tensor.data_ptr() == first[column].data_ptr()
+    backwards = merge_neighbours(bundles[::-1])
+    assert [tuple(2 - i for i in run.members) for run in backwards] == members
 
 
-def test_order_is_that_of_memory_and_not_of_the_list() -> None:
-    first, second, third = _slices([4, 6, 2], [0, 0, 0], torch.float32)
-    (run,) = merge_neighbours([(third,), (first,), (second,)])
-    assert run.members == (1, 2, 0)
-    assert run.tensors[0] is not None
-    assert run.tensors[0].data_ptr() == first.data_ptr()
-
-
-def test_storages_that_happen_to_touch_are_not_merged() -> None:
+def test_what_only_touches_is_not_merged() -> None:
     memory = torch.zeros(8)
     left = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=4)
     right = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=4, offset=16)
     assert left.data_ptr() + 16 == right.data_ptr()
     assert len(merge_neighbours([(left,), (right,)])) == 2
-
-
-def test_another_dtype_in_the_same_storage_is_not_merged() -> None:
-    memory = torch.zeros(8)
-    left, right = memory[:4], memory.view(torch.int32)[4:]
-    assert len(merge_neighbours([(left,), (right,)])) == 2
-
-
-def test_a_missing_column_is_merged_only_with_a_missing_one() -> None:
-    params = _slices([4, 6], [0, 0], torch.float32)
-    mains = _slices([4, 6], [0, 0], torch.float32)
-    assert len(merge_neighbours([(params[0], None), (params[1], None)])) == 1
-    assert len(merge_neighbours([(params[0], None), (params[1], mains[1])])) == 2
-
-
-def test_empty_tensors_are_skipped_and_do_not_split() -> None:
-    first, empty, second = _slices([4, 0, 2], [0, 0, 0], torch.float32)
-    (run,) = merge_neighbours([(first,), (empty,), (second,)])
-    assert run.members == (0, 2)
-    assert merge_neighbours([(empty,)]) == []
+    other_dtype = memory[:4], memory.view(torch.int32)[4:]
+    assert len(merge_neighbours([(tensor,) for tensor in other_dtype])) == 2
+    first, second = _slices([4, 6], [0, 0], torch.float32)
+    assert len(merge_neighbours([(first, None), (second, second)])) == 2
     assert merge_neighbours([]) == []
-
-
-def test_views_share_memory_with_every_member() -> None:
-    tensors = _slices([4, 6, 2], [0, 0, 0], torch.float32)
-    (run,) = merge_neighbours([(tensor,) for tensor in tensors])
-    assert run.tensors[0] is not None
-    run.tensors[0].copy_(torch.arange(12.0))
-    assert torch.equal(torch.cat(tensors), torch.arange(12.0))
 
 
 @given(

@@ -11,20 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import graphfsdp
+from adam_helpers import Net
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.optim import CPUOffload, FusedAdam
 from helpers import quick_garbage_collection
 from ranks import RankPool
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.second(nn.functional.gelu(self.first(x)))
-        return hidden.float().square().mean()
 
 
 def make(fraction: float | None, seed: int = 0) -> tuple[nn.Module, FusedAdam | CPUOffload]:

@@ -42,6 +42,30 @@ def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
+HALVES = {"master_weights": True, "store_param_remainders": True}
+NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+FP8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16}
+# Settings of FusedAdam.
+MODES: dict[str, dict[str, Any]] = {
+    "amsgrad": {"amsgrad": True, "maximize": True},
+    "narrow moments": NARROW,
+    "one narrow moment": {"exp_avg_dtype": torch.bfloat16, "adam_w_mode": False},
+    "all narrow": {**HALVES, **NARROW, "amsgrad": True},
+    "float8 and float16 moments": {**HALVES, **FP8},
+    "te": {"math": "te"},
+    "te with remainders": {"math": "te", **HALVES},
+}
+# Clipping and skipping are its own, and not those of the capture.
+OWN: dict[str, dict[str, Any]] = {
+    "own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True, "math": "te"},
+    "own largest": {"max_grad_norm": 0.01, "norm_type": math.inf, "skip_nonfinite": True},
+}
+
+
+def make_adam(settings: dict[str, Any]) -> Callable[[nn.Module], FusedAdam]:
+    return lambda model: FusedAdam(model.parameters(), lr=0.05, **settings)
+
+
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OURS: Mapping[str, Make] = MappingProxyType(
     {
@@ -66,7 +90,8 @@ THEIRS: Mapping[str, Make] = MappingProxyType(
         "torch sgd": lambda m: torch_optimizer(torch.optim.SGD, m),
     }
 )
-ALL = {**OURS, **THEIRS}
+ADAMS = {name: make_adam(settings) for name, settings in {**MODES, **OWN}.items()}
+ALL = {**OURS, **THEIRS, **ADAMS}
 
 
 def captured_scope(name: str) -> str:
@@ -88,6 +113,8 @@ def train(
     generator = torch.Generator().manual_seed(rank)
     found = []
     options: dict[str, Any] = {"max_grad_norm": 0.5, "skip_nonfinite": True}
+    if name in OWN:
+        options = {}
     with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
         for index in range(NUM_STEPS):
             x = torch.randn(5, 6, generator=generator).to(device, dtype)
@@ -103,6 +130,8 @@ def train(
                 found.append({k: local_part(p.detach()).clone() for k, p in named})
             else:
                 found.append(snapshot(model, optimizer))
+                if isinstance(optimizer, FusedAdam):
+                    found[-1] |= {n: t.clone() for n, t in optimizer.control.tensors()}
         assert step.skipped_steps is not None
         assert step.skipped_steps.item() == 1
     return found
@@ -132,7 +161,7 @@ def test_a_replay_equals_the_eager_step(
 
 
 # torch's fused SGD knows no DTensors, and is refused; see test_precision_table.py.
-@pytest.mark.parametrize("name", [name for name in ALL if name != "torch sgd"])
+@pytest.mark.parametrize("name", [n for n in (*OURS, *THEIRS) if n != "torch sgd"])
 def test_a_sharded_replay_equals_the_eager_step(ranks2: RankPool, name: str) -> None:
     runs = [
         ranks2.run(train, name, scope, "cpu", torch.float32, True)
