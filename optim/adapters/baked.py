@@ -103,16 +103,9 @@ class BakedAdapter(Adapter):
     def __init__(
         self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None = None
     ) -> None:
+        package = type(optimizer).__module__.split(".")[0]
         super().__init__(
-            optimizer,
-            facts
-            or OptimizerFacts(
-                name=f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}",
-                use_decoupled_grad=False,
-                main_weight_dtype=lambda param: param.dtype,
-                mixed_gradients=False,
-                keeps_main_weights=False,
-            ),
+            optimizer, facts or OptimizerFacts(f"{package} {type(optimizer).__name__}")
         )
         self._skipped: Tensor | None = None  # [] float32
         self._skips_itself = False

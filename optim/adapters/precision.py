@@ -245,13 +245,17 @@ def rich_table() -> "Table":
     return table
 
 
+def _own_dtype(param: Tensor) -> torch.dtype:
+    return param.dtype
+
+
 @dataclass(frozen=True)
 class OptimizerFacts:
     name: str  # its class, for messages
-    use_decoupled_grad: bool
-    main_weight_dtype: Callable[[Tensor], torch.dtype]  # of the weight that it updates
-    mixed_gradients: bool  # it can step on a gradient whose dtype is not the parameter's
-    keeps_main_weights: bool  # it can be told to keep main weights of its own
+    use_decoupled_grad: bool = False
+    main_weight_dtype: Callable[[Tensor], torch.dtype] = _own_dtype  # of the weight it updates
+    mixed_gradients: bool = False  # it can step on a gradient whose dtype is not the parameter's
+    keeps_main_weights: bool = False  # it can be told to keep main weights of its own
 
 
 def main_param_dtype(
@@ -285,7 +289,7 @@ def check_precision(
     compared: tuple[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]], ...] = (
         (facts.main_weight_dtype, main, _Clash.of_main_weights),
         (main, grad, _Clash.of_a_casted_copy),
-        (lambda param: param.dtype, grad, _Clash.of_one_dtype),
+        (_own_dtype, grad, _Clash.of_one_dtype),
     )
     if facts.use_decoupled_grad:
         compared = compared[:1]

@@ -91,18 +91,25 @@ def check_rows(param: Tensor, name: str) -> None:
     if not fits_scales(param):
         return
     remedy = "Remedy: exp_avg_dtype and exp_avg_sq_dtype of torch.float32 or torch.bfloat16"
-    placements: Sequence[Any] = getattr(param, "placements", ())
-    if not all(place.is_replicate() or place.is_shard(0) for place in placements):
-        raise ConfigError(
-            f"moments in float16 or float8 have scales by rows, but {name} is a DTensor with "
-            f"{tuple(placements)}; expected Shard(0) or Replicate(). {remedy}"
-        )
+    what = "moments in float16 or float8 have scales by rows"
+    check_placements(param, name, what, f"Shard(0) or Replicate(). {remedy}", dim=0)
     local = local_part(param)
     if not local.is_contiguous():
         raise ConfigError(
-            f"moments in float16 or float8 have scales by rows, but {name} (shape "
+            f"{what}, but {name} (shape "
             f"{tuple(local.shape)}, strides {local.stride()}) is not contiguous. {remedy}, or a "
             "contiguous parameter"
+        )
+
+
+def check_placements(
+    param: Tensor, name: str, what: str, expected: str, *, dim: int | None
+) -> None:
+    """Refuse a DTensor that is neither replicated nor cut, along ``dim`` if it is given."""
+    placements: Sequence[Any] = getattr(param, "placements", ())
+    if not all(place.is_replicate() or place.is_shard(dim) for place in placements):
+        raise ConfigError(
+            f"{what}, but {name} is a DTensor with {tuple(placements)}; expected {expected}"
         )
 
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.base.dtensors import local_part, sharding_groups, wrap_like, wrap_rows_like
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim.fused.checks import check_placements
 from graphfsdp.optim.fused.hyper_table import Row, Rule, check_lr, check_number, plain_lr
 from graphfsdp.optim.whole.tensor_optimizer import TensorMember, TensorOptimizer
 
@@ -75,12 +76,8 @@ class Adafactor(TensorOptimizer):
         return _RULE
 
     def _check_member(self, param: Tensor, group: Mapping[str, Any], name: str) -> None:
-        places = getattr(param, "placements", ())
-        if not all(place.is_replicate() or place.is_shard(0) for place in places):
-            raise ConfigError(
-                f"Adafactor sums over rows and columns, but {name} is a DTensor with "
-                f"{tuple(places)}; expected Shard(0) or Replicate()"
-            )
+        what = "Adafactor sums over rows and columns"
+        check_placements(param, name, what, "Shard(0) or Replicate()", dim=0)
 
     def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         local = local_part(param.detach())

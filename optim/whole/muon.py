@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim.fused.checks import check_placements
 from graphfsdp.optim.fused.hyper_table import (
     Row,
     Rule,
@@ -111,12 +112,8 @@ class Muon(TensorOptimizer):
                 f"Muon makes matrices orthogonal, but {name} has the shape {tuple(param.shape)}. "
                 "Remedy: a group with use_muon=False, which AdamW steps on"
             )
-        places = getattr(param, "placements", ())
-        if not all(place.is_replicate() or place.is_shard() for place in places):
-            raise ConfigError(
-                f"Muon gathers rows and columns, but {name} is a DTensor with {tuple(places)}; "
-                "expected Shard or Replicate"
-            )
+        what = "Muon gathers rows and columns"
+        check_placements(param, name, what, "Shard or Replicate", dim=None)
 
     def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         local = local_part(param.detach())

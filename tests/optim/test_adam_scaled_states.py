@@ -15,6 +15,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.storage import dequantize
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 MODEL_SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]
 
 
@@ -36,17 +37,24 @@ def test_vectors_and_short_rows_keep_float32_moments(device: torch.device) -> No
     assert "exp_avg_scale" not in optimizer.state[params[1]]
 
 
-@pytest.mark.parametrize("pair", [(FP8, FP8), (FP16, FP16), (FP8, FP16), (BF16, FP8)])
+@pytest.mark.parametrize(
+    "pair",
+    [(FP8, FP8), (FP16, FP16), (FP8, FP16), (BF16, FP8), (BF16, BF16), (torch.float32, BF16)],
+)
+@pytest.mark.parametrize("amsgrad", [True, False])
 @pytest.mark.parametrize("remainders", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_moments_are_rounded_only_when_they_are_stored(
     device: torch.device,
     pair: tuple[torch.dtype, torch.dtype],
+    amsgrad: bool,
     remainders: bool,
     dtype: torch.dtype,
 ) -> None:
     params, twins = make_twins(MODEL_SHAPES, dtype=dtype, device=device)
-    settings: dict[str, Any] = {"master_weights": True, "store_param_remainders": remainders}
+    settings: dict[str, Any] = {
+        "master_weights": True, "store_param_remainders": remainders, "amsgrad": amsgrad,
+    }  # fmt: skip
     ours = make_optimizer(params, pair, **settings)
     reference = FusedAdam(twins, lr=1e-2, **settings)
     for _ in range(4):
@@ -54,13 +62,14 @@ def test_moments_are_rounded_only_when_they_are_stored(
         assert_equal(params, twins)
         for param, twin in zip(params, twins, strict=True):
             state, other = ours.state[param], reference.state[twin]
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS if amsgrad else MOMENTS[:2]:
                 if f"{key}_scale" in state:
                     expected = stored(other[key].cpu(), state[key].dtype, positive=key[-1] == "q")
                     value = dequantize(*expected).to(device)
                     assert torch.equal(dequantize(state[key], state[f"{key}_scale"]), value)
                 else:
                     value = state[key].float()
+                    assert torch.equal(state[key], other[key].to(state[key].dtype))
                 other[key].copy_(value)  # the reference goes on from what was stored
 
 

@@ -147,12 +147,3 @@ def test_a_state_loads_in_place_and_goes_on() -> None:
     others = fourth.param_groups[0]["params"]
     take_steps(1, target, fourth)
     assert_equal(twins, others)
-
-
-def test_what_is_no_matrix_and_wrong_numbers_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"parameter 1 of group 0 has the shape \(4,\).*use_muon"):
-        Muon(make_params([(2, 2), (4,)]))
-    with pytest.raises(ConfigError, match="momentum of parameter group 0 must be"):
-        Muon(make_params([(2, 2)]), momentum=1.0)
-    with pytest.raises(ConfigError, match="adjust_lr_fn must be one of"):
-        Muon(make_params([(2, 2)]), adjust_lr_fn="none")

@@ -16,7 +16,6 @@ from adam_helpers import (
     set_grads,
     take_steps,
 )
-from graphfsdp.errors import ConfigError
 from graphfsdp.optim import CPUOffload, FusedAdam
 from graphfsdp.optim.offload.offload import choose_offloaded
 from offload_helpers import KINDS, NARROW, SHAPES
@@ -141,15 +140,6 @@ def test_nothing_is_pinned_where_there_is_no_gpu() -> None:
     optimizer = CPUOffload(FusedAdam(params), pin_cpu_params=True, pin_cpu_grads=True)
     set_grads(params)
     optimizer.step()  # page-locked memory would be an error here
-
-
-def test_a_whole_iteration_is_refused_with_the_way_out(device: torch.device) -> None:
-    model = Net().to(device)
-    optimizer = CPUOffload(FusedAdam(model.parameters()))
-    with pytest.raises(ConfigError) as caught:
-        graphfsdp.capture(model, optimizer)
-    for part in ("CPUOffload", "waits for the gradients", "Remedy: scope='forward_backward'"):
-        assert part in str(caught.value)
 
 
 def test_capture_on_an_example_leaves_new_state(device: torch.device) -> None:

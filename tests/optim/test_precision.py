@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import ConfigError, MixedPrecisionPolicy, PrecisionError
+from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.config import Scope
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.adapters.precision import OptimizerFacts, check_precision, main_grad_dtype
+from graphfsdp.optim.adapters.backends import adapt
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from zoo_models import WIDTH, Squared
 
@@ -172,22 +174,8 @@ def test_a_policy_takes_floating_point_dtypes_only(name: str) -> None:
         MixedPrecisionPolicy(**{name: torch.int32})  # type: ignore[arg-type]
 
 
-def _facts(
-    *,
-    decoupled: bool = False,
-    main: torch.dtype | None = None,
-    mixed: bool = True,
-) -> OptimizerFacts:
-    def main_weight_dtype(param: Tensor) -> torch.dtype:
-        return main or param.dtype
-
-    return OptimizerFacts(
-        name="FusedAdam" if mixed else "torch AdamW",
-        use_decoupled_grad=decoupled,
-        main_weight_dtype=main_weight_dtype,
-        mixed_gradients=mixed,
-        keeps_main_weights=mixed,
-    )
+def _adapter(named: dict[str, nn.Parameter], **settings: Any) -> CapturableOptimizer:
+    return adapt(FusedAdam(named.values(), **settings))
 
 
 def _params(dtype: torch.dtype, *names: str) -> dict[str, nn.Parameter]:
@@ -206,22 +194,22 @@ def test_it_accepts_exactly_what_reads_the_persistent_buffer(
     param: torch.dtype, main: torch.dtype | None, grad: torch.dtype | None, decoupled: bool
 ) -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=grad, use_decoupled_grad=decoupled)
-    facts = _facts(decoupled=decoupled, main=main)
     updated = main or param
     named = _params(param)
-    assert main_grad_dtype(named["layer.weight"], policy, facts) == (grad or updated)
+    adapter = _adapter(named, use_decoupled_grad=decoupled, master_weights=main is not None)
+    assert adapter.main_grad_dtype(named["layer.weight"], policy) == (grad or updated)
     if decoupled or grad in (None, updated):
-        check_precision(named, policy, facts)
+        adapter.check(named, policy, Scope.FULL_ITERATION)
     else:
         with pytest.raises(PrecisionError):
-            check_precision(named, policy, facts)
+            adapter.check(named, policy, Scope.FULL_ITERATION)
 
 
 def test_the_message_has_both_settings_the_parameters_and_every_way_out() -> None:
     named = _params(BF16, "a.weight", "a.bias", "b.weight", "b.bias")
     policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=BF16)
     with pytest.raises(PrecisionError) as caught:
-        check_precision(named, policy, _facts(main=FP32))
+        _adapter(named, master_weights=True).check(named, policy, Scope.FULL_ITERATION)
     message = str(caught.value)
     for part in (
         "mp_policy.main_params_dtype is float32",
@@ -238,7 +226,8 @@ def test_the_message_has_both_settings_the_parameters_and_every_way_out() -> Non
 
 def test_only_the_parameters_that_clash_are_named() -> None:
     named = {**_params(FP32, "norm.weight"), **_params(BF16, "layer.weight")}
+    policy = MixedPrecisionPolicy(main_grads_dtype=FP32)
     with pytest.raises(PrecisionError) as caught:
-        check_precision(named, MixedPrecisionPolicy(main_grads_dtype=FP32), _facts())
+        _adapter(named).check(named, policy, Scope.FULL_ITERATION)
     assert "'layer.weight'" in str(caught.value)
     assert "norm.weight" not in str(caught.value)

@@ -27,10 +27,8 @@ from graphfsdp.optim.adapters.precision import (
     APEX,
     NATIVE,
     OFFLOAD,
-    OTHER,
     TABLE,
     TE,
-    TORCH,
     TORCH_SGD,
     Case,
     PrecisionRow,
@@ -201,8 +199,8 @@ def test_the_row_of_offloaded_state_is_what_the_adapter_says(name: str) -> None:
     adapter.check(named, MixedPrecisionPolicy(), Scope.FORWARD_BACKWARD)
     with pytest.raises(ConfigError) as caught:
         adapter.check(named, MixedPrecisionPolicy(), Scope.FULL_ITERATION)
-    assert row.why in str(caught.value)
-    assert row.remedy in str(caught.value)
+    for part in ("CPUOffload", row.why, f"Remedy: {row.remedy}"):
+        assert part in str(caught.value)
 
 
 def test_apex_main_weights_and_mixed_gradients_are_refused() -> None:
@@ -248,27 +246,6 @@ def test_native_optimizers_are_captured_with_any_dtypes(
         for _ in range(12):
             step(torch.randn(2, 4))
     assert not torch.equal(model.weight, before)
-
-
-@pytest.mark.parametrize("name", [TORCH, OTHER])
-def test_the_optimizers_of_torch_are_captured_as_their_rows_say(name: str) -> None:
-    param = nn.Parameter(torch.zeros(4, dtype=BF16))
-
-    def check(scope_grad: torch.dtype | None, **settings: Any) -> None:
-        made: torch.optim.Optimizer
-        if name == TORCH:
-            made = torch.optim.AdamW([param], **settings)
-        else:
-            made = torch.optim.RMSprop([param])
-        policy = MixedPrecisionPolicy(main_grads_dtype=scope_grad)
-        adapt(made).check({"w": param}, policy, Scope.FULL_ITERATION)
-
-    check(None, fused=True)
-    with pytest.raises(PrecisionError):
-        check(FP32, fused=True)
-    if name == TORCH:
-        with pytest.raises(ConfigError, match="fused=True"):
-            check(None)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.optimizer == TORCH_SGD], ids=row_name)

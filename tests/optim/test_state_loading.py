@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from adam_helpers import (
     take_steps,
 )
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim import FusedAdam
+from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
+from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.storage import join_remainder
 from helpers import same_bits
 
@@ -34,8 +36,8 @@ SCALED = {
     "exp_avg_sq_dtype": torch.float16,
     "store_param_remainders": True,
 }
-# The dtype of the parameters, and settings beside main weights.
-KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+# The dtype of the parameters, and settings of FusedAdam beside main weights.
+ADAMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (FP32, {}),
     "bfloat16": (BF16, {}),
     "float16": (torch.float16, {}),
@@ -47,17 +49,29 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]
 
 
-def make_optimizer(kind: str, params: list[nn.Parameter], lr: float = 0.1) -> FusedAdam:
-    return FusedAdam(params, lr=lr, weight_decay=0.1, master_weights=True, **KINDS[kind][1])
+OTHERS: dict[str, Callable[..., DeviceOptimizer]] = {
+    "sgd": partial(FusedSGD, momentum=0.9),
+    "nesterov": partial(FusedSGD, momentum=0.9, nesterov=True),
+    "lion": FusedLion,
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def make_optimizer(kind: str, params: list[nn.Parameter], lr: float = 0.1) -> DeviceOptimizer:
+    if kind in OTHERS:
+        return OTHERS[kind](params, lr=lr, weight_decay=0.1, skip_nonfinite=True)
+    return FusedAdam(params, lr=lr, weight_decay=0.1, master_weights=True, **ADAMS[kind][1])
+
+
+@pytest.mark.parametrize("kind", [*ADAMS, *OTHERS])
 def test_a_state_loads_in_place_or_into_a_fresh_optimizer_and_goes_on(
     device: torch.device, kind: str
 ) -> None:
-    params = make_params(SHAPES, KINDS[kind][0], device)
+    dtype, settings = ADAMS.get(kind, (FP32, {}))
+    params = make_params(SHAPES, dtype, device)
     optimizer = make_optimizer(kind, params)
     take_steps(3, optimizer)
+    if kind in OTHERS:
+        optimizer.step(found_inf=torch.ones((), device=device))
     fresh, existing = (make_optimizer(kind, copies_of(params), lr=0.3) for _ in range(2))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -68,11 +82,12 @@ def test_a_state_loads_in_place_or_into_a_fresh_optimizer_and_goes_on(
         take_steps(num_steps, optimizer, fresh, existing)
         for other in (fresh, existing):
             assert other.param_groups[0]["lr"] == 0.1
+            assert other.control.skipped_steps.item() == (kind in OTHERS)
             assert_equal(params, params_of(other))
             for state, loaded in zip(optimizer.state.values(), other.state.values(), strict=True):
                 assert state.keys() == loaded.keys()
                 assert all(map(same_bits, state.values(), loaded.values()))
-                if not KINDS[kind][1]:
+                if not settings:
                     assert {tensor.dtype for tensor in loaded.values()} == {FP32}
 
 
