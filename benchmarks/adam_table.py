@@ -99,7 +99,8 @@ def bytes_per_param(
         "store_param_remainders"
     ):
         read -= param.nbytes
-    return (read + written) / param.numel()
+    moved: float = (read + written) / param.numel()
+    return moved
 
 
 def bytes_table() -> str:

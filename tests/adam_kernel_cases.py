@@ -225,14 +225,16 @@ def assert_same(
             if left is None or right is None or name in but:
                 assert (left is None) == (right is None)
                 continue
-            close = {"rtol": rtol, "atol": atol}
+            close = rtol, atol
             if left.dtype == torch.int16:
                 left, right = (join_remainder(b.param, cast(Tensor, b[5])) for b in (ours, theirs))
             elif left.dtype == FP8:
                 left, right = left.view(torch.uint8), right.view(torch.uint8)
             elif left.dtype == BF16:
-                close = {"rtol": max(rtol, torch.finfo(BF16).eps), "atol": max(atol, 1e-30)}
-            torch.testing.assert_close(left, right, equal_nan=True, msg=name, **close)
+                close = max(rtol, torch.finfo(BF16).eps), max(atol, 1e-30)
+            torch.testing.assert_close(
+                left, right, rtol=close[0], atol=close[1], equal_nan=True, msg=name
+            )
 
 
 def assert_kernel_is_tensor_code(

@@ -299,7 +299,8 @@ def check_precision(
         pairs = {name: (left(param), right(param)) for name, param in named_params.items()}
         names = [name for name, (one, other) in pairs.items() if one != other]
         if names:
-            clash = _Clash(*map(_short, pairs[names[0]]), _list_names(names), policy, facts)
+            one, other = pairs[names[0]]
+            clash = _Clash(_short(one), _short(other), _list_names(names), policy, facts)
             raise PrecisionError(message(clash))
 
 

@@ -78,7 +78,9 @@ def check_buffers(groups: Sequence[Mapping[str, Any]], has_moments: bool) -> Non
 
 def check_lr_device(group: Mapping[str, Any], owner: str, remedy: str) -> None:
     lr = group.get("lr")
-    for param in group["params"] if isinstance(lr, Tensor) else ():
+    if not isinstance(lr, Tensor):
+        return
+    for param in group["params"]:
         if param.device != lr.device:
             raise ConfigError(
                 f"lr of {owner} is a tensor on {lr.device}, its parameters are on "

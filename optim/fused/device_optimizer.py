@@ -19,6 +19,7 @@ from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.state import (
     Loaded,
+    Saved,
     State,
     check_saved_group,
     copy_states,
@@ -124,15 +125,8 @@ class DeviceOptimizer(LiveOptimizer):
     def _check_saved(self, saved: Mapping[str, Any], row: int) -> None:
         check_saved_group(saved, row, self._settings)
 
-    def _match_entries(
-        self,
-        param: Tensor,
-        row: int,
-        name: str,
-        entries: Mapping[str, Any],
-        saved: Mapping[str, Any],
-    ) -> State:
-        return match_entries(entries, saved, param, name, self._settings)
+    def _match_entries(self, saved: Saved) -> State:
+        return match_entries(saved, self._settings)
 
     def load_states(self, loaded: Loaded) -> None:
         self.create_missing([param for param, source in loaded.items() if source])

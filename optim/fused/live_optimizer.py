@@ -17,7 +17,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.checks import check_lr_device, parameter_name, refuse_copies
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.hyper_table import HyperTable, Rule
-from graphfsdp.optim.fused.state import Loaded, State, load_groups
+from graphfsdp.optim.fused.state import Loaded, Saved, State, load_groups
 
 
 class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -48,15 +48,8 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None: ...
 
     @abc.abstractmethod
-    def _match_entries(
-        self,
-        param: Tensor,
-        row: int,
-        name: str,
-        entries: Mapping[str, Any],
-        saved: Mapping[str, Any],
-    ) -> State:
-        """Return what the state of a parameter of a group is to become; ``saved`` is that group."""
+    def _match_entries(self, saved: Saved) -> State:
+        """Return what the state of a parameter is to become; ConfigError: it does not fit."""
 
     def _check_saved(self, saved: Mapping[str, Any], row: int) -> None:
         """Refuse a group that was saved by an optimizer of another rule."""
@@ -194,10 +187,9 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
             for index, (param, key) in enumerate(
                 zip(group["params"], saved["params"], strict=True)
             ):
-                entries, name = state_dict["state"].get(key), name_of(row, index)
-                loaded[param] = (
-                    self._match_entries(param, row, name, entries, saved) if entries else None
-                )
+                entries = state_dict["state"].get(key)
+                found = Saved(param, row, name_of(row, index), entries, saved)
+                loaded[param] = self._match_entries(found) if entries else None
         return loaded
 
     def _load_numbers(self, state_dict: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ Shapes: [...] the parameter's shape; [] is a 0-D tensor.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ from graphfsdp.optim.fused.storage import (
 State = dict[str, Tensor]
 # The saved state of each parameter; None where nothing was saved.
 Loaded = dict[Tensor, State | None]
+
+
+class Saved(NamedTuple):
+    """What a state dict has for one parameter."""
+
+    param: Tensor
+    row: int  # of its group
+    name: str  # for messages
+    entries: Mapping[str, Any]
+    group: Mapping[str, Any]  # as it was saved
 
 
 def create_states(
@@ -248,19 +258,14 @@ def check_saved_group(saved: Mapping[str, Any], row: int, settings: StepSettings
         )
 
 
-def match_entries(
-    entries: Mapping[str, Any],
-    saved_group: Mapping[str, Any],
-    param: Tensor,
-    name: str,
-    settings: StepSettings,
-) -> State:
+def match_entries(saved: Saved, settings: StepSettings) -> State:
     """Return the saved state of a parameter; refuse one that does not fit.
 
     It is that of FusedAdam, of torch's Adam or AdamW, or of the FusedAdam of Transformer Engine or
     apex, which count steps per group.
     """
-    step = entries.get("step", saved_group.get("step"))
+    param, _, name, entries, group = saved
+    step = entries.get("step", group.get("step"))
     if step is None and settings.flags.rule in ("sgd", "lion"):
         step = 1.0  # elsewhere they count none; only the first step of SGD is unlike the others
     found = {"step": saved_tensor({"step": step}, "step", None, name).float().reshape(())}

@@ -191,9 +191,10 @@ def _update(
     """Widen what is stored otherwise, call torch's kernel, and store it again."""
     lr, beta1, beta2, eps, weight_decay = hyper_row
     weights, moments = read_weights(part, wide_dtype), read_moments(part, wide_dtype)
+    first, second, largest = moments
     kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
     kernel(
-        weights, part.grads, *moments, [step] * len(weights),
+        weights, part.grads, first, second, largest, [step] * len(weights),
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
     )  # fmt: skip

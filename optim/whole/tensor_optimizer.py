@@ -17,7 +17,7 @@ from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_gradient, check_parameter, parameter_name
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer, is_capturing
-from graphfsdp.optim.fused.state import Loaded, State, load_groups, saved_tensor
+from graphfsdp.optim.fused.state import Loaded, Saved, State, load_groups, saved_tensor
 
 
 class TensorMember(NamedTuple):
@@ -107,17 +107,12 @@ class TensorOptimizer(LiveOptimizer):
             self.state[param] = self._new_state(param, group)
             self._control.place(param.device)
 
-    def _match_entries(
-        self,
-        param: Tensor,
-        row: int,
-        name: str,
-        entries: Mapping[str, Any],
-        saved: Mapping[str, Any],
-    ) -> State:
-        expected = self.state.get(param) or self._new_state(param, self.param_groups[row])
+    def _match_entries(self, saved: Saved) -> State:
+        group = self.param_groups[saved.row]
+        expected = self.state.get(saved.param) or self._new_state(saved.param, group)
         return {
-            key: saved_tensor(entries, key, tensor.shape, name) for key, tensor in expected.items()
+            key: saved_tensor(saved.entries, key, tensor.shape, saved.name)
+            for key, tensor in expected.items()
         }
 
     def load_states(self, loaded: Loaded) -> None:
