@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -110,6 +110,12 @@ class _Kept:
         return self._contents.clone() if self._is_copy else self._contents.detach()
 
 
+class _Argument(NamedTuple):
+    """A result that is one of the written arguments, by its number among them."""
+
+    index: int
+
+
 class _Drawn:
     """What one random operator returned, and wrote to its arguments."""
 
@@ -118,8 +124,9 @@ class _Drawn:
         self.op = op
         self.written = [_Kept(tensor, as_bits=as_bits, copy=True) for tensor in written]
         leaves, self._spec = pytree.tree_flatten(result)
-        positions = {id(tensor): index for index, tensor in enumerate(written)}
-        # By leaf: an index into the written arguments, a new tensor, or whatever else it was.
+        positions = {id(tensor): _Argument(index) for index, tensor in enumerate(written)}
+        # By leaf: a written argument, a new tensor, or whatever else it was: flash attention
+        # returns lengths, as plain numbers.
         self.results: list[Any] = [
             positions[id(leaf)]
             if id(leaf) in positions
@@ -141,8 +148,8 @@ class _Drawn:
             if is_own(tensor):
                 kept.write_to(tensor)
         leaves = [
-            written[item]
-            if isinstance(item, int)
+            written[item.index]
+            if isinstance(item, _Argument)
             else item.tensor()
             if isinstance(item, _Kept)
             else item
