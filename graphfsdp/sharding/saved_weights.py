@@ -103,3 +103,8 @@ def foreign_hooks_are_active() -> bool:
 
 def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass under way is over, behind those given before it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

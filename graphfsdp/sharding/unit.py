@@ -31,7 +31,12 @@ from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.group import ShardGroup
-from graphfsdp.sharding.saved_weights import foreign_hooks_are_active, is_in_backward, saving_places
+from graphfsdp.sharding.saved_weights import (
+    foreign_hooks_are_active,
+    is_in_backward,
+    saving_places,
+    when_backward_ends,
+)
 from graphfsdp.sharding.schedule import Schedule
 
 
@@ -338,7 +343,7 @@ class Unit:
 
     def _queue_end_of_backward(self) -> None:
         if is_in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            when_backward_ends(self._finish_backward)
 
     def _bind_gradients(self) -> None:
         self.group.bind_main_grads(self._landed)
