@@ -8,7 +8,7 @@ checkpoints.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,6 @@ class UnitMesh:
     outer: dist.ProcessGroup | None = None
     cuts_outside: bool = False
     experts: DeviceMesh | None = None
-    _inner_rank: int = field(init=False, repr=False)
-    _outer_rank: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_inner_rank", self.inner.rank())
-        object.__setattr__(self, "_outer_rank", 0 if self.outer is None else self.outer.rank())
 
     @property
     def num_outer(self) -> int:
@@ -61,9 +55,10 @@ class UnitMesh:
     @property
     def part(self) -> int:
         """Which of them this rank holds. The parts of an inner rank are neighbours."""
-        if not self.cuts_outside:
-            return self._inner_rank
-        return self._inner_rank * self.num_outer + self._outer_rank
+        inner = self.inner.rank()
+        if not self.cuts_outside or self.outer is None:
+            return inner
+        return inner * self.num_outer + self.outer.rank()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
