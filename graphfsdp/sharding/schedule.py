@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -22,16 +22,21 @@ from graphfsdp.base.streams import Lane
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.buffer_pool import BufferPool
 from graphfsdp.sharding.gradients import Reducing
+from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.saved_weights import is_in_backward, when_backward_ends
-
-if TYPE_CHECKING:
-    from graphfsdp.sharding.unit import Unit
 
 # Whole gradient buffers that may be alive: one is being reduced, one is being filled.
 MAX_FULL_GRADS = 2
 
 
-Entry = tuple["Unit", ShardBuffer]
+class Scheduled(Protocol):
+    @property
+    def group(self) -> ShardGroup: ...
+
+    def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None: ...
+
+
+Entry = tuple[Scheduled, ShardBuffer]
 
 
 class Order:
@@ -50,7 +55,7 @@ class Order:
         self.known = self._seen
         self.begin()
 
-    def note(self, unit: "Unit", buffers: Sequence[ShardBuffer]) -> list[Entry]:
+    def note(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> list[Entry]:
         """Return the next unit's buffers, if known; of the same unit those that follow at once."""
         for buffer in buffers:
             index = len(self._seen)
@@ -59,7 +64,7 @@ class Order:
                 self._follows = False
         return list(self._next(unit)) if self._follows else []
 
-    def _next(self, unit: "Unit") -> Iterator[Entry]:
+    def _next(self, unit: Scheduled) -> Iterator[Entry]:
         following = None
         for entry in self.known[len(self._seen) :]:
             if entry[0] is not unit:
@@ -73,7 +78,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Reduction:
-    unit: "Unit"
+    unit: Scheduled
     steps: Sequence[Reducing]  # one for each buffer
     done: Callable[[], None] | None  # called when that is over
 
@@ -100,10 +105,10 @@ class Schedule:
     def __init__(self) -> None:
         self._lanes: dict[tuple[str, torch.device], Lane] = {}
         # By outermost unit, and whether it is with gradients.
-        self._forwards: dict[tuple[Unit, bool], Order] = {}
+        self._forwards: dict[tuple[Scheduled, bool], Order] = {}
         self._forward = Order()  # of the pass that runs
         self._backward = Order()
-        self._inside: list[Unit] = []  # units whose forward runs, outermost first
+        self._inside: list[Scheduled] = []  # units whose forward runs, outermost first
         self._prefetched: list[ShardBuffer] = []
         self._reductions: deque[_Reduction] = deque()
         self._task = -1  # the backward pass that is under way, by autograd's number
@@ -113,7 +118,7 @@ class Schedule:
         self.num_prefetches = 0
         self.max_reductions = 0
 
-    def enter_forward(self, unit: "Unit") -> None:
+    def enter_forward(self, unit: Scheduled) -> None:
         if is_in_backward():
             return
         if not self._inside:
@@ -128,7 +133,7 @@ class Schedule:
                 self._iteration_is_over = not torch.is_grad_enabled()
         self._inside.append(unit)
 
-    def gathered(self, unit: "Unit", buffers: Sequence[ShardBuffer]) -> None:
+    def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:
         """Begin to gather what comes after these buffers, which had to be gathered."""
         if is_in_backward():
             self._follow_backward()
@@ -141,7 +146,7 @@ class Schedule:
         if wanted:
             self._prefetch(upcoming)
 
-    def leave_forward(self, unit: "Unit") -> None:
+    def leave_forward(self, unit: Scheduled) -> None:
         if unit not in self._inside:
             return
         # Inner units that an exception has kept from leaving are outside now as well.
@@ -155,12 +160,12 @@ class Schedule:
         while len(self._reductions) >= MAX_FULL_GRADS:
             self._reductions.popleft().finish()
 
-    def reduce_lane(self, unit: "Unit", buffer: ShardBuffer) -> Lane | None:
+    def reduce_lane(self, unit: Scheduled, buffer: ShardBuffer) -> Lane | None:
         """Return where a unit's gradients are reduced; None if it waits for them."""
         return self._lane("reduce", buffer) if unit.group.options.overlap.reduce_grads else None
 
     def reduce(
-        self, unit: "Unit", steps: Sequence[Reducing], done: Callable[[], None] | None
+        self, unit: Scheduled, steps: Sequence[Reducing], done: Callable[[], None] | None
     ) -> None:
         """Begin a step for each buffer; ``done`` is called when all is over, before backward is."""
         reduction = _Reduction(unit, steps, done)
@@ -173,7 +178,7 @@ class Schedule:
         self._reductions.append(reduction)
         self.max_reductions = max(self.max_reductions, len(self._reductions))
 
-    def finish_reduction(self, unit: "Unit") -> None:
+    def finish_reduction(self, unit: Scheduled) -> None:
         """Wait for the gradients of one unit, and of those that began before it."""
         while any(reduction.unit is unit for reduction in self._reductions):
             self._reductions.popleft().finish()
