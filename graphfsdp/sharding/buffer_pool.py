@@ -249,7 +249,7 @@ def _storage_over(memory: Tensor) -> torch.UntypedStorage:
         return torch.empty_like(memory).untyped_storage()
     # DLPack's way to share it. The rules of a capture refuse Tensor.__dlpack__, which from_dlpack
     # would call: it hands a tensor to somebody who may read it on the host.
-    shared: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(memory))
+    shared: Tensor = torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(memory))
     return shared.untyped_storage()
 
 

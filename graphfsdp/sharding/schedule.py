@@ -186,7 +186,8 @@ class Schedule:
     def end_iteration(self) -> None:
         """Take note that the iteration is over with the backward pass under way."""
         self._iteration_is_over = True
-        self._follow_backward()
+        if torch._C._current_autograd_node() is not None:  # else a last callback, behind ours
+            self._follow_backward()
 
     def settle(self) -> None:
         """Wait for whatever is under way, and drop what nobody has used."""
