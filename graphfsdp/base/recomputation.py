@@ -116,7 +116,7 @@ class _Kept:
 class _Argument(NamedTuple):
     """A result that is one of the written arguments, by its number among them."""
 
-    index: int
+    number: int
 
 
 class _Drawn:
@@ -127,7 +127,7 @@ class _Drawn:
         self.op = op
         self.written = [_Kept(tensor, as_bits=as_bits, copy=True) for tensor in written]
         leaves, self._spec = pytree.tree_flatten(result)
-        positions = {id(tensor): _Argument(index) for index, tensor in enumerate(written)}
+        positions = {id(tensor): _Argument(number) for number, tensor in enumerate(written)}
         # By leaf: a written argument, a new tensor, or whatever else it was: flash attention
         # returns lengths, as plain numbers.
         self.results: list[Any] = [
@@ -151,7 +151,7 @@ class _Drawn:
             if is_own(tensor):
                 kept.write_to(tensor)
         leaves = [
-            written[item.index]
+            written[item.number]
             if isinstance(item, _Argument)
             else item.tensor()
             if isinstance(item, _Kept)

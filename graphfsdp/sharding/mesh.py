@@ -10,14 +10,13 @@ checkpoints.
 import math
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.dtensors import as_dtensor
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot
 from graphfsdp.sharding.placement import RowShard
@@ -224,14 +223,8 @@ class ModelAxes:
         """Return this rank's part as the module computes with it; autograd goes through."""
         if not self.wraps:
             return local
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=contiguous_stride(self.shape),
-        )
+        seen: Tensor = as_dtensor(local, self.mesh, self.placements, self.shape)
+        return seen
 
     def _axes_of(self, dim: int) -> list[int]:
         return [axis for axis, place in enumerate(self.placements) if place.is_shard(dim)]

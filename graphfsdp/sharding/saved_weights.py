@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from graphfsdp.base.dtensors import as_dtensor
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer
 
@@ -72,9 +73,8 @@ def saving_places(
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _DTensorPlace):
             local, mesh, places, shape, stride = saved
-            return DTensor.from_local(
-                unpack(local), mesh, places, run_check=False, shape=shape, stride=stride
-            )
+            whole: Tensor = as_dtensor(unpack(local), mesh, places, shape, stride)
+            return whole
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
         buffer = buffers[saved.buffer_index]
