@@ -145,7 +145,7 @@ def test_a_random_operator_may_return_numbers_beside_tensors(device: torch.devic
             return out
 
         x = torch.randn(8, device=device, requires_grad=True)
-        slopes = []
+        slopes: list[Tensor] = []
         for call in (function, lambda x: graphfsdp.recompute(function, x)):
             torch.manual_seed(0)
             slopes += torch.autograd.grad(call(x).sum(), x)
