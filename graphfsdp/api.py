@@ -144,7 +144,7 @@ def capture(
     )
     together = one_module(model)
     inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]
-    refuse_other_types(together, loss_fn, mp_policy)
+    refuse_other_types(loss_fn, mp_policy)
     if iteration is None:
         refuse_several(model, optimizer)
     else:

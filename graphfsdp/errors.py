@@ -168,6 +168,12 @@ class CaptureError(GraphFSDPError):
         return Hazard(self.kind, why, fix, self.op, self.module_path, self.source, self.cuda_error)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
 def split_remedy(message: str) -> tuple[str, str]:
     """Return what a message says is wrong, and what it says is to be done."""
     for word in ("Remedy: ", "Ways out: "):

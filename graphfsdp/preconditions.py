@@ -72,10 +72,8 @@ def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def refuse_other_types(model: object, loss_fn: object, mp_policy: object) -> None:
+def refuse_other_types(loss_fn: object, mp_policy: object) -> None:
     """Check what a caller without a type checker may get wrong."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):

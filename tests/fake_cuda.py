@@ -22,6 +22,7 @@ import graphfsdp
 from fake_cuda_classes import event_base, graph_base, stream_base
 from fake_cuda_state import DEVICE, GRAPH_HANDLE, FakeCuda, PlayedMode, cuda_error
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
+from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.optim import FusedAdam
 from graphfsdp.preflight.script import CpuInstead
 from zoo_models import WIDTH, Squared
@@ -42,6 +43,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     if torch.cuda.is_available():
         pytest.skip("plays a GPU, and this machine has one")
     cuda = FakeCuda()
+    nvtx_range("")  # remembers for this process that there are no ranges on this machine
 
     def set_stream(*, stream_id: int, device_index: int, device_type: int) -> None:
         assert (device_index, device_type) == (0, 1)

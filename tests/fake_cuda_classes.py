@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fake_cuda_state import DEVICE, GRAPH_HANDLE, Capture, FakeCuda, cuda_error
-from graphfsdp._capture.trace.op_tensors import flat_tensors
+from graphfsdp.base.op_tensors import flat_tensors
 
 
 def stream_base(cuda: FakeCuda) -> type:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphfsdp._capture.trace.op_tensors import flat_tensors, is_wrapper_subclass, written_tensors
+from graphfsdp.base.op_tensors import flat_tensors, is_wrapper_subclass, written_tensors
 
 DEVICE = torch.device("cuda", 0)
 GRAPH_HANDLE = 0x7F00_0000_1000  # wider than 32 bits, as addresses are

@@ -200,6 +200,12 @@ def rank_device() -> torch.device:
     return torch.device("cpu")
 
 
+def world_group() -> dist.ProcessGroup:
+    found = dist.group.WORLD
+    assert found is not None
+    return found
+
+
 def _serve(
     begin: Callable[[], None],
     stack_path: pathlib.Path,

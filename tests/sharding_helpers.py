@@ -145,6 +145,14 @@ def buffers(model: nn.Module, *, trainable: bool | None = None) -> list[ShardBuf
     return [b for b in found if trainable is None or b.trainable == trainable]
 
 
+def unit_shapes(model: nn.Module) -> list[list[tuple[int, ...]]]:
+    """Shapes of the parameters of each unit, from a model that is not sharded."""
+    assert isinstance(model.blocks, nn.ModuleList)
+    shapes = [[tuple(p.shape) for p in block.parameters()] for block in model.blocks]
+    below = {id(p) for block in model.blocks for p in block.parameters()}
+    return [*shapes, [tuple(p.shape) for p in model.parameters() if id(p) not in below]]
+
+
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.op_tensors import OperatorMode, written_tensors
 from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
+from graphfsdp.base.op_tensors import OperatorMode, written_tensors
 from graphfsdp.errors import CaptureError
 
 _NUM_REPLAYS = 5

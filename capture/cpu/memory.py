@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.cpu.calls import can_write_into
-from graphfsdp._capture.trace.op_tensors import is_empty, scratch_places
 from graphfsdp._capture.trace.values import (
     Node,
     StorageInfo,
@@ -21,6 +20,7 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, MemoryPlan, plan_memory
+from graphfsdp.base.op_tensors import is_empty, scratch_places
 
 _FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more
 

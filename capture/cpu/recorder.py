@@ -8,12 +8,6 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.rules.refusals import NEW_GENERATOR, Refusal
 from graphfsdp._capture.rules.watcher import Run, Watcher
-from graphfsdp._capture.trace.op_tensors import (
-    TRUSTED_NAMESPACES,
-    flat_tensors,
-    is_empty,
-    read_tensors,
-)
 from graphfsdp._capture.trace.values import (
     Geometry,
     Node,
@@ -23,6 +17,12 @@ from graphfsdp._capture.trace.values import (
     storage_of,
 )
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import (
+    TRUSTED_NAMESPACES,
+    flat_tensors,
+    is_empty,
+    read_tensors,
+)
 
 
 class Recorder(Watcher):

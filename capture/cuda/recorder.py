@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from graphfsdp._capture.cuda.driver import GraphNodes
 from graphfsdp._capture.report.description import Description, Region, region_of
 from graphfsdp._capture.rules.watcher import Run, Watcher
-from graphfsdp._capture.trace.op_tensors import flat_tensors
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.values import storage_of
+from graphfsdp.base.op_tensors import flat_tensors
 
 
 class CudaRecorder(Watcher):

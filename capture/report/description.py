@@ -8,11 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.op_tensors import (
-    RUNNING_STATISTICS,
-    SILENT_WRITERS,
-    draws_numbers,
-)
 from graphfsdp._capture.trace.program_facts import (
     Argument,
     BufferFacts,
@@ -23,6 +18,11 @@ from graphfsdp._capture.trace.program_facts import (
 )
 from graphfsdp._capture.trace.source import Site
 from graphfsdp._capture.trace.values import span
+from graphfsdp.base.op_tensors import (
+    RUNNING_STATISTICS,
+    SILENT_WRITERS,
+    draws_numbers,
+)
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVES = ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_")  # ours

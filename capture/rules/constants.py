@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.rules.remedies import running_optimizer
-from graphfsdp._capture.trace.op_tensors import LITERAL_OPS, OperatorMode, flat_tensors
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
     SiteTable,
@@ -29,6 +28,7 @@ from graphfsdp._capture.trace.source import (
 )
 from graphfsdp._capture.trace.values import has_storage, storage_of
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import LITERAL_OPS, OperatorMode, flat_tensors
 from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")

@@ -15,8 +15,8 @@ from graphfsdp._capture.rules.refusals import (
     Refusal,
     Varies,
 )
-from graphfsdp._capture.trace.op_tensors import flat_tensors
 from graphfsdp._capture.trace.source import called_by_user
+from graphfsdp.base.op_tensors import flat_tensors
 
 _Function = Callable[..., Any]
 _Judged = tuple[str, Refusal] | None

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.op_tensors import draws_numbers, flat_tensors
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import draws_numbers, flat_tensors
 
 Varies = Callable[[Tensor], bool]  # whether its contents differ from replay to replay
 

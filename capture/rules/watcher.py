@@ -21,12 +21,6 @@ from graphfsdp._capture.rules.refusals import (
 )
 from graphfsdp._capture.rules.remedies import for_this_place
 from graphfsdp._capture.rules.streams import StreamWatch
-from graphfsdp._capture.trace.op_tensors import (
-    LITERAL_OPS,
-    OperatorMode,
-    flat_tensors,
-    written_tensors,
-)
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
     SiteTable,
@@ -35,6 +29,12 @@ from graphfsdp._capture.trace.source import (
 )
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardLog, SourceLine
+from graphfsdp.base.op_tensors import (
+    LITERAL_OPS,
+    OperatorMode,
+    flat_tensors,
+    written_tensors,
+)
 from graphfsdp.errors import CaptureError
 
 Run = Callable[[], Any]

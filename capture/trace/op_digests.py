@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.op_tensors import (
+from graphfsdp.base.op_tensors import (
     OperatorMode,
     flat_tensors,
     scratch_places,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.trace.backend import Effect
-from graphfsdp._capture.trace.op_tensors import written_arguments
 from graphfsdp._capture.trace.values import Node, Value
+from graphfsdp.base.op_tensors import written_arguments
 
 _MAX_KEPT_BYTES = 1 << 20
 _MIN_KEPT = 8

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.trace.op_tensors import (
+from graphfsdp._capture.trace.values import identity_of, span, storage_of
+from graphfsdp.base.op_tensors import (
     TRUSTED_NAMESPACES,
     OperatorMode,
     flat_tensors,
     may_write,
 )
-from graphfsdp._capture.trace.values import identity_of, span, storage_of
 from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last

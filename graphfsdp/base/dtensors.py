@@ -1,6 +1,5 @@
 """Plain parts of DTensors, for code that must work with both and need not import either."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphfsdp.base.flat_buffer import contiguous_stride
 
 # One group for each mesh axis that a tensor is sharded over; () where each rank holds all of it.
 RankGroups = tuple[dist.ProcessGroup, ...]
@@ -60,28 +61,33 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
 
 def wrap_rows_like(local: Tensor, like: Tensor) -> Tensor:
     """Do as ``wrap_like`` for [rows, ...] of other shape than those of ``like``, cut by rows."""
-    row = local.shape[1:]
-    strides = [math.prod(row[axis:]) for axis in range(len(row) + 1)]
-    return _wrap(local, like, torch.Size((*like.shape[:1], *row)), tuple(strides))
+    shape = torch.Size((*like.shape[:1], *local.shape[1:]))
+    return _wrap(local, like, shape, contiguous_stride(shape))
+
+
+def as_dtensor(
+    local: Tensor,
+    mesh: Any,
+    placements: Sequence[Any],
+    shape: Sequence[int],
+    stride: tuple[int, ...] | None = None,
+) -> Any:
+    """Return the DTensor of that shape whose part here is ``local``; autograd goes through."""
+    from torch.distributed.tensor import DTensor
+
+    stride = contiguous_stride(shape) if stride is None else stride
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     if not is_dtensor(like):
         return local
-    from torch.distributed.tensor import DTensor
-
     dtensor: Any = like
     if local.device.type not in (dtensor.device_mesh.device_type, "meta"):
         return _wrap_elsewhere(local, dtensor, shape, stride)
-    wrapped = DTensor.from_local(
-        local,
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
-    return can_be_copied(wrapped)
+    return can_be_copied(as_dtensor(local, dtensor.device_mesh, dtensor.placements, shape, stride))
 
 
 def can_be_copied(tensor: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class RankStore:
     @property
     def timeout_s(self) -> float:
         """How long a collective of the groups waits for a rank."""
-        return min(_timeout(group).total_seconds() for group in self.groups)
+        return min(timeout_of(group).total_seconds() for group in self.groups)
 
 
 class RankAgreement:
@@ -180,7 +180,8 @@ def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """Return how long a group's collectives wait for a rank."""
     for device_type in ("cpu", "cuda"):
         try:
             backend = group._get_backend(torch.device(device_type))

@@ -1,24 +1,27 @@
 """Activation recomputation that draws nothing twice, so that a graph can hold it."""
 
-import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphfsdp.base.op_tensors import (
+    RUNNING_STATISTICS,
+    SILENT_WRITERS,
+    OperatorMode,
+    flat_tensors,
+    written_tensors,
+)
 from graphfsdp.errors import GraphFSDPError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _ZERO_OR_ONE = ("aten::bernoulli", "aten::bernoulli_")
-# They write their running statistics without saying so in their schema.
-_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-_STATISTICS = slice(3, 5)
 _OWN_REFERENCES = 2  # to a storage: by the tensor here, and by Python's storage object
 
 
@@ -110,6 +113,12 @@ class _Kept:
         return self._contents.clone() if self._is_copy else self._contents.detach()
 
 
+class _Argument(NamedTuple):
+    """A result that is one of the written arguments, by its number among them."""
+
+    number: int
+
+
 class _Drawn:
     """What one random operator returned, and wrote to its arguments."""
 
@@ -118,8 +127,9 @@ class _Drawn:
         self.op = op
         self.written = [_Kept(tensor, as_bits=as_bits, copy=True) for tensor in written]
         leaves, self._spec = pytree.tree_flatten(result)
-        positions = {id(tensor): index for index, tensor in enumerate(written)}
-        # By leaf: an index into the written arguments, a new tensor, or whatever else it was.
+        positions = {id(tensor): _Argument(number) for number, tensor in enumerate(written)}
+        # By leaf: a written argument, a new tensor, or whatever else it was: flash attention
+        # returns lengths, as plain numbers.
         self.results: list[Any] = [
             positions[id(leaf)]
             if id(leaf) in positions
@@ -141,8 +151,8 @@ class _Drawn:
             if is_own(tensor):
                 kept.write_to(tensor)
         leaves = [
-            written[item]
-            if isinstance(item, int)
+            written[item.number]
+            if isinstance(item, _Argument)
             else item.tensor()
             if isinstance(item, _Kept)
             else item
@@ -151,35 +161,12 @@ class _Drawn:
         return pytree.tree_unflatten(leaves, self._spec)
 
 
-class _Mode(TorchDispatchMode, abc.ABC):
-    """Shows every operator to a subclass, wrapper tensors being taken apart first."""
+class _Keep(OperatorMode):
+    """The first call: keeps what random operators draw."""
 
     def __init__(self, drawn: list[_Drawn]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._drawn = drawn
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if any(_takes_itself_apart(kind) for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        return self.on_op(func, args, kwargs)
-
-    @abc.abstractmethod
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any: ...
-
-
-class _Keep(_Mode):
-    """The first call: keeps what random operators draw."""
 
     def __exit__(
         self,
@@ -197,7 +184,7 @@ class _Keep(_Mode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        written = _written(op, args, kwargs)
+        written = written_tensors(op, args, kwargs)
         if written and self._drawn:
             storages = {_storage(tensor) for tensor in written}
             for drawn in self._drawn:
@@ -210,11 +197,12 @@ class _Keep(_Mode):
         return result
 
 
-class _Repeat(_Mode):
+class _Repeat(OperatorMode):
     """A later call: draws nothing, and leaves the tensors that were there before alone."""
 
     def __init__(self, drawn: list[_Drawn]) -> None:
-        super().__init__(drawn)
+        super().__init__()
+        self._drawn = drawn
         self._next = 0
         self._own: set[int] = set()  # storages that this call has made
 
@@ -227,18 +215,19 @@ class _Repeat(_Mode):
     def on_op(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        written = _written(op, args, kwargs)
-        inputs = {_storage(leaf) for leaf in _tensors((args, kwargs))}
+        written = written_tensors(op, args, kwargs)
+        inputs = {_storage(each) for each in flat_tensors((*args, *kwargs.values()))}
         if torch.Tag.nondeterministic_seeded in op.tags:
             result = self._next_drawn(op).repeat(written, self._is_own)
         elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
             result = _arguments_of(op, args, kwargs)
         else:
-            if op._schema.name in _BATCH_NORMS:
-                copies = [None if stat is None else stat.clone() for stat in args[_STATISTICS]]
-                args = (*args[: _STATISTICS.start], *copies, *args[_STATISTICS.stop :])
+            if op._schema.name in SILENT_WRITERS:
+                stats = [None if s is None else s.clone() for s in args[RUNNING_STATISTICS]]
+                before, behind = RUNNING_STATISTICS.start, RUNNING_STATISTICS.stop
+                args = (*args[:before], *stats, *args[behind:])
             result = op(*args, **kwargs)
-        made = (_storage(leaf) for leaf in _tensors(result))
+        made = (_storage(each) for each in flat_tensors([result]))
         self._own.update(storage for storage in made if storage and storage not in inputs)
         return result
 
@@ -258,33 +247,11 @@ class _Repeat(_Mode):
         return drawn
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _storage(tensor: Tensor) -> int | None:
     """Return what tells one storage from another; None for what lies in several (sparse)."""
     if tensor.layout is not torch.strided:
         return None
     return int(tensor.untyped_storage()._cdata)
-
-
-def _takes_itself_apart(kind: type) -> bool:
-    handler = getattr(kind, "__torch_dispatch__", None)
-    return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
-
-
-def _written(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    if not op._schema.is_mutable:
-        return []
-    return [
-        tensor
-        for index, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
-    ]
 
 
 def _only_writes(op: torch._ops.OpOverload) -> bool:

@@ -44,3 +44,8 @@ class Lane:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
+
+
+def is_capturing() -> bool:
+    """Tell whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -131,9 +131,11 @@ def rehearse_pool(
     shards = join_units(root, _PlannedShards)
     pool = shards.units[0].schedule.pool
     for iteration in range(_MAX_ITERATIONS):
+        num_plans = pool.stats.num_plans
         _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
         # Whoever knows the order of units runs otherwise than the first iteration.
-        if iteration > 1 and not pool.stats.num_misses:
+        fits = pool.stats.num_plans == num_plans and not pool.stats.num_misses
+        if iteration > 1 and fits:
             break
     return PlannedPool(pool.stats.num_bytes, pool.stats.peak_bytes)
 

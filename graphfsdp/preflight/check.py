@@ -123,7 +123,7 @@ def check_call(
     together = one_module(model)
     unwrapped = [_unwrap(item) for item in as_list(optimizer, "optimizer")]
     inner = [item for item, _ in unwrapped]
-    refuse_other_types(together, loss_fn, mp_policy)
+    refuse_other_types(loss_fn, mp_policy)
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; expected one of {_TARGETS}")
     ignored = {_kind(kind) for kind in ignore}

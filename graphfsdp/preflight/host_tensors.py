@@ -9,9 +9,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device as torch_device
 
 from graphfsdp._capture.rules.refusals import UNSUPPORTED, Refusal
-from graphfsdp._capture.trace.op_tensors import flat_tensors
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import flat_tensors
 
 _PAGEABLE = Refusal(
     "{}; on a GPU that is a copy from pageable host memory inside the iteration, which a capture "

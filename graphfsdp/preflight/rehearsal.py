@@ -15,7 +15,13 @@ from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.values import dropped_tensors
 from graphfsdp._capture.undo.host_state import HostState, generators_of
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
-from graphfsdp.errors import CaptureError, GraphFSDPError, InvalidLossError, split_remedy
+from graphfsdp.errors import (
+    CaptureError,
+    GraphFSDPError,
+    InvalidLossError,
+    first_line,
+    split_remedy,
+)
 from graphfsdp.preflight.watcher import MemorySums, PreflightWatcher
 
 # A number that was read from a tensor differs from run to run by itself.
@@ -183,10 +189,9 @@ def _hazard_of(error: Exception) -> Hazard:
     source = user_line_of(error)
     if isinstance(error, GraphFSDPError):
         return Hazard(HazardKind.CONFIG, *split_remedy(str(error)), source=source)
-    first = (str(error).strip().splitlines() or ["no message"])[0]
     return Hazard(
         HazardKind.EXCEPTION,
-        f"the iteration raises {type(error).__name__}: {first}",
+        f"the iteration raises {first_line(error)}",
         "make the iteration run as it is first; what follows this line was not checked",
         op=type(error).__name__,
         source=source,

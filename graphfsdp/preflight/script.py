@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from graphfsdp._capture.phase import Phase
 from graphfsdp.api import answering
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import ConfigError, first_line
 from graphfsdp.preflight.check import check_call
 from graphfsdp.preflight.report import CheckReport
 
@@ -212,8 +212,7 @@ def _refuse_end(how: str, flight: _Flight) -> NoReturn:
 
 
 def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    message = f"the program failed before a check: {type(error).__name__}: {first}"
+    message = f"the program failed before a check: {first_line(error)}"
     if any(word in str(error) for word in _NO_CUDA):
         message += (
             ". Remedy: it calls torch.cuda directly, which --device cpu cannot answer; make that "

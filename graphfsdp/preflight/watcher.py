@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from graphfsdp._capture.rules.constants import ConstantLog
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.rules.watcher import Run, Watcher
-from graphfsdp._capture.trace.op_tensors import TRUSTED_NAMESPACES, flat_tensors, may_write
 from graphfsdp._capture.trace.values import StorageInfo, has_storage
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.hazards import HazardKind, HazardLog
+from graphfsdp.base.op_tensors import TRUSTED_NAMESPACES, flat_tensors, may_write
 from graphfsdp.preflight.host_tensors import HostTensors
 
 

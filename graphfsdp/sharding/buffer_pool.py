@@ -6,18 +6,20 @@ the pool sees what a model, autograd or a communication thread still holds, an a
 keeps is never overwritten, and what cannot have its place is allocated as ever. Each place has a
 storage of its own, over memory that it shares with places of other times.
 
-Note [Steps]: time is counted in requests. An iteration is traced, and the places of the next ones
-are planned from which buffers were alive at which request. Another order of units, a unit that
-is left out, a forward pass for evaluation: whatever finds its place taken is allocated, and
-the iteration after that is traced and planned anew. A plan that goes on not to fit is remade ever
-more rarely. gloo's threads let go of a buffer a little late; while an iteration is traced for a
-plan, the pool waits for them.
+Note [Steps]: time is counted in requests. An iteration that did not find its places (as the first
+one, another order of units, a unit that is left out) has them allocated; the one after it is
+allocated wholly and traced, and when its backward pass ends places are planned from which buffers
+were alive at which request. A plan that goes on not to fit is remade ever more rarely. gloo's
+threads let go of a buffer a little late; while an iteration is traced for a plan, the pool waits
+for them.
 
 Note [Recordings]: on a CPU, whatever runs under a dispatch mode gets fresh memory, since a
 recording plans all of its memory by itself, with these buffers among it (
 capture/cpu/memory.py, by the same algorithm), and what undoes a warm-up would copy the pool. A CUDA
-graph holds the addresses of the places, so a plan that was used in a capture is kept. Not run on
-a GPU yet.
+graph holds the addresses of the places, so a plan that was used in a capture is kept. Nothing is
+planned inside a capture, where the memory would lie in the graph's private pool, and a capture is
+served as the warm-up before it was, so that both run the same operators: by a plan that was made
+before the last warm-up, or not at all. Not run on a GPU yet.
 """
 
 import time
@@ -27,9 +29,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import Lifetime, plan_memory, round_up
+from graphfsdp.base.streams import is_capturing
 
 ALIGNMENT_BYTES = 512  # as the caching allocator of CUDA
 _MAX_REQUESTS = 1 << 14  # of an iteration; a longer one is not planned
@@ -96,11 +100,10 @@ class BufferPool:
         self._alive: list[_Request] = []
         self._counts: dict[Hashable, int] = {}
         self._is_traced = False
-        self._num_requests = 0
         self._num_plans = self._num_bytes = self._peak_bytes = 0
         self._num_hits = self._num_misses = 0
         self._missed = False  # in this iteration
-        self._is_planned_from = False  # this iteration, if its requests do not get their places
+        self._is_planned_from = False  # this iteration, none of whose requests gets a place
         self._patience = self._num_waited = 0
 
     @property
@@ -110,19 +113,26 @@ class BufferPool:
         )
 
     def begin(self, *, trains: bool) -> None:
-        """Plan from the last iteration if that did not fit; a forward alone is only served."""
-        missed = self._is_traced and self._missed
-        if missed and self._is_planned_from and len(self._requests) < _MAX_REQUESTS:
-            self._plan()
-            missed = False
-        if missed:
-            self._num_waited += 1
+        """Begin an iteration; a forward alone is only served."""
         self._requests, self._alive, self._counts = [], [], {}
-        self._num_requests = 0
         self._is_traced, self._missed = trains, False
-        if trains:
-            wanted = self._num_plans == 0 or (missed and self._num_waited > self._patience)
-            self._is_planned_from = wanted
+        if not trains:
+            return
+        if not is_capturing():
+            self._is_planned_from = self._num_waited > self._patience
+        if self._is_planned_from:
+            self._places = {}
+
+    def end(self) -> None:
+        """Plan from the iteration that is over if it was run for that."""
+        if not (self._is_traced and self._missed) or is_capturing():
+            return
+        self._missed = False
+        if not self._is_planned_from:
+            self._num_waited += 1
+        elif len(self._requests) < _MAX_REQUESTS:
+            with _disable_current_modes():  # no operator of the iteration, which may be compared
+                self._plan()
 
     def take(self, owner: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return [numel] with undefined contents, the caller's as long as anybody refers to it.
@@ -146,8 +156,7 @@ class BufferPool:
             self._num_hits += 1
         if self._is_traced and len(self._requests) < _MAX_REQUESTS:
             self._end_the_dead()
-            request = _Request(key, num_bytes, device, self._num_requests, place, reference)
-            self._num_requests += 1
+            request = _Request(key, num_bytes, device, len(self._requests), place, reference)
             self._requests.append(request)
             self._alive.append(request)
         return tensor
@@ -171,7 +180,7 @@ class BufferPool:
             return None  # nothing orders what this stream does after what the other one did
         if not (place.is_free and all(other.is_free for other in place.neighbours)):
             return None
-        captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captures = device.type == "cuda" and is_capturing()
         if captures and not any(kept is self._places for kept in self._kept):
             self._kept.append(self._places)
         return place
@@ -182,12 +191,12 @@ class BufferPool:
             if request.is_alive:
                 alive.append(request)
             else:
-                request.end = self._num_requests - 1
+                request.end = len(self._requests) - 1
         self._alive = alive
 
     def _plan(self) -> None:
         self._end_the_dead()
-        last = self._num_requests
+        last = len(self._requests)
         self._places = {}
         self._num_bytes = self._peak_bytes = 0
         for device in dict.fromkeys(request.device for request in self._requests):
@@ -238,7 +247,9 @@ def _storage_over(memory: Tensor) -> torch.UntypedStorage:
     """Return a storage of its own over a stretch of memory, which it keeps alive."""
     if memory.is_meta:  # there is nothing to share
         return torch.empty_like(memory).untyped_storage()
-    shared: Tensor = torch.utils.dlpack.from_dlpack(memory)  # DLPack's way to share it
+    # DLPack's way to share it. The rules of a capture refuse Tensor.__dlpack__, which from_dlpack
+    # would call: it hands a tensor to somebody who may read it on the host.
+    shared: Tensor = torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(memory))
     return shared.untyped_storage()
 
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphfsdp.base.dtensors import local_part
-from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.dtensors import as_dtensor, local_part
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer
@@ -161,14 +160,8 @@ class ShardGroup:
         axes = self._axes.get(name)
         if axes is not None:
             mesh, places, shape = self._meshes[name], [*axes.placements, *places], axes.shape
-        return DTensor.from_local(
-            local,
-            mesh,
-            places,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=contiguous_stride(shape),
-        )
+        found: DTensor = as_dtensor(local, mesh, places, shape)
+        return found
 
     def bind_views(self) -> None:
         """Point every parameter at where the main weights lie now, and make its gradient view."""

@@ -38,7 +38,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from graphfsdp.base.memory_plan import alignment_numel, round_up
 from graphfsdp.errors import ConfigError
@@ -55,10 +54,6 @@ class Slot:
     index: int
     offset: int
     shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if self.index < 0 or self.offset < 0 or any(size < 0 for size in self.shape):
-            raise ConfigError(f"a slot holds no negative number, got {self}")
 
     @cached_property
     def num_rows(self) -> int:
@@ -104,53 +99,6 @@ class BufferLayout:
     shard_numel: int
     slots: tuple[Slot, ...]
 
-    def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.alignment < 1 or self.shard_numel < 0:
-            raise ConfigError(
-                "a buffer needs num_ranks >= 1, alignment >= 1 and shard_numel >= 0, got "
-                f"{self.num_ranks}, {self.alignment} and {self.shard_numel}"
-            )
-        for before, after in pairwise(self.slots):
-            if before.end > after.offset:
-                raise ConfigError(
-                    f"slots overlap or are out of order: parameter {before.index} holds the "
-                    f"elements [{before.offset}, {before.end}), the next slot, parameter "
-                    f"{after.index}, starts at {after.offset}"
-                )
-        for slot in self.slots:
-            self._check(slot)
-
-    def _check(self, slot: Slot) -> None:
-        if slot.end > self.total_numel:
-            raise ConfigError(
-                f"parameter {slot.index} ends at element {slot.end} of a buffer of "
-                f"{self.total_numel} ({self.num_ranks} ranks x {self.shard_numel})"
-            )
-        if slot.offset and not slot.numel:
-            raise ConfigError(
-                f"parameter {slot.index} has no element and must lie at offset 0, got {slot.offset}"
-            )
-        if slot.offset % self.alignment:
-            raise ConfigError(
-                f"parameter {slot.index} starts at element {slot.offset}, "
-                f"not at a multiple of {self.alignment}"
-            )
-        # The first border inside the slot, then the distance to the others, must be whole rows.
-        ranks = self.ranks_of(slot)
-        if slot.numel and len(ranks) > 1:
-            border = (ranks.start + 1) * self.shard_numel
-            if (border - slot.offset) % slot.row_numel:
-                self._refuse_cut(slot, border)
-            if len(ranks) > 2 and self.shard_numel % slot.row_numel:
-                self._refuse_cut(slot, border + self.shard_numel)
-
-    def _refuse_cut(self, slot: Slot, border: int) -> None:
-        raise ConfigError(
-            f"the rank border at element {border} cuts parameter {slot.index} of shape "
-            f"{slot.shape} inside a row: it starts at element {slot.offset}, "
-            f"and a row is {slot.row_numel} elements"
-        )
-
     @property
     def total_numel(self) -> int:
         """Number of elements of all shards together, padding included."""
@@ -173,7 +121,7 @@ class BufferLayout:
         return range(slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1)
 
     def local_rows(self, slot: Slot, rank: int) -> LocalRows:
-        begin = self._begin_of(rank)
+        begin = rank * self.shard_numel
         if not slot.numel:
             return LocalRows(slot.num_rows, 0, 0, 0) if rank else LocalRows(0, slot.num_rows, 0, 0)
         first = min(max(slot.offset, begin), begin + self.shard_numel)
@@ -189,11 +137,6 @@ class BufferLayout:
         before = owners.start + 1 if owners else self.num_ranks
         behind = self.num_ranks - before - len(inner)
         return (*[0] * before, *inner, *[slot.num_rows] * behind, slot.num_rows)
-
-    def _begin_of(self, rank: int) -> int:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigError(f"rank must be in 0..{self.num_ranks - 1}, got {rank}")
-        return rank * self.shard_numel
 
 
 def plan_unit(

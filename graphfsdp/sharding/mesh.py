@@ -8,16 +8,15 @@ checkpoints.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.dtensors import as_dtensor
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot
 from graphfsdp.sharding.placement import RowShard
@@ -37,12 +36,6 @@ class UnitMesh:
     outer: dist.ProcessGroup | None = None
     cuts_outside: bool = False
     experts: DeviceMesh | None = None
-    _inner_rank: int = field(init=False, repr=False)
-    _outer_rank: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_inner_rank", self.inner.rank())
-        object.__setattr__(self, "_outer_rank", 0 if self.outer is None else self.outer.rank())
 
     @property
     def num_outer(self) -> int:
@@ -61,9 +54,10 @@ class UnitMesh:
     @property
     def part(self) -> int:
         """Which of them this rank holds. The parts of an inner rank are neighbours."""
-        if not self.cuts_outside:
-            return self._inner_rank
-        return self._inner_rank * self.num_outer + self._outer_rank
+        inner = self.inner.rank()
+        if not self.cuts_outside or self.outer is None:
+            return inner
+        return inner * self.num_outer + self.outer.rank()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -229,14 +223,8 @@ class ModelAxes:
         """Return this rank's part as the module computes with it; autograd goes through."""
         if not self.wraps:
             return local
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=contiguous_stride(self.shape),
-        )
+        seen: Tensor = as_dtensor(local, self.mesh, self.placements, self.shape)
+        return seen
 
     def _axes_of(self, dim: int) -> list[int]:
         return [axis for axis, place in enumerate(self.placements) if place.is_shard(dim)]

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from graphfsdp.base.memory_plan import neighbour_starts
+from graphfsdp.base.rank_agreement import timeout_of
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.schedule import Schedule
@@ -172,17 +172,9 @@ def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=_timeout(group),
+        timeout=timeout_of(group),
         backend=dist.get_backend_config(group),
         use_local_synchronization=True,  # only the ranks of this group are here
         group_desc=description,
     )
     return made
-
-
-def _timeout(group: dist.ProcessGroup) -> Any:
-    types = group._device_types
-    if not types:  # a group that is written in Python
-        return None
-    options = getattr(group._get_backend(types[0]), "options", None)
-    return getattr(options, "_timeout", None)

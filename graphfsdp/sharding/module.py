@@ -48,7 +48,7 @@ class FSDPModule:
             requires_sync: False while accumulating over backward passes.
             recurse: Also the units below.
         """
-        for unit in _units(self, recurse=recurse):
+        for unit in units_in(self, recurse=recurse):
             unit.requires_gradient_sync = requires_sync
 
     def set_is_last_microbatch(self, is_last: bool) -> None:
@@ -57,7 +57,7 @@ class FSDPModule:
         Strategies that do not shard gradients reduce them only then. On a mesh with an outer axis
         every strategy reduces over that axis only then, and ``.grad`` is bound only then.
         """
-        for unit in _units(self, recurse=True):
+        for unit in units_in(self):
             unit.is_last_microbatch = is_last
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class FSDPModule:
         ``graphfsdp.capture`` calls it. A loop of your own must do so before the optimizer steps,
         if it uses ``set_is_last_microbatch`` and some unit may not run in each microbatch.
         """
-        for unit in _units(self, recurse=True):
+        for unit in units_in(self):
             unit.end_iteration()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -79,18 +79,18 @@ class FSDPModule:
             requires_all_reduce: False in all backward passes of an accumulation but the last.
             recurse: Also the units below.
         """
-        for unit in _units(self, recurse=recurse):
+        for unit in units_in(self, recurse=recurse):
             unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard: bool, *, recurse: bool = True) -> None:
         """Drop whole weights between forward and backward, or keep them."""
-        for unit in _units(self, recurse=recurse):
+        for unit in units_in(self, recurse=recurse):
             unit.reshard_after_forward = reshard
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication while the body runs."""
-        before = [(unit, unit.requires_gradient_sync) for unit in _units(self, recurse=True)]
+        before = [(unit, unit.requires_gradient_sync) for unit in units_in(self)]
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -101,7 +101,7 @@ class FSDPModule:
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
         """Return where the gradient of each trainable parameter lies, units below included."""
         found = {}
-        for unit in _units(self, recurse=True):
+        for unit in units_in(self):
             options = unit.group.options
             for item in unit.group.trainable:
                 assert item.main_grad is not None
@@ -118,7 +118,7 @@ class FSDPModule:
         Only whole parameters that somebody still holds: an optimizer that was made before.
         """
         found = {}
-        for unit in _units(self, recurse=True):
+        for unit in units_in(self):
             for item in unit.group.managed:
                 whole = item.whole()
                 if whole is not None:
@@ -130,7 +130,7 @@ class FSDPModule:
 
         On a mesh of several axes one for each axis.
         """
-        groups = (group for unit in _units(self, recurse=True) for group in unit.group.groups)
+        groups = (group for unit in units_in(self) for group in unit.group.groups)
         return list(dict.fromkeys(groups))
 
     def abandon_iteration(self) -> None:
@@ -138,7 +138,7 @@ class FSDPModule:
 
         Unreduced gradients and gathered weights are dropped, and the shards are put back.
         """
-        for unit in _units(self, recurse=True):
+        for unit in units_in(self):
             unit.abandon_iteration()
 
     def __getattr__(self, name: str) -> Any:
@@ -229,14 +229,15 @@ def join_units(
     root: nn.Module, join: Callable[[nn.Module, list[Unit]], ModelShards]
 ) -> ModelShards:
     """Make all units below a root, its own among them, run together."""
-    members = [child for child in root.modules() if isinstance(child, FSDPModule)]
-    shards = join(root, [unit_of(member) for member in members])
+    members = units_in(root)
+    shards = join(root, members)
     for member in members:
-        setattr(member, _SHARDS, shards)
+        setattr(member.module, _SHARDS, shards)
     return shards
 
 
-def _units(module: object, *, recurse: bool) -> list[Unit]:
+def units_in(module: object, *, recurse: bool = True) -> list[Unit]:
+    """Return the units of a module and of those below it, outermost first."""
     if not recurse:
         return [unit_of(module)]
     assert isinstance(module, nn.Module)

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from graphfsdp.base.dtensors import as_dtensor
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer
 
@@ -72,9 +73,8 @@ def saving_places(
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _DTensorPlace):
             local, mesh, places, shape, stride = saved
-            return DTensor.from_local(
-                unpack(local), mesh, places, run_check=False, shape=shape, stride=stride
-            )
+            whole: Tensor = as_dtensor(unpack(local), mesh, places, shape, stride)
+            return whole
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
         buffer = buffers[saved.buffer_index]
@@ -103,3 +103,8 @@ def foreign_hooks_are_active() -> bool:
 
 def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass under way is over, behind those given before it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

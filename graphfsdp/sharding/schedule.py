@@ -23,7 +23,7 @@ from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.buffer_pool import BufferPool
 from graphfsdp.sharding.gradients import Reducing
 from graphfsdp.sharding.group import ShardGroup
-from graphfsdp.sharding.saved_weights import is_in_backward
+from graphfsdp.sharding.saved_weights import is_in_backward, when_backward_ends
 
 # Whole gradient buffers that may be alive: one is being reduced, one is being filled.
 MAX_FULL_GRADS = 2
@@ -184,7 +184,10 @@ class Schedule:
             self._reductions.popleft().finish()
 
     def end_iteration(self) -> None:
+        """Take note that the iteration is over with the backward pass under way."""
         self._iteration_is_over = True
+        if torch._C._current_autograd_node() is not None:  # else a last callback, behind ours
+            self._follow_backward()
 
     def settle(self) -> None:
         """Wait for whatever is under way, and drop what nobody has used."""
@@ -244,8 +247,11 @@ class Schedule:
             self.settle()
         self._task = task
         self._backward.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        when_backward_ends(self._end_backward)
 
     def _end_backward(self) -> None:
         self._backward.end()
         self.settle()
+        if self._iteration_is_over:
+            # Behind the callbacks of units, which drop what they still hold.
+            when_backward_ends(self.pool.end)

@@ -13,6 +13,13 @@ writing them is right: what was gathered before is gathered again. Inside the un
 are whole copies, in which a write would be lost; and between a unit's forward and its backward a
 write would give gradients of weights that the forward has not seen. Both are errors. Writes
 through ``.data`` count nowhere, so nobody can see those.
+
+Note [Where a backward ends]: autograd calls its last callbacks on the thread that has finished
+last. Only if some leaf of the pass lies on a GPU are the streams current there that were so where
+backward() was called, and do these wait for the leaves' ones. Parameters are no leaves here, so the
+token is one and lies where the weights do: else the end of a backward pass, which waits for the
+reductions, would run on the legacy default stream, unordered with the optimizer step (and error 906
+in a capture).
 """
 
 import functools
@@ -31,7 +38,12 @@ from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.group import ShardGroup
-from graphfsdp.sharding.saved_weights import foreign_hooks_are_active, is_in_backward, saving_places
+from graphfsdp.sharding.saved_weights import (
+    foreign_hooks_are_active,
+    is_in_backward,
+    saving_places,
+    when_backward_ends,
+)
 from graphfsdp.sharding.schedule import Schedule
 
 
@@ -55,7 +67,7 @@ class Unit:
         self.pinned = False
         self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         self._fresh = False  # the gathered weights are those that the optimizer left
-        self._token = torch.zeros((), requires_grad=True)  # makes autograd keep the function
+        self._cpu_token = torch.zeros((), requires_grad=True)
         self._landed: set[int] = set()  # by position in group.trainable
         self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context = ExitStack()
@@ -301,7 +313,7 @@ class Unit:
         """Return the whole weights as the modules compute with them; gathers what is not here."""
         if not (torch.is_grad_enabled() and self.group.trainable):
             return [view for _, view in self.group.full_views()]
-        whole = Unshard.apply(self._token, self)  # type: ignore[no-untyped-call]
+        whole = Unshard.apply(self._token(), self)  # type: ignore[no-untyped-call]
         for position, tensor in enumerate(whole):
             # Names that Megatron's and Transformer Engine's layers look for.
             tensor.get_main_grad = functools.partial(self._unreduced_gradient, position)
@@ -311,6 +323,17 @@ class Unit:
             next(trainable) if item.buffer.trainable else view.detach()
             for item, view in self.group.full_views()
         ]
+
+    def _token(self) -> Tensor:
+        """Return a leaf that makes autograd keep ``Unshard``; see Note [Where a backward ends].
+
+        A new one for each forward pass on a GPU: a leaf that an old loss still holds remembers the
+        stream of that loss, for which a capture cannot wait.
+        """
+        device = self.group.trainable[0].buffer.main.device
+        if device.type == "cpu":
+            return self._cpu_token
+        return torch.empty(0, device=device, requires_grad=True)
 
     def _unreduced_gradient(self, position: int) -> Tensor:
         """Return the whole gradient of one weight, for a layer that adds to it by itself.
@@ -338,7 +361,7 @@ class Unit:
 
     def _queue_end_of_backward(self) -> None:
         if is_in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            when_backward_ends(self._finish_backward)
 
     def _bind_gradients(self) -> None:
         self.group.bind_main_grads(self._landed)

@@ -11,7 +11,7 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp.base.collectives import all_gather_, all_reduce_, broadcast_, reduce_scatter_
 from helpers import OpNames
-from ranks import RankError, RankPool, rank_device
+from ranks import RankError, RankPool, on_ranks, rank_device, world_group
 from sharding_helpers import (
     STRATEGIES,
     adam,
@@ -26,88 +26,67 @@ from sharding_helpers import (
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def group() -> dist.ProcessGroup:
-    found = dist.group.WORLD
-    assert found is not None
-    return found
+def of_rank(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Small integers, exact in every dtype and in every order of additions."""
+    return (torch.arange(numel, device=rank_device()) % 5 + rank).to(dtype)
 
 
 def mine(numel: int, dtype: torch.dtype) -> Tensor:
-    """Small integers, exact in every dtype and in every order of additions."""
-    values = torch.arange(numel, device=rank_device()) % 5 + dist.get_rank()
-    return values.to(dtype)
-
-
-def of_rank(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return (torch.arange(numel, device=rank_device()) % 5 + rank).to(dtype)
+    return of_rank(dist.get_rank(), numel, dtype)
 
 
 def right_results() -> None:
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     for dtype in DTYPES:
         whole = torch.full((3 * num_ranks,), -1, dtype=dtype, device=rank_device())
-        all_gather_(whole, mine(3, dtype), group())
+        all_gather_(whole, mine(3, dtype), world_group())
         assert torch.equal(whole, torch.cat([of_rank(r, 3, dtype) for r in range(num_ranks)]))
         inputs = [of_rank(r, 4 * num_ranks, dtype).double() for r in range(num_ranks)]
         total = torch.stack(inputs).sum(0)
         for reduction, expected in (("sum", total), ("mean", total / num_ranks)):
             part = torch.full((4,), -1, dtype=dtype, device=rank_device())
-            reduce_scatter_(part, mine(4 * num_ranks, dtype), group(), reduction=reduction)
+            reduce_scatter_(part, mine(4 * num_ranks, dtype), world_group(), reduction=reduction)
             assert torch.equal(part, expected[4 * rank : 4 * rank + 4].to(dtype)), dtype
             tensor = mine(4 * num_ranks, dtype)
-            all_reduce_(tensor, group(), reduction=reduction)
+            all_reduce_(tensor, world_group(), reduction=reduction)
             assert torch.equal(tensor, expected.to(dtype)), dtype
         tensor = mine(7, dtype)
-        all_reduce_(tensor, group(), reduction="max")
+        all_reduce_(tensor, world_group(), reduction="max")
         assert torch.equal(tensor, of_rank(num_ranks - 1, 7, dtype))
-        broadcast_(tensor.fill_(rank), group(), source=num_ranks - 1)
+        broadcast_(tensor.fill_(rank), world_group(), source=num_ranks - 1)
         assert torch.equal(tensor, torch.full_like(tensor, num_ranks - 1))
     empty = torch.empty(0, device=rank_device())
-    all_gather_(empty, empty.clone(), group())
-    reduce_scatter_(empty, empty.clone(), group())
+    all_gather_(empty, empty.clone(), world_group())
+    reduce_scatter_(empty, empty.clone(), world_group())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_results_are_right(request: pytest.FixtureRequest, num_ranks: int) -> None:
-    request.getfixturevalue(f"ranks{num_ranks}").run(right_results)
+@pytest.mark.parametrize(
+    "ranks", ["ranks2", "ranks4", pytest.param("gpu_ranks", marks=pytest.mark.gpu)]
+)
+def test_results_are_right(request: pytest.FixtureRequest, ranks: str) -> None:
+    request.getfixturevalue(ranks).run(right_results)
 
 
-@pytest.mark.gpu
-def test_results_are_right_on_gpus(gpu_ranks: RankPool) -> None:
-    gpu_ranks.run(right_results)
-
-
-def seen_operators() -> list[str]:
-    """Every collective is one operator of ours; nothing of c10d is seen beside it."""
+@on_ranks("ranks2")
+def test_a_collective_is_one_operator() -> None:
+    """Of ours; nothing of c10d is seen beside it."""
     tensor, whole = mine(4, torch.float32), mine(8, torch.float32)
     with OpNames() as seen:
-        all_gather_(whole, tensor, group())
-        reduce_scatter_(tensor, whole, group())
-        all_reduce_(tensor, group())
-        broadcast_(tensor, group())
-    return list(seen.names)
+        all_gather_(whole, tensor, world_group())
+        reduce_scatter_(tensor, whole, world_group())
+        all_reduce_(tensor, world_group())
+        broadcast_(tensor, world_group())
+    issued = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+    assert seen.names == [f"graphfsdp.{op}_.default" for op in issued]
 
 
-def test_a_collective_is_one_operator(ranks2: RankPool) -> None:
-    expected = [f"graphfsdp.{op}_.default" for op in ("all_gather", "reduce_scatter", "all_reduce")]
-    for names in ranks2.run(seen_operators):
-        assert names == [*expected, "graphfsdp.broadcast_.default"]
-
-
-def refused_arguments() -> list[str]:
+@on_ranks("ranks2")
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     memory = torch.zeros(8, device=rank_device())
-    with raises_on_rank(graphfsdp.ConfigError) as aliased:
-        reduce_scatter_(memory[:4], memory, group())
-    with raises_on_rank(graphfsdp.ConfigError) as unknown:
-        all_reduce_(memory, group(), reduction="median")
-    return aliased + unknown
-
-
-def test_wrong_arguments_are_refused_before_anything_is_sent(ranks2: RankPool) -> None:
-    for aliased, unknown in ranks2.run(refused_arguments):
-        assert "lies in its own input" in aliased
-        assert "'median'" in unknown
-        assert "mean" in unknown
+    with raises_on_rank(graphfsdp.ConfigError, "lies in its own input"):
+        reduce_scatter_(memory[:4], memory, world_group())
+    with raises_on_rank(graphfsdp.ConfigError, "'median'", "mean"):
+        all_reduce_(memory, world_group(), reduction="median")
 
 
 @dataclass(frozen=True)
@@ -176,7 +155,8 @@ def test_collectives_of_an_iteration(ranks2: RankPool, strategy: str, microbatch
         assert (got.gathers, got.scatters, got.reduces) == expected
 
 
-def with_evaluation() -> int:
+@on_ranks("ranks2")
+def test_every_forward_after_a_step_gathers_once() -> None:
     """ZeRO-2 gathers anew after each optimizer step, and only then."""
     model = make_net("optim_grads")
     optim = adam(model)
@@ -188,11 +168,7 @@ def with_evaluation() -> int:
             optim.zero_grad()
         model(*batch)
     num_sharded = sum(buffer.sharded for buffer in buffers(model))
-    return list(seen.names).count("graphfsdp.all_gather_.default") - 3 * num_sharded
-
-
-def test_every_forward_after_a_step_gathers_once(ranks2: RankPool) -> None:
-    assert ranks2.run(with_evaluation) == [0, 0]
+    assert seen.names.count("graphfsdp.all_gather_.default") == 3 * num_sharded
 
 
 def fails_on_rank_1() -> None:

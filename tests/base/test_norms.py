@@ -10,16 +10,10 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.base.norms import global_norm
 from helpers import OpNames
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device, world_group
 from sharding_helpers import STRATEGIES, batches, full_parameters, make_net, my_part, units
 
 CPU = torch.device("cpu")
-
-
-def group() -> dist.ProcessGroup:
-    found = dist.group.WORLD
-    assert found is not None
-    return found
 
 
 def tensors(
@@ -61,7 +55,7 @@ def test_half_precision_does_not_overflow() -> None:
     assert global_norm(parts, {}, CPU).item() == pytest.approx(norm_of(parts), rel=1e-5)
 
 
-def mixed_norms() -> tuple[float, float, int]:
+def mixed_norms() -> float:
     """Whole tensors on every rank, rows on each, and no row at all on the last rank."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     whole = tensors(7, (3, 3), (2,))
@@ -69,40 +63,29 @@ def mixed_norms() -> tuple[float, float, int]:
     on = rank_device()
     local = [part.to(on) for part in rows[rank]]
     with OpNames() as seen:
-        got = global_norm([part.to(on) for part in whole], {(group(),): local}, on)
-    num_collectives = sum("all_reduce" in name for name in seen.names)
-    return (
-        float(got),
-        norm_of([*whole, *(part for parts in rows for part in parts)]),
-        num_collectives,
-    )
+        got = global_norm([part.to(on) for part in whole], {(world_group(),): local}, on)
+    assert sum("all_reduce" in name for name in seen.names) == 1
+    expected = norm_of([*whole, *(part for parts in rows for part in parts)])
+    assert float(got) == pytest.approx(expected, rel=2e-6)
+    return float(got)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_rows_of_all_ranks_count_once(request: pytest.FixtureRequest, num_ranks: int) -> None:
     results = request.getfixturevalue(f"ranks{num_ranks}").run(mixed_norms)
-    for got, expected, num_collectives in results:
-        assert got == pytest.approx(expected, rel=2e-6)
-        assert num_collectives == 1
-        assert got == results[0][0], "ranks disagree"
+    assert len(set(results)) == 1, "ranks disagree"
 
 
-def special_values() -> list[float]:
-    """What one rank alone has is seen by all."""
-    found = []
-    for value in (math.inf, math.nan):
+@on_ranks("ranks2")
+def test_infinity_and_nan_of_one_rank_reach_every_rank() -> None:
+    for value, is_seen in ((math.inf, math.isinf), (math.nan, math.isnan)):
         rows = [torch.tensor([1.0, value if dist.get_rank() == 1 else 2.0], device=rank_device())]
-        found.append(float(global_norm([], {(group(),): rows}, rank_device())))
-    return found
+        assert is_seen(float(global_norm([], {(world_group(),): rows}, rank_device())))
 
 
-def test_infinity_and_nan_reach_every_rank(ranks2: RankPool) -> None:
-    for infinity, nan in ranks2.run(special_values):
-        assert math.isinf(infinity)
-        assert math.isnan(nan)
-
-
-def clipped(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_clip_grad_norm_scales_the_gradients_of_all_ranks(strategy: str) -> None:
     model = make_net(strategy)
     model(*my_part(batches(1)[0])).backward()
     plain = make_net(None)
@@ -121,11 +104,6 @@ def clipped(strategy: str) -> None:
                 torch.testing.assert_close(local.norm(), sizes[name], rtol=1e-4, atol=1e-7)
     before = full_parameters(model)
     assert all(torch.equal(whole, before[name]) for name, whole in full_parameters(plain).items())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_clip_grad_norm_scales_the_gradients_of_all_ranks(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(clipped, strategy)
 
 
 def test_clipping_refuses_a_limit_that_is_not_positive() -> None:

@@ -1,7 +1,6 @@
 """The pool that `graphfsdp plan` tells, beside the pools of real worlds: equal to the byte."""
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.model_plan import plan_model
 from graphfsdp.planning.pool_rehearsal import PlannedPool
-from graphfsdp.sharding import buffer_pool
-from graphfsdp.sharding.buffer_pool import BufferPool
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
+from overlap_helpers import patient_pools
 from ranks import RankPool
 from sharding_helpers import STRATEGIES
 
@@ -89,25 +87,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "stack": (Stack, tuple(f"blocks.{index}" for index in range(3))),
     "odd": (Odd, tuple(f"blocks.{index}" for index in range(4))),
 }
-
-
-@contextmanager
-def patient_pools() -> Iterator[None]:
-    """Let pools wait for gloo's threads in all iterations, however busy the machine is.
-
-    A thread that lets go of a buffer late makes a pool allocate, and plan once more.
-    """
-    original = BufferPool.dropped
-
-    def dropped(pool: BufferPool, owner: Hashable) -> None:
-        planned_from, pool._is_planned_from = pool._is_planned_from, True
-        original(pool, owner)
-        pool._is_planned_from = planned_from
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BufferPool, "dropped", dropped)
-        patch.setattr(buffer_pool, "_RELEASE_S", 0.5)
-        yield
 
 
 @patient_pools()

@@ -1,6 +1,5 @@
 """graphfsdp.check of a sharded model: nothing changes on any rank, collectives are judged."""
 
-import json
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import HazardKind
 from graphfsdp.optim import FusedAdam
-from ranks import RankPool
+from ranks import on_ranks
 from sharding_helpers import (
     MAX_NORM,
     adam,
@@ -23,10 +22,11 @@ from sharding_helpers import (
 )
 
 
-def trains_the_same_after_a_check(strategy: str) -> None:
+@on_ranks("ranks2")
+def test_a_check_leaves_a_sharded_model_alone() -> None:
     runs = []
     for checked in (False, True):
-        model = make_net(strategy, dropout=0.2)
+        model = make_net("optim_grads_params", dropout=0.2)
         optim = adam(model)
         if checked:
             batch = my_part(batches(1)[0])
@@ -40,11 +40,8 @@ def trains_the_same_after_a_check(strategy: str) -> None:
     assert_replayed(runs[1])
 
 
-def test_a_check_leaves_a_sharded_model_alone(ranks2: RankPool) -> None:
-    ranks2.run(trains_the_same_after_a_check, "optim_grads_params")
-
-
-def listed_collectives() -> str:
+@on_ranks("ranks2")
+def test_every_collective_that_cannot_be_recorded_is_listed_on_every_rank() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     before = [param.detach().clone() for param in model.parameters()]
@@ -65,17 +62,7 @@ def listed_collectives() -> str:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     kinds = {hazard.kind for hazard in report.hazards}
     assert kinds == {HazardKind.COLLECTIVE}, str(report)
-    return json.dumps([(h.op, h.source and h.source.text) for h in report.hazards])
-
-
-def test_every_collective_that_cannot_be_recorded_is_listed_on_every_rank(
-    ranks2: RankPool,
-) -> None:
-    results = [json.loads(text) for text in ranks2.run(listed_collectives)]
-    assert results[0] == results[1]
-    assert [text.partition("(")[0] for _, text in results[0]] == [
-        "dist.all_reduce",
-        "dist.all_gather_object",
-        "dist.barrier",
-    ]
-    assert results[0][1][0] == "torch.distributed.all_gather_object"
+    lines = [hazard.source.text for hazard in report.hazards if hazard.source is not None]
+    called = [f"dist.{name}" for name in ("all_reduce", "all_gather_object", "barrier")]
+    assert [line.partition("(")[0] for line in lines] == called
+    assert report.hazards[1].op == "torch.distributed.all_gather_object"

@@ -1,6 +1,7 @@
 """The pool of whole buffers: fixed places within the interval bound, and safe in every order."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp.sharding.buffer_pool import ALIGNMENT_BYTES, BufferPool, PoolStats
 from graphfsdp.sharding.module import unit_of
-from overlap_helpers import NUM_BLOCKS, inputs, make_stack
+from overlap_helpers import NUM_BLOCKS, inputs, make_stack, patient_pools
 from ranks import RankPool, on_ranks
 from sharding_helpers import (
     STRATEGIES,
@@ -76,6 +79,7 @@ def nested(program: Program, sizes: list[int]) -> None:
         program.drop(here)
     for grad in grads:
         program.drop(grad)
+    program.pool.end()
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,7 +94,7 @@ def nested(program: Program, sizes: list[int]) -> None:
 def test_the_pool_of_an_iteration_is_within_a_tenth_of_the_bound(sizes: list[int]) -> None:
     pool = BufferPool()
     program = Program(pool)
-    for _ in range(3):
+    for _ in range(4):
         nested(program, sizes)
     stats = pool.stats
     assert stats.num_plans == 1
@@ -126,6 +130,7 @@ def test_no_order_ever_lets_two_buffers_share_memory(
             program.check()
         for number in list(program.held)[1:]:  # one stays until the end of everything
             program.drop(number)
+        pool.end()
 
 
 def test_what_outlives_the_iteration_shares_no_memory() -> None:
@@ -140,6 +145,7 @@ def test_what_outlives_the_iteration_shares_no_memory() -> None:
         for owner in (1, 2, 3):
             program.drop(program.take(owner, 256))
         program.check()
+        pool.end()
     assert pool.stats.num_plans == 1
     assert pool.stats.num_misses == 0
     assert pool.stats.num_bytes == pool.stats.peak_bytes == 2 * 256 * 4
@@ -155,6 +161,7 @@ def test_an_alias_that_somebody_keeps_is_never_overwritten() -> None:
             if owner == index % 3:
                 aliases.append((tensor.view(8, 8)[2:].t(), 10 * index + owner))
             del tensor
+        pool.end()
         for alias, value in aliases:
             assert bool((alias == value).all())
 
@@ -167,6 +174,8 @@ def test_another_dtype_or_size_is_allocated_and_planned_anew() -> None:
         assert (tensor.dtype, tensor.numel()) == (dtype, numel)
         assert tensor.data_ptr() % 64 == 0
         del tensor
+        pool.end()
+    # The second dtype is planned from the iteration after the first one that did not fit.
     assert pool.stats == PoolStats(ALIGNMENT_BYTES, ALIGNMENT_BYTES, 2, 1, 0)
     empty = pool.take("owner", 0, torch.float32, CPU)
     assert empty.numel() == 0
@@ -178,6 +187,7 @@ def test_orders_that_never_repeat_are_planned_ever_more_rarely() -> None:
         pool.begin(trains=True)
         tensors = [pool.take((index, owner), 64, torch.float32, CPU) for owner in range(3)]
         del tensors
+        pool.end()
     assert 3 <= pool.stats.num_plans <= 10
 
 
@@ -186,6 +196,7 @@ def test_the_memory_goes_with_the_last_buffer() -> None:
     for _ in range(3):
         pool.begin(trains=True)
         tensor = pool.take(0, 4096, torch.float32, CPU)
+        pool.end()
     tensor.fill_(7.0)
     reference = StorageWeakRef(tensor.untyped_storage())
     assert pool.stats.num_hits
@@ -248,3 +259,49 @@ def test_the_pool_of_a_model_is_bounded(overlap: bool) -> None:
     assert NUM_BLOCKS * 2 * block > stats.num_bytes
     # gloo's threads may hold a buffer a little longer than we do.
     assert stats.num_misses <= stats.num_hits // 10
+
+
+class Operators(TorchDispatchMode):
+    """Notes operators, and the sizes that are allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_empty = func is torch.ops.aten.empty.memory_format
+        self.calls.append((str(func), str(args[:1]) if is_empty else ""))
+        return func(*args, **(kwargs or {}))
+
+
+class NoDLPack(TorchFunctionMode):
+    """Refuses what the rules of a capture on a GPU refuse."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not Tensor.__dlpack__
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_warmups", [2, 3, 5])
+@on_ranks("ranks1")
+@patient_pools()
+def test_a_capture_on_a_gpu_is_served_as_the_last_warm_up(num_warmups: int) -> None:
+    """Both run the same operators, and nothing is planned inside the capture."""
+    model = make_stack(buffer_pool=True)
+    model.prepare_shards()
+    pool = unit_of(model).schedule.pool
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        # Tensors lie on the CPU here, where memory of its own is left to the recording.
+        patch.setattr("graphfsdp.sharding.buffer_pool._is_recorded_on_cpu", lambda device: False)
+        for index, x in enumerate(inputs(num_warmups + 1)):
+            captures, before = index == num_warmups, pool.stats
+            patch.setattr("graphfsdp.sharding.buffer_pool.is_capturing", lambda it=captures: it)
+            with Operators() as mode, NoDLPack():
+                model(x).backward()
+            model.zero_grad()
+            runs.append(mode.calls)
+    assert runs[-1] == runs[-2]
+    assert pool.stats.num_plans == before.num_plans
+    assert (pool.stats.num_hits > before.num_hits) == (num_warmups > 2)
+    assert (pool.stats.num_misses > before.num_misses) == (num_warmups <= 2)

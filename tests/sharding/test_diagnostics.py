@@ -15,7 +15,15 @@ from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
 from ranks import RankPool, on_ranks
-from sharding_helpers import adam, batches, full_parameters, make_net, my_part, units
+from sharding_helpers import (
+    adam,
+    batches,
+    full_parameters,
+    make_net,
+    my_part,
+    raises_on_rank,
+    units,
+)
 
 
 def trained(strategy: str | None, **options: Any) -> nn.Module:
@@ -47,34 +55,25 @@ def test_norms_are_those_of_whole_parameters_and_gradients(strategy: str) -> Non
     assert None in found[0]  # a parameter that nothing uses
 
 
-def nonfinite_of(plant: bool) -> list[str]:
+@on_ranks("ranks2")
+def test_values_that_are_not_finite_are_found_with_parameter_and_rank() -> None:
     model = trained("optim_grads_params")
-    if plant and dist.get_rank() == 1:
-        held = [
-            (name, param)
-            for name, param in model.named_parameters()
-            if local_part(param).numel() > 1 and param.grad is not None
-        ]
-        with torch.no_grad():
-            local_part(held[0][1]).view(-1)[0] = math.nan
-            grad = held[-1][1].grad
-            assert grad is not None
-            local_part(grad).view(-1)[:2] = torch.tensor([math.inf, math.nan])
-        names = [held[0][0], held[-1][0]]
-    else:
-        names = []
-    return [*names, *map(str, diagnostics.find_nonfinite(model))]
-
-
-def test_values_that_are_not_finite_are_found_with_parameter_and_rank(ranks2: RankPool) -> None:
-    assert ranks2.run(nonfinite_of, False) == [[], []]
-    first, second = ranks2.run(nonfinite_of, True)
-    weight, gradient, *found = second
-    assert found == [
-        f"weight of {weight!r} on rank 1: 1 NaN, 0 infinite",
-        f"gradient of {gradient!r} on rank 1: 1 NaN, 1 infinite",
+    assert not diagnostics.find_nonfinite(model)
+    held: list[Any] = [
+        (name, local_part(param), param.grad)
+        for name, param in model.named_parameters()
+        if local_part(param).numel() > 1 and param.grad is not None
     ]
-    assert first == found
+    planted: list[Any] = [held[0][0], held[-1][0]]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            held[0][1].view(-1)[0] = math.nan
+            local_part(held[-1][2]).view(-1)[:2] = torch.tensor([math.inf, math.nan])
+    dist.broadcast_object_list(planted, src=1)
+    assert list(map(str, diagnostics.find_nonfinite(model))) == [
+        f"weight of {planted[0]!r} on rank 1: 1 NaN, 0 infinite",
+        f"gradient of {planted[1]!r} on rank 1: 1 NaN, 1 infinite",
+    ]
 
 
 def table_of() -> dict[str, Any]:
@@ -123,7 +122,9 @@ def test_table_has_every_parameter_with_its_place(ranks2: RankPool) -> None:
             assert one == other
 
 
-def broken_slices() -> list[str]:
+@on_ranks("ranks2")
+def test_slices_that_overlap_or_lie_elsewhere_are_named() -> None:
+    """By each rank, in the words of the lowest one that has found something."""
     model = make_net("optim_grads_params")
     diagnostics.check_slices(model)
     held: dict[int, list[ManagedParameter]] = {}
@@ -131,26 +132,17 @@ def broken_slices() -> list[str]:
         if item.buffer.trainable and local_part(item.param).numel() > 1:
             held.setdefault(id(item.buffer), []).append(item)
     items = next(items for items in held.values() if len(items) > 1)
-    messages = []
     one, other = (item.param for item in items[:2])
     kept: Any = other._local_tensor  # type: ignore[attr-defined]
-    for local in (local_part(one).detach(), torch.zeros_like(kept)):
+    overlap = "overlap by", "bytes on rank 0: an update of one would change the other"
+    for local, words in (
+        (local_part(one).detach(), overlap),
+        (torch.zeros_like(kept), ("lies outside its flat buffer on rank 0",)),
+    ):
         other._local_tensor = local  # type: ignore[attr-defined]
-        try:
+        with raises_on_rank(GraphFSDPError, *words):
             diagnostics.check_slices(model)
-        except GraphFSDPError as error:
-            messages.append(str(error))
         other._local_tensor = kept  # type: ignore[attr-defined]
-    return messages
-
-
-def test_slices_that_overlap_or_lie_elsewhere_are_named(ranks2: RankPool) -> None:
-    first, second = ranks2.run(broken_slices)
-    assert first == second  # each rank tells what the lowest one has found
-    overlap, elsewhere = first
-    assert "overlap by" in overlap
-    assert "bytes on rank 0: an update of one would change the other" in overlap
-    assert "lies outside its flat buffer on rank 0" in elsewhere
 
 
 def test_plain_models_have_norms_too() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.optim import FusedAdam
-from ranks import RankPool, on_ranks, rank_device
+from ranks import RankPool, on_ranks, rank_device, world_group
 from sharding_helpers import STRATEGIES, assert_equal_tensors
 
 NUM_STEPS = 14
@@ -57,9 +57,7 @@ def per_token_on_one(model: nn.Module, *batch: Tensor) -> Tensor:
 
 def per_token_on_all(model: nn.Module, *batch: Tensor) -> Tensor:
     num_tokens = batch[2].sum()
-    world = dist.group.WORLD
-    assert world is not None
-    all_reduce_(num_tokens, world, reduction="sum")
+    all_reduce_(num_tokens, world_group(), reduction="sum")
     return summed_loss(model, *batch) / num_tokens
 
 

@@ -1,5 +1,6 @@
 """Models that are built on the meta device, sharded, and given memory and values afterwards."""
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from graphfsdp.sharding.layout import plan_unit
 from helpers import NUM_STEPS
-from ranks import RankPool, on_ranks, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     VOCABULARY,
@@ -27,6 +28,7 @@ from sharding_helpers import (
     on_meta,
     shard,
     train,
+    unit_shapes,
 )
 
 
@@ -105,9 +107,32 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return full_parameters(model) | buffers
 
 
-def trained_from_meta(
-    strategy: str, policy: graphfsdp.MixedPrecisionPolicy, num_steps: int, early: bool
+MIXED = graphfsdp.MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16,
+    main_params_dtype=torch.float32,
+    main_grads_dtype=torch.bfloat16,
+    use_decoupled_grad=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [*(("ranks2", strategy) for strategy in STRATEGIES), ("ranks4", "optim_grads_params")],
+)
+def test_a_model_from_meta_is_the_model_from_constructors(
+    request: pytest.FixtureRequest, ranks: str, strategy: str
 ) -> None:
+    """Bit for bit: values of every kind, then captured training; ranks have other seeds.
+
+    Of four ranks some hold no rows.
+    """
+    trains = ranks == "ranks2" and strategy in ("optim_grads", "optim_grads_params")
+    request.getfixturevalue(ranks).run(trained_from_meta, strategy, NUM_STEPS if trains else 0)
+
+
+def trained_from_meta(strategy: str, num_steps: int) -> None:
+    policy = MIXED if strategy == "optim_grads" else graphfsdp.MixedPrecisionPolicy()
+    early = strategy == "optim_grads_params"  # an optimizer that was made on meta goes on
     options: dict[str, Any] = {"use_decoupled_grad": True} if policy.use_decoupled_grad else {}
     runs: list[Training] = []
     initial: list[dict[str, Tensor]] = []
@@ -137,28 +162,6 @@ def trained_from_meta(
     if num_steps:
         assert_same_training(*runs)
         assert_replayed(runs[1])
-
-
-MIXED = graphfsdp.MixedPrecisionPolicy(
-    param_dtype=torch.bfloat16,
-    main_params_dtype=torch.float32,
-    main_grads_dtype=torch.bfloat16,
-    use_decoupled_grad=True,
-)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_model_from_meta_is_the_model_from_constructors(ranks2: RankPool, strategy: str) -> None:
-    """Bit for bit: values of every kind, then captured training; ranks have other seeds."""
-    policy = MIXED if strategy == "optim_grads" else graphfsdp.MixedPrecisionPolicy()
-    num_steps = NUM_STEPS if strategy in ("optim_grads", "optim_grads_params") else 0
-    early = strategy == "optim_grads_params"  # an optimizer that was made on meta goes on
-    ranks2.run(trained_from_meta, strategy, policy, num_steps, early)
-
-
-def test_on_four_ranks_some_of_which_hold_no_rows(ranks4: RankPool) -> None:
-    policy = graphfsdp.MixedPrecisionPolicy()
-    ranks4.run(trained_from_meta, "optim_grads_params", policy, 0, False)
 
 
 class Kept(nn.Module):
@@ -301,28 +304,22 @@ class Deep(nn.Module):
         return x
 
 
-def peak_of_materialization() -> tuple[int, int, int]:
+@on_ranks("ranks4")
+def test_never_more_is_whole_than_one_block_and_the_root() -> None:
+    """Shards, and what is whole; beside them names of units that ranks compare, as bytes."""
     model = on_meta(Deep)
-    numbers = [[tuple(p.shape) for p in block.parameters()] for block in model.blocks]
-    below = {id(p) for block in model.blocks for p in block.parameters()}
-    root = [tuple(p.shape) for p in model.parameters() if id(p) not in below]
+    shapes = unit_shapes(model)
     whole_bytes = 4 * sum(param.numel() for param in model.parameters())
     with Peak() as sharding:
         shard(model, "optim_grads_params")
     assert sharding.peak_bytes < 4096  # lists of names; no weight
-    plans = [plan_unit(shapes, num_ranks=4, itemsize=4) for shapes in [*numbers, root]]
+    plans = [plan_unit(unit, num_ranks=4, itemsize=4) for unit in shapes]
     # main weights and main grads
     kept = 2 * 4 * sum(buffer.shard_numel for buffers in plans for buffer in buffers)
-    units = [4 * sum(torch.Size(shape).numel() for shape in shapes) for shapes in numbers]
-    root_bytes = 4 * sum(torch.Size(shape).numel() for shape in root)
+    *blocks, root = [4 * sum(math.prod(shape) for shape in unit) for unit in shapes]
     with Peak() as peak:
         graphfsdp.materialize(model)
     # gloo's threads give up the block before a little after its collective has ended.
-    return peak.peak_bytes, kept + root_bytes + 2 * max(units), kept // 2 + whole_bytes
-
-
-def test_never_more_is_whole_than_one_block_and_the_root(ranks4: RankPool) -> None:
-    """Shards, and what is whole; beside them names of units that ranks compare, as bytes."""
-    for peak, bound, whole in ranks4.run(peak_of_materialization):
-        assert bound * 0.8 < peak <= bound + 16384
-        assert peak < 0.75 * whole
+    bound = kept + root + 2 * max(blocks)
+    assert bound * 0.8 < peak.peak_bytes <= bound + 16384
+    assert peak.peak_bytes < 0.75 * (kept // 2 + whole_bytes)

@@ -62,7 +62,8 @@ def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None
     each()
 
 
-def looked_at() -> dict[str, Any]:
+@on_ranks("ranks4")
+def test_norms_and_tables_count_each_element_once() -> None:
     model = tensor_parallel(sequence=True)
     plain: Any = plain_model("feed")
     whole = whole_batches()[0]
@@ -85,24 +86,15 @@ def looked_at() -> dict[str, Any]:
             assert param.placements[0] == Shard(0)
     diagnostics.check_slices(model)
     rows = {row.name: row for row in diagnostics.shard_table(model).rows}
+    assert rows["blocks.0.up.weight"].shape == (16, 8)  # this rank's half
+    held: list[Any] = [name for name, row in rows.items() if row.weight_bytes and "up" in name][:1]
     if dist.get_rank() == 2:
-        held = [name for name, row in rows.items() if row.weight_bytes and "up" in name]
         local_part(model.get_parameter(held[0])).view(-1)[0] = torch.nan
-    else:
-        held = []
-    return {
-        "held": held,
-        "shapes": {name: row.shape for name, row in rows.items()},
-        "found": [str(found) for found in diagnostics.find_nonfinite(model)],
-    }
-
-
-def test_norms_and_tables_count_each_element_once(ranks4: RankPool) -> None:
-    results = ranks4.run(looked_at)
-    (name, *_) = results[2]["held"]
-    for result in results:
-        assert result["found"] == [f"weight of {name!r} on rank 2: 1 NaN, 0 infinite"]
-        assert result["shapes"]["blocks.0.up.weight"] == (16, 8)  # this rank's half
+    planted: list[Any] = [held]
+    dist.broadcast_object_list(planted, src=2)
+    ((name,),) = planted
+    found = [str(found) for found in diagnostics.find_nonfinite(model)]
+    assert found == [f"weight of {name!r} on rank 2: 1 NaN, 0 infinite"]
 
 
 @on_ranks("ranks4")

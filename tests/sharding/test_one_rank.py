@@ -16,7 +16,7 @@ import graphfsdp
 import rank_steps
 from faults import FaultMode, World
 from graphfsdp import CaptureError, Phase
-from graphfsdp._capture.trace.op_tensors import is_wrapper_subclass
+from graphfsdp.base.op_tensors import is_wrapper_subclass
 from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection

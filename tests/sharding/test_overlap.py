@@ -15,7 +15,7 @@ from graphfsdp.config import OverlapPolicy
 from graphfsdp.errors import ConfigError, PhaseError
 from graphfsdp.sharding.module import unit_of
 from overlap_helpers import inputs, make_stack
-from ranks import on_ranks, rank_device
+from ranks import on_ranks, rank_device, world_group
 from sharding_helpers import (
     STRATEGIES,
     adam,
@@ -209,8 +209,7 @@ def test_the_policy_is_checked() -> None:
 
 @on_ranks("ranks2")
 def test_collectives_in_two_parts() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), rank_device()
     shard_, whole = torch.full((3,), float(rank), device=device), torch.empty(3 * num_ranks)
     whole = whole.to(device)

@@ -7,19 +7,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.sharding.schedule import Order
 from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
-from ranks import on_ranks
+from ranks import RankPool, on_ranks
 from sharding_helpers import (
     adam,
     assert_equal_tensors,
     buffers,
     full_parameters,
+    on_meta,
 )
 
 
@@ -51,6 +52,58 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
     assert gathers[1:] == [f"begin all_gather {name}" for name in reversed(blocks)]
     lines = [line for pair in journals(False) for line in pair]
     assert not [line for line in lines if "begin" in line or "wait" in line]
+
+
+def leaf_of_unshard(out: Tensor) -> Tensor:
+    """Return the leaf that keeps the one Unshard behind a result."""
+    nodes: list[Any] = [out.grad_fn]
+    for node in nodes:
+        following = [function for function, _ in node.next_functions if function is not None]
+        if node.name() == "UnshardBackward":
+            leaf: Tensor = following[0].variable
+            return leaf
+        nodes += following
+    raise AssertionError("no unit was gathered")
+
+
+@on_ranks("ranks1")
+def test_the_leaf_of_a_backward_pass_lies_where_the_weights_do() -> None:
+    """See Note [Where a backward ends] in unit.py; the meta device stands for a GPU."""
+    model = graphfsdp.fully_shard(on_meta(lambda: nn.Linear(4, 4)))
+    for item in unit_of(model).group.managed:
+        item.awaited = None  # nothing is computed
+    outs = [model(torch.empty(2, 4, device="meta")) for _ in range(2)]
+    first, second = map(leaf_of_unshard, outs)
+    assert first.device.type == second.device.type == "meta"
+    assert first is not second, "an old loss would hold the stream of its own pass"
+    on_cpu = graphfsdp.fully_shard(nn.Linear(4, 4))
+    first, second = (leaf_of_unshard(on_cpu(torch.ones(2, 4))) for _ in range(2))
+    assert first is second, "on a CPU there are no streams, and nothing is paid for them"
+
+
+def ends_of_backward() -> None:
+    model = make_stack()
+    ends: list[torch.cuda.Stream] = []
+    model.prepare_shards()
+    schedule = unit_of(model).schedule
+    settle = schedule.settle
+    side = torch.cuda.Stream()
+
+    def noting() -> None:
+        ends.append(torch.cuda.current_stream())
+        settle()
+
+    with torch.cuda.stream(side), pytest.MonkeyPatch.context() as patch:
+        loss = model(*inputs(1))
+        patch.setattr(schedule, "settle", noting)
+        loss.backward()
+    assert ends
+    assert set(ends) == {side}
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_ends_on_the_stream_that_it_was_called_on(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(ends_of_backward)
 
 
 @on_ranks("ranks2")

@@ -6,49 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.flat_runs import merge_neighbours
 from graphfsdp.sharding.layout import plan_unit
+from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, make_stack
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
-    Block,
     adam,
     batches,
     buffers,
     make_net,
     my_part,
     shard,
-    units,
+    unit_shapes,
 )
 
 FLOAT_BYTES = 4
-WIDTH = 16
-NUM_BLOCKS = 6
-
-
-class Stack(nn.Module):
-    """Blocks of one size, all of whose shapes are multiples of 16 bytes."""
-
-    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(num_blocks)])
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x).square().mean()
-        return out
-
-
-def make_stack(strategy: str, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return shard(Stack().to(rank_device()), strategy, **options)
 
 
 def batch() -> Tensor:
@@ -59,14 +37,6 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of all different storages behind some tensors."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in found.values())
-
-
-def unit_shapes(model: nn.Module) -> list[list[tuple[int, ...]]]:
-    """Shapes of the parameters of each unit, from a model that is not sharded."""
-    assert isinstance(model.blocks, nn.ModuleList)
-    shapes = [[tuple(p.shape) for p in block.parameters()] for block in model.blocks]
-    below = {id(p) for block in model.blocks for p in block.parameters()}
-    return [*shapes, [tuple(p.shape) for p in model.parameters() if id(p) not in below]]
 
 
 def kept_bytes(strategy: str) -> tuple[int, int, int, int]:
@@ -145,41 +115,19 @@ def test_a_handful_of_flat_runs_covers_the_model(strategy: str) -> None:
     assert num_runs <= NUM_BLOCKS + 1 < len(params)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        # The root's two, the block's, and with overlap that of the block which comes next.
+        ({"overlap": False}, 3),
+        ({"overlap": True}, 4),
+        ({"overlap": False, "reshard_after_forward": False}, 2 + NUM_BLOCKS),
+    ],
+)
 @on_ranks("ranks2")
-def test_zero_3_holds_one_block_and_the_root(reshard: bool) -> None:
-    """Whole buffers at the start of each block's forward, and while gradients are taken."""
-    model = make_stack("optim_grads_params", reshard_after_forward=reshard)
-    seen: dict[str, list[int]] = {"forward": [], "backward": []}
-
-    def num_alive() -> int:
-        return sum(buffer.full is not None for buffer in buffers(model))
-
-    assert isinstance(model.blocks, nn.ModuleList)
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        block.norm.register_forward_pre_hook(
-            lambda module, args: seen["forward"].append(num_alive())
-        )
-        block.norm.register_full_backward_hook(
-            lambda module, grads, outputs: seen["backward"].append(num_alive())
-        )
-    model(batch().requires_grad_()).backward()  # torch warns if no input needs a gradient
-    assert num_alive() == 0
-    root, *blocks = [len(unit.group.buffers) for unit in units(model)]
-    if reshard:
-        assert len(seen["forward"]) == len(seen["backward"]) == len(blocks) == NUM_BLOCKS
-        assert max(seen["forward"]) <= root + max(blocks)
-        assert max(seen["backward"]) <= root + max(blocks)
-    else:
-        assert max(seen["backward"]) == root + sum(blocks)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@on_ranks("ranks2")
-def test_gathered_buffers_are_freed_by_storage(overlap: bool) -> None:
+def test_zero_3_holds_one_block_and_the_root(options: dict[str, Any], most: int) -> None:
     """By storage, not by attribute: what a forgotten reference would keep is seen too."""
-    model = make_stack("optim_grads_params", overlap=overlap)
+    model = make_stack("optim_grads_params", **options)
     x = batch()
     alive: list[weakref.ref[Any]] = []
     peak = 0
@@ -198,10 +146,10 @@ def test_gathered_buffers_are_freed_by_storage(overlap: bool) -> None:
     with Watch():  # type: ignore[no-untyped-call]
         for _ in range(2):
             model(x).backward()
-    assert len(alive) >= 4 * NUM_BLOCKS
+    passes = 2 if options.get("reshard_after_forward", True) else 1
+    assert len(alive) >= 2 * passes * NUM_BLOCKS
     assert not any(ref() is not None for ref in alive)
-    # The root's two, the block's, and with overlap that of the block which comes next.
-    assert peak <= (4 if overlap else 3)
+    assert peak == most
 
 
 @on_ranks("ranks2")

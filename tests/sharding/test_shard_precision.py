@@ -6,6 +6,7 @@ in a whole tensor: an ulp of a weight now and then, and what an ulp may grow to 
 gradient that is rounded once too often or too seldom moves weights by far more, which a test shows.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import NUM_STEPS, set_lr
-from ranks import RankPool, on_ranks, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     ADAM_EPS,
     STRATEGIES,
@@ -194,7 +195,15 @@ def _add(held: dict[str, Tensor], more: dict[str, Tensor]) -> None:
         held[key] = held[key].add(grad) if key in held else grad
 
 
-def check_precision(name: str, strategy: str, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy", "microbatches"),
+    [
+        *((name, strategy, 1) for name in PRECISIONS for strategy in STRATEGIES[::3]),
+        *((name, strategy, 3) for name in ("bf16_grads", "bf16_comm") for strategy in STRATEGIES),
+    ],
+)
+@on_ranks("ranks2")
+def test_a_policy_does_what_it_says(name: str, strategy: str, microbatches: int) -> None:
     eager = sharded_run(name, strategy, microbatches, "none")
     captured = sharded_run(name, strategy, microbatches, "full_iteration")
     assert_same_training(eager, captured)
@@ -213,35 +222,16 @@ def difference(left: Training, right: Training) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("name", list(PRECISIONS))
-def test_a_policy_does_what_it_says(ranks2: RankPool, name: str, strategy: str) -> None:
-    ranks2.run(check_precision, name, strategy, 1)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["bf16_grads", "bf16_comm"])
-def test_a_policy_holds_for_microbatches(ranks2: RankPool, name: str, strategy: str) -> None:
-    ranks2.run(check_precision, name, strategy, 3)
-
-
-def emulations_apart() -> dict[str, float]:
-    """Return how far the emulated policies are from each other."""
+@on_ranks("ranks2")
+def test_a_wrong_dtype_would_be_seen() -> None:
+    """By how far the emulated policies are from each other."""
     runs = {name: emulated_run(name, "no_shard", 1)[dist.get_rank()] for name in PRECISIONS}
     names = [name for name in PRECISIONS if PRECISIONS[name].main == FP32]
-    return {
-        f"{left} {right}": difference(runs[left], runs[right])
-        for left in names
-        for right in names
-        if left < right
-    }
-
-
-def test_a_wrong_dtype_would_be_seen(ranks2: RankPool) -> None:
-    for apart in ranks2.run(emulations_apart):
-        # In one microbatch it is the same whether sums are rounded on the way or in the buffer.
-        assert apart.pop("bf16_comm bf16_grads") == 0
-        assert min(apart.values()) > 3 * TOLERANCE, apart
+    pairs = itertools.combinations(sorted(names), 2)
+    apart = {pair: difference(runs[pair[0]], runs[pair[1]]) for pair in pairs}
+    # In one microbatch it is the same whether sums are rounded on the way or in the buffer.
+    assert apart.pop(("bf16_comm", "bf16_grads")) == 0
+    assert min(apart.values()) > 3 * TOLERANCE, apart
 
 
 @on_ranks("ranks2")

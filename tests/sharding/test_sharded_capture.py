@@ -28,28 +28,25 @@ from sharding_helpers import (
 )
 from sharding_reference import assert_close_to_reference, reference
 
-MICROBATCHES = (1, 3)
-
 
 def both_scopes(strategy: str, microbatches: int, optimizer: str = "fused_adam") -> Training:
     return replayed_as_eager(lambda: make_net(strategy), optimizer, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "ranks", ["ranks2", "ranks4", pytest.param("gpu_ranks", marks=pytest.mark.gpu)]
+    ("ranks", "microbatches"),
+    [
+        ("ranks1", 3),
+        *((ranks, number) for ranks in ("ranks2", "ranks4") for number in (1, 3)),
+        *(pytest.param("gpu_ranks", number, marks=pytest.mark.gpu) for number in (1, 3)),
+    ],
 )
 def test_ranks_train_as_one_and_replay_as_eager(
     request: pytest.FixtureRequest, ranks: str, strategy: str, microbatches: int
 ) -> None:
     results = request.getfixturevalue(ranks).run(both_scopes, strategy, microbatches)
     assert_close_to_reference(results, reference())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_rank_trains_as_an_unsharded_model(ranks1: RankPool, strategy: str) -> None:
-    assert_close_to_reference(ranks1.run(both_scopes, strategy, 3), reference())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp import ConfigError
 from graphfsdp.optim import FusedAdam
 from ranks import on_ranks, rank_device
@@ -27,14 +28,9 @@ def shard(model: nn.Sequential, strategy: str) -> nn.Sequential:
     return model
 
 
-def mean(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
     """Add a penalty on all weights, as people write it without sharding."""
-    loss = mean(model, x)
+    loss = mean_square(model, x)
     for param in model.parameters():
         whole: Any = param.square().sum()
         loss = loss + 0.1 * whole.full_tensor()
@@ -55,7 +51,7 @@ def test_a_penalty_on_sharded_parameters_is_refused() -> None:
             raises_on_rank(ConfigError, *said),
         ):
             step(x)
-        with graphfsdp.capture(model, optimizer, loss_fn=mean) as step:
+        with graphfsdp.capture(model, optimizer, loss_fn=mean_square) as step:
             for _ in range(5):  # the model can be trained nevertheless
                 step(x)
 
@@ -71,7 +67,7 @@ class Penalized(nn.Linear):
 
 
 def own_penalty(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = mean(model, x) + 0.1 * model[0].penalty
+    loss: Tensor = mean_square(model, x) + 0.1 * model[0].penalty
     return loss
 
 
@@ -108,7 +104,7 @@ def test_hooks_of_gradients_that_nobody_would_call_are_refused() -> None:
         with raises_on_rank(ConfigError, said):
             model(x)
         handle.remove()
-        mean(model, x).backward()
+        mean_square(model, x).backward()
         assert model[1].weight.grad is not None
 
 

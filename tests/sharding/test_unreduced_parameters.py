@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
@@ -23,20 +24,15 @@ def half_sharded() -> nn.Sequential:
     return model
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 def both(models: list[nn.Module], optimizer: FusedAdam, x: Tensor) -> None:
     for model in models:
-        loss_of(model, x).backward()
+        mean_square(model, x).backward()
     optimizer.step()
 
 
 def weights_apart(model: nn.Module) -> bool:
     """Train a few steps; tell whether the ranks have other weights then."""
-    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1), loss_fn=loss_of)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1), loss_fn=mean_square)
     torch.manual_seed(dist.get_rank())
     for _ in range(6):
         step(torch.randn(3, 4, device=rank_device()))
@@ -54,17 +50,17 @@ def test_parameters_that_nobody_reduces_are_refused_by_name() -> None:
         model = half_sharded()
         optimizer = FusedAdam(model.parameters())
         with pytest.raises(ConfigError, match=r"train '1.weight', '1.bias' for itself.*Ways out"):
-            graphfsdp.capture(model, optimizer, loss_fn=loss_of, scope=scope)
+            graphfsdp.capture(model, optimizer, loss_fn=mean_square, scope=scope)
     many = nn.ModuleList([half_sharded(), *(nn.Linear(4, 4) for _ in range(3))])
     with pytest.raises(ConfigError, match=r"'1.weight'.* and 3 more for itself.* the 2 ranks"):
-        graphfsdp.capture(many, FusedAdam(many.parameters()), loss_fn=loss_of)
+        graphfsdp.capture(many, FusedAdam(many.parameters()), loss_fn=mean_square)
     models = [graphfsdp.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4, bias=False)]
     optimizer = FusedAdam([p for model in models for p in model.parameters()])
     with pytest.raises(ConfigError, match=r"train '1.weight' for itself.*not this one"):
         graphfsdp.capture(models, optimizer, iteration=both)
     x = torch.ones(3, 4, device=rank_device())
     model = half_sharded()
-    report = graphfsdp.check(model, FusedAdam(model.parameters()), x, loss_fn=loss_of)
+    report = graphfsdp.check(model, FusedAdam(model.parameters()), x, loss_fn=mean_square)
     kinds = [hazard.kind for hazard in report.hazards if "for itself" in hazard.why]
     assert kinds == [HazardKind.CONFIG]
 
@@ -79,12 +75,14 @@ def test_parameters_that_nobody_reduces_are_refused_by_name() -> None:
     for name, param in list(model[1].named_parameters()):
         replica = distribute_tensor(param.detach(), mesh, [Replicate()])
         setattr(model[1], name, nn.Parameter(replica))
-    graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_of).close()  # torch's care
+    graphfsdp.capture(
+        model, FusedAdam(model.parameters()), loss_fn=mean_square
+    ).close()  # torch's care
 
 
 @on_ranks("ranks1")
 def test_one_rank_has_nobody_to_drift_from() -> None:
     model = half_sharded()
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_of)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=mean_square)
     step(torch.ones(3, 4, device=rank_device()))
     step.close()

@@ -28,7 +28,7 @@ from graphfsdp.sharding.materialize.meta_tensors import (
     mark_unset_,
 )
 from graphfsdp.sharding.model_shards import ModelShards
-from graphfsdp.sharding.module import FSDPModule, class_name, shards_of, unit_of
+from graphfsdp.sharding.module import class_name, shards_of, units_in
 from graphfsdp.sharding.unit import Unit
 
 
@@ -99,7 +99,7 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
     Raises:
         ConfigError: something is left that nothing initialises; what was brought stays.
     """
-    units = [unit_of(m) for m in model.modules() if isinstance(m, FSDPModule)]
+    units = units_in(model)
     managed = {id(item.param): item for unit in units for item in unit.group.managed}
     plain = {
         name: tensor
@@ -268,8 +268,7 @@ def _broadcast(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
 
 def _units_of(model: nn.Module) -> list[Unit]:
     """Return the units in a model, all of which must be at rest."""
-    members = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    units = [unit_of(member) for member in members]
+    units = units_in(model)
     for unit in units:
         if unit.is_whole:
             raise ConfigError(

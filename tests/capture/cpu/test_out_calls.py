@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp._capture.cpu.calls import call_into, can_write_into, short_name
-from graphfsdp._capture.trace.op_tensors import is_empty
+from graphfsdp.base.op_tensors import is_empty
 
 PART = 1 if os.environ.get("GRAPHFSDP_ALL_OPERATORS") else 12
 NUM_SAMPLES = 3

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from faults import Fault, FaultMode, World
 from graphfsdp import Phase
-from graphfsdp._capture.trace.op_tensors import is_wrapper_subclass
+from graphfsdp.base.op_tensors import is_wrapper_subclass
 from rank_steps import batch, build
 from ranks import PRELOADED, RankPool
 
