@@ -27,8 +27,9 @@ from graphfsdp.bench.records import (
     read_result,
     to_json,
 )
-from graphfsdp.bench.tables import Parser, print_line, wide_console
+from graphfsdp.bench.tables import print_line, wide_console
 from graphfsdp.errors import ConfigError
+from graphfsdp.flags import Parser, require
 
 KIND = "graphfsdp_bench_comparison"
 DEFAULT_TOLERANCE = 0.05
@@ -116,8 +117,7 @@ def compare(
 
     ``tolerance`` is the part of a speed-up that may be lost before it counts.
     """
-    if not 0 <= tolerance < 1:
-        raise ConfigError(f"--tolerance must be in [0, 1), got {tolerance:g}")
+    require("tolerance", tolerance, 0 <= tolerance < 1, "in [0, 1)")
     machines = _differences(_facts(old, MACHINE_FIELDS), _facts(new, MACHINE_FIELDS))
     if machines and not other_machine:
         told = "; ".join(f"{name} {change}" for name, change in machines.items())

@@ -18,8 +18,9 @@ from rich.console import Console
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.records import Environment, to_json
-from graphfsdp.bench.tables import Parser, Table, print_line, wide_console
+from graphfsdp.bench.tables import Table, print_line, wide_console
 from graphfsdp.errors import ConfigError
+from graphfsdp.flags import Parser, require
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import TrainConfig
@@ -246,9 +247,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainConfig:
     """Also makes the directory."""
-    for name, minimum in (("runs", MIN_NUM_RUNS), ("ranks", 1)):
-        if getattr(options, name) < minimum:
-            raise ConfigError(f"--{name} must be at least {minimum}, got {getattr(options, name)}")
+    require("runs", options.runs, options.runs >= MIN_NUM_RUNS, f"at least {MIN_NUM_RUNS}")
+    require("ranks", options.ranks, options.ranks >= 1, "at least 1")
     if "RANK" in os.environ:
         raise ConfigError(
             "--mlperf starts the ranks of its runs itself; start it once, without torchrun, and "
