@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,24 +56,8 @@ def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
         made.append(make())
     except Exception as error:  # whatever a contender dies of is a result: it could not run here
         failure = Failure.of(error, ranks.rank if ranks.size > 1 else None)
-    for found in exchange(failure, ranks):
-        if found is not None:
-            assert isinstance(found, Failure)
-            return found
-    return made[0]
-
-
-def exchange(mine: Any, ranks: Ranks) -> list[Any]:
-    everyone = [mine]
-    if ranks.size > 1:
-        everyone = [None] * ranks.size
-        dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def first_says(mine: T, ranks: Ranks) -> T:
-    said: T = exchange(mine, ranks)[0]
-    return said
+    failures = [found for found in ranks.exchange(failure) if found is not None]
+    return failures[0] if failures else made[0]
 
 
 def line_up(ranks: Ranks, device: torch.device) -> None:

@@ -35,11 +35,11 @@ class BatchSource:
 
 def batch_source(
     case: Case,
-    *,
-    data: str | None,
-    random_tokens: bool,
-    seed: int,
     device: torch.device,
+    *,
+    data: str | None = None,
+    random_tokens: bool = False,
+    seed: int = 0,
     rank: int = 0,
 ) -> tuple[Case, BatchSource]:
     """Also returns the case with a vocabulary that holds its tokens.

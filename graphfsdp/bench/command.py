@@ -10,14 +10,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from graphfsdp.bench.agreement import first_says
 from graphfsdp.bench.compare import run_compare
-from graphfsdp.bench.contenders import CONTENDERS, Setting, find_contenders
+from graphfsdp.bench.contenders import CONTENDERS, Setting
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.measure import MeasureOptions, Say, measure_case
+from graphfsdp.bench.measure import Job, Say, measure_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
-from graphfsdp.bench.process import CaseFailedError, Job, can_forget_peak, run_case, run_memory
+from graphfsdp.bench.process import CaseFailedError, can_forget_peak, run_case, run_memory
 from graphfsdp.bench.records import NOT_ASKED, BenchResult, CaseResult, NotRun
 from graphfsdp.bench.report import PROFILES, make_directory, write_directory
 from graphfsdp.bench.tables import (
@@ -32,7 +31,6 @@ from graphfsdp.bench.tables import (
     wide_console,
 )
 from graphfsdp.bench.workloads import PlannedCase
-from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
@@ -141,16 +139,15 @@ class _Bench:
 
     def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
         """The case may take three times its share of the time left."""
-        left_s = first_says(self._left_s(), self._ranks)
+        left_s = self._ranks.exchange(self._left_s())[0]
         if left_s < _SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
         limit_s = min(left_s, max(3 * left_s / num_left, _SHORTEST_CASE_S))
-        job = self._job(planned)
+        job = self._job(planned, limit_s)
         if not self._ranks.launched:
-            return run_case(job, say, limit_s)
-        options = dataclasses.replace(job.options, limit_s=limit_s)
+            return run_case(job, say)
         try:
-            return measure_case(job.setting, find_contenders(job.contenders), options, say)
+            return measure_case(job, say)
         except ConfigError as error:
             raise CaseFailedError(str(error)) from error
 
@@ -164,8 +161,7 @@ class _Bench:
             say("memory", own.name)
             record = None
             if self._left_s() > _SHORTEST_CASE_S:
-                job = dataclasses.replace(self._job(planned), contenders=(own.name,))
-                record = run_memory(job, self._left_s())
+                record = run_memory(self._job(planned, self._left_s()), own.name)
             measured.append(dataclasses.replace(own, memory=record))
         return dataclasses.replace(found, contenders=tuple(measured))
 
@@ -174,25 +170,13 @@ class _Bench:
             return _NO_LIMIT_S
         return self._options.budget * 60 - (time.monotonic() - self._started)
 
-    def _job(self, planned: PlannedCase) -> Job:
+    def _job(self, planned: PlannedCase, limit_s: float) -> Job:
         options = self._options
-        strategy = ShardingStrategy.parse(options.strategy or ShardingStrategy.OPTIM_GRADS_PARAMS)
-        profile = None
+        profiles = None
         if options.profile:
-            profile = str((self._folder or Path()).resolve() / PROFILES)
-        return Job(
-            Setting(planned.case, self._device, options.seed, self._ranks, strategy),
-            tuple(spec.name for spec in find_contenders(planned.contenders)),
-            MeasureOptions(
-                options.seconds,
-                options.data,
-                options.random_tokens,
-                options.roofline,
-                profile,
-                options.nsys,
-            ),
-            options.threads,
-        )
+            profiles = str((self._folder or Path()).resolve() / PROFILES)
+        setting = Setting(planned.case, self._device, options.seed, self._ranks, options.sharding)
+        return Job(setting, planned.contenders, options, profiles, limit_s)
 
     def _result(self, cases: Iterable[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
         return BenchResult(

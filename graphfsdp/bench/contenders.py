@@ -7,8 +7,9 @@ import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import graphfsdp
 from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.records import REFERENCE
-from graphfsdp.bench.timeline import GraphNode, replay_nodes
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
@@ -52,16 +52,6 @@ class Setting:
         return self.case.torch_dtype == torch.bfloat16
 
 
-@dataclass(frozen=True)
-class GraphFacts:
-    """What a contender tells of its graph after warm-up; None where it has none."""
-
-    capture_ms: float | None = None
-    num_nodes: int | None = None
-    pool_bytes: int | None = None
-    notes: tuple[str, ...] = ()
-
-
 class Contender(abc.ABC):
     """A model and an optimizer that train one step per call."""
 
@@ -78,14 +68,11 @@ class Contender(abc.ABC):
             group["lr"] = rate
         return self.train(batch)
 
-    def graph_facts(self) -> GraphFacts:
-        return GraphFacts()
+    def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
+        """Tell of its graph, after warm-up; with the time of each node, if asked for."""
+        return None
 
-    def operator_us(self) -> tuple[float, ...]:
-        """Empty if no operator is recorded; weights and state are afterwards as they were."""
-        return ()
-
-    def replay_nodes(self) -> tuple[GraphNode, ...]:
+    def notes(self) -> tuple[str, ...]:
         return ()
 
     def close(self) -> None:
@@ -168,20 +155,9 @@ class OwnContender(Contender):
         loss: Tensor = self.step(*batch)
         return loss
 
-    def graph_facts(self) -> GraphFacts:
-        report = self.step.report()
-        if not report.num_captures:
-            return GraphFacts()
-        return GraphFacts(report.capture_ms, report.num_nodes, report.pool_bytes)
-
-    def operator_us(self) -> tuple[float, ...]:
-        if self._scope is not Scope.FULL_ITERATION:
-            return ()
-        return tuple(self.step.report(measure=True).node_us)
-
-    def replay_nodes(self) -> tuple[GraphNode, ...]:
-        report = self.step.report()
-        return replay_nodes(report) if report.num_captures else ()
+    def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
+        report = self.step.report(measure=measure and self._scope is not Scope.NONE)
+        return report if report.num_captures else None
 
     def close(self) -> None:
         self.step.close()
@@ -230,17 +206,16 @@ class ReduceOverheadLoop(TorchLoop):
         torch.compiler.cudagraph_mark_step_begin()
         return super().train(batch).clone()
 
-    def graph_facts(self) -> GraphFacts:
-        """Tell where torch left its graphs out."""
+    def notes(self) -> tuple[str, ...]:
         from torch._dynamo.utils import counters
 
         skips = counters["inductor"]["cudagraph_skips"]
         if not skips:
-            return GraphFacts()
-        return GraphFacts(
-            notes=(f"torch reports {skips} place(s) where it used no CUDA graph, so these ran as "
-                   "under plain torch.compile",)
-        )  # fmt: skip
+            return ()
+        return (
+            f"torch reports {skips} place(s) where it used no CUDA graph, so these ran as under "
+            "plain torch.compile",
+        )
 
 
 def plain(setting: Setting) -> Contender:
@@ -368,13 +343,18 @@ CONTENDERS = (
 )
 
 
+CONTENDERS_BY_NAME: Mapping[str, ContenderSpec] = MappingProxyType(
+    {spec.name: spec for spec in CONTENDERS}
+)
+
+
 def find_contenders(names: tuple[str, ...] | None) -> tuple[ContenderSpec, ...]:
     """The reference always comes first; None is all."""
-    known = {spec.name: spec for spec in CONTENDERS}
     for name in names or ():
-        if name not in known:
+        if name not in CONTENDERS_BY_NAME:
             raise ConfigError(
-                f"there is no contender {name!r}; expected some of {', '.join(known)}"
+                f"there is no contender {name!r}; expected some of {', '.join(CONTENDERS_BY_NAME)}"
             )
-    wanted = {REFERENCE, *(known if names is None else names)}
-    return tuple(spec for spec in CONTENDERS if spec.name in wanted)
+    return tuple(
+        spec for spec in CONTENDERS if names is None or spec.name == REFERENCE or spec.name in names
+    )

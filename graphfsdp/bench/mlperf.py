@@ -26,7 +26,7 @@ from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.mllog import UNVERIFIED, compliance_complaint
 from graphfsdp.training.ranks import Ranks
-from graphfsdp.training.run_directory import refuse_used_directory
+from graphfsdp.training.run_directory import make_new_directory
 
 KIND = "graphfsdp_bench_mlperf"
 # MLPerf asks for so many runs of its smaller language models.
@@ -154,63 +154,51 @@ def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> R
     )
 
 
-def score(
-    runs: Sequence[RunRecord],
-    *,
-    benchmark: str,
-    target_loss: float,
-    verified: str,
-    command: str,
-    environment: Environment,
-) -> TimeToTarget:
-    mean_s, no_score = None, ""
+def score(runs: Sequence[RunRecord]) -> tuple[float | None, str]:
+    """Return the seconds, or why there are none."""
     refused = [run.log for run in runs if run.converged and not run.accepted]
     if refused:
-        no_score = f"the compliance checker does not accept {', '.join(refused)}"
-    else:
-        try:
-            mean_s = olympic_mean([run.run_s if run.converged else None for run in runs])
-        except ConfigError as error:
-            no_score = str(error)
-    samples = [run.num_samples for run in runs if run.converged]
-    return TimeToTarget(
-        benchmark=benchmark,
-        target_loss=target_loss,
-        runs=tuple(runs),
-        score_s=mean_s,
-        no_score=no_score,
-        mean_samples=statistics.fmean(samples) if samples else None,
-        verified=verified,
-        command=command,
-        environment=environment,
-    )
+        return None, f"the compliance checker does not accept {', '.join(refused)}"
+    try:
+        return olympic_mean([run.run_s if run.converged else None for run in runs]), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     """Return 1 where the runs have no score."""
     options, train_flags = _make_parser().parse_known_args(arguments)
     config = _checked(options, train_flags)
+    assert config.target_loss is not None
     folder = Path(options.out)
-    device = choose_device(config.device, Ranks())
-    environment = find_environment(
-        device, num_threads=torch.get_num_threads(), num_ranks=options.ranks
-    )
     console = wide_console(console)
     print_line(
         console, f"{config.mllog_benchmark} to a loss of {config.target_loss:g}; {UNVERIFIED}"
     )
     if options.runs < MLPERF_NUM_RUNS:
         print_line(console, f"{options.runs} runs; MLPerf asks for {MLPERF_NUM_RUNS}")
+    environment = find_environment(
+        choose_device(config.device, Ranks()),
+        num_threads=torch.get_num_threads(),
+        num_ranks=options.ranks,
+    )
     runs: list[RunRecord] = []
     for number in range(options.runs):
-        command = _run_command(options.ranks, train_flags, config.seed + number, folder, number)
-        runs.append(_run(command, folder, number, config.seed + number, config))
-        print_line(console, _describe(number, runs[-1]))
-    assert config.target_loss is not None
-    found = score(
-        runs,
+        seed = config.seed + number
+        command = _run_command(options.ranks, train_flags, seed, folder, number)
+        run = _run(command, folder, number, seed, config)
+        runs.append(run)
+        what = f"{run.run_s:.3f} s" if run.converged and run.run_s is not None else run.reason
+        print_line(console, f"run {number}, seed {seed}: {what}")
+    score_s, no_score = score(runs)
+    samples = [run.num_samples for run in runs if run.converged]
+    found = TimeToTarget(
         benchmark=config.mllog_benchmark,
         target_loss=config.target_loss,
+        runs=tuple(runs),
+        score_s=score_s,
+        no_score=no_score,
+        mean_samples=statistics.fmean(samples) if samples else None,
         verified=UNVERIFIED,
         command=shlex.join(["graphfsdp", "bench", *arguments]),
         environment=environment,
@@ -220,7 +208,7 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     console.print(_table(found).rich())
     print_line(console, _score_line(found))
     print_line(console, f"wrote {folder}: mlperf.json, mlperf.md, result_*.txt")
-    return EXIT_NO_SCORE if found.score_s is None else 0
+    return EXIT_NO_SCORE if score_s is None else 0
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -271,14 +259,7 @@ def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainCo
             "--mlperf writes and checks logs with the package mlperf-logging, which is not "
             "installed: pip install mlperf-logging"
         )
-    refuse_used_directory(options.out)
-    try:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {options.out} cannot be made ({error.strerror or error}); give a directory "
-            "that can"
-        ) from None
+    make_new_directory(options.out)
     return config
 
 
@@ -326,11 +307,6 @@ def _execute(command: Sequence[str], shown: Path) -> int:
 def _tail(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1][-_TAIL_CHARACTERS:] if lines else "it said nothing"
-
-
-def _describe(number: int, run: RunRecord) -> str:
-    what = f"{run.run_s:.3f} s" if run.converged and run.run_s is not None else run.reason
-    return f"run {number}, seed {run.seed}: {what}"
 
 
 def _table(found: TimeToTarget) -> Table:

@@ -151,10 +151,10 @@ class BenchOptions:
 
 def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:
     given = vars(make_parser().parse_args(arguments))
-    values = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
-    }
-    return BenchOptions(**values)
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    return BenchOptions(**given)
 
 
 def make_parser() -> argparse.ArgumentParser:

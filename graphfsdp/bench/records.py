@@ -194,6 +194,11 @@ class MemoryRecord:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the allocator on a GPU, of the process on a CPU."""
+        return self.process_bytes if self.allocated_bytes is None else self.allocated_bytes
+
 
 @dataclass(frozen=True)
 class ParityRecord:

@@ -1,6 +1,5 @@
-"""A result as text: numbers in words, and tables for a terminal, for Markdown and for HTML."""
+"""A result as text: numbers in words, and tables for a terminal and for Markdown."""
 
-import html
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class Table:
 
     title: str
     heading: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[tuple[str, ...]]
     num_left: int = 1
 
     def markdown(self) -> str:
@@ -56,26 +55,13 @@ class Table:
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
         )
 
-    def html(self) -> str:
-        """Return the table in HTML, without the title."""
-
-        def row(cells: Sequence[str], tag: str) -> str:
-            left = [" class=left" if index < self.num_left else "" for index in range(len(cells))]
-            made = (
-                f"<{tag}{kind}>{html.escape(cell)}</{tag}>"
-                for cell, kind in zip(cells, left, strict=True)
-            )
-            return f"<tr>{''.join(made)}</tr>"
-
-        rows = "".join(row(cells, "td") for cells in self.rows)
-        return f"<table><thead>{row(self.heading, 'th')}</thead><tbody>{rows}</tbody></table>"
-
-    def rich(self) -> RichTable:
+    def rich(self, styles: Sequence[str] = ()) -> RichTable:
+        """``styles`` are of the rows, where they have any."""
         made = RichTable(title=self.title, title_justify="left")
         for index, name in enumerate(self.heading):
             made.add_column(name, justify="left" if index < self.num_left else "right")
-        for row in self.rows:
-            made.add_row(*row)
+        for index, row in enumerate(self.rows):
+            made.add_row(*row, style=styles[index] if styles else "")
         return made
 
 
@@ -117,10 +103,9 @@ def memory_text(own: ContenderResult) -> str:
     memory = own.memory
     if memory is None:
         return "not measured"
-    if memory.allocated_bytes is not None:
-        reserved = bytes_text(memory.reserved_bytes)
-        return f"{bytes_text(memory.allocated_bytes)}, reserved {reserved}"
-    return bytes_text(memory.process_bytes)
+    reserved = memory.reserved_bytes
+    more = "" if reserved is None else f", reserved {bytes_text(reserved)}"
+    return bytes_text(memory.peak_bytes) + more
 
 
 def own_memory_text(own: ContenderResult) -> str:

@@ -66,9 +66,13 @@ class Ranks:
         """
         return self._members.together(make)
 
+    def exchange(self, mine: T) -> list[T]:
+        """Return what every rank has given; a collective."""
+        return self._members.gather(mine)
+
     def refuse_differences(self, facts: Mapping[str, object]) -> None:
         """Check that all ranks are about to train the same thing: facts by names for messages."""
-        first, *others = self._members.gather(dict(facts))
+        first, *others = self.exchange(dict(facts))
         for rank, theirs in enumerate(others, start=1):
             for name, value in first.items():
                 if theirs[name] != value:
