@@ -1,9 +1,10 @@
-"""Puts measured numbers into README.md and docs/speed.md, between markers; a test compares them.
+"""Puts numbers into the README and the docs, between markers; a test compares them.
 
 ``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
 `make bench`, ``bench_zoo`` around those of ``graphfsdp bench --suite zoo``, ``bench_gpu`` around
-those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`, and
-``speed_summary`` around the geometric means of the first two, which is what the README shows.
+those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`,
+``speed_summary`` around the geometric means of the first two, which is what the README shows, and
+``bytes`` and ``layout_table`` around what is computed, not measured.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies result and plot of a result directory
 of ``graphfsdp bench`` into benchmarks/results.
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from benchmarks import adam_table, layout_table
 from benchmarks.gpu_check import described
 from graphfsdp.bench.records import REFERENCE, BenchResult, read_result
 from graphfsdp.bench.report import RESULT
@@ -34,7 +36,10 @@ from graphfsdp.bench.tables import (
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "speed.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("speed", "layout", "fused_adam")),
+)
 PLOT = "crossover.png"
 # The columns of the README's summary, and whose they are.
 SUMMARY = MappingProxyType(
@@ -147,7 +152,9 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
     "bench_cpu": bench_cpu,
     "bench_gpu": bench_gpu,
     "bench_zoo": bench_zoo,
+    "bytes": lambda results: adam_table.bytes_table(),
     "gpu_check": gpu_check,
+    "layout_table": lambda results: layout_table.table(),
     "speed_summary": speed_summary,
 }
 
