@@ -164,7 +164,7 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     for case in result.cases:
         name = workload_text(case.workload)
         for own in case.contenders:
-            text = f"{own.timing.steps.median:.3f} ms/step, {case.items_per_s(own.name):,.0f} "
+            text = f"{own.timing.steps.median:.3f} ms/step, {case.items_per_s(own):,.0f} "
             text += f"{case.workload.unit}/s, peak memory {memory_text(own)}"
             if own.name != REFERENCE:
                 text += f"; {ratio_text(case.speedup(own.name))} times as fast as eager; losses "

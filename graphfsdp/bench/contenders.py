@@ -218,20 +218,19 @@ class ReduceOverheadLoop(TorchLoop):
         )
 
 
-def plain(setting: Setting) -> Contender:
-    model = _replicated(setting)
-    return TorchLoop(model, model, autocast=_autocast(setting))
-
-
-def compiled(setting: Setting) -> Contender:
-    model = _replicated(setting)
-    return TorchLoop(torch.compile(model), model, autocast=_autocast(setting))
-
-
-def reduce_overhead(setting: Setting) -> Contender:
-    model = _replicated(setting)
-    forward = torch.compile(model, mode="reduce-overhead")
-    return ReduceOverheadLoop(forward, model, autocast=_autocast(setting))
+def torch_loop(
+    setting: Setting,
+    *,
+    compiles: Mapping[str, str] | None = None,
+    kind: type[TorchLoop] = TorchLoop,
+) -> Contender:
+    """``compiles`` are options of torch.compile; on several ranks the model is replicated."""
+    model = initial_model(setting)
+    if setting.ranks.launched:
+        devices = [setting.device] if setting.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices)
+    forward = model if compiles is None else torch.compile(model, **compiles)
+    return kind(forward, model, autocast=setting.device if setting.bf16 else None)
 
 
 def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
@@ -270,39 +269,30 @@ def megatron_fsdp(setting: Setting) -> Contender:
     return loop
 
 
-def _autocast(setting: Setting) -> torch.device | None:
-    return setting.device if setting.bf16 else None
-
-
-def _replicated(setting: Setting) -> nn.Module:
-    model = initial_model(setting)
-    if not setting.ranks.launched:
-        return model
-    devices = [setting.device] if setting.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices)
-
-
-def _own(scope: Scope, *, compiled: bool = False) -> Callable[[Setting], Contender]:
-    return lambda setting: OwnContender(setting, scope, compiled=compiled)
-
-
 CONTENDERS = (
     ContenderSpec(
         REFERENCE,
         "graphfsdp with scope none: the captured code, run eagerly, with FusedAdam; the reference",
-        _own(Scope.NONE),
+        functools.partial(OwnContender, scope=Scope.NONE),
     ),
     ContenderSpec(
         "pytorch",
         "a plain PyTorch loop: AdamW(fused=True), clip_grad_norm_; bf16 by autocast; "
         "DistributedDataParallel on several ranks",
-        plain,
+        torch_loop,
     ),
-    ContenderSpec("compile", "the plain loop around torch.compile(model)", compiled, compiles=True),
+    ContenderSpec(
+        "compile",
+        "the plain loop around torch.compile(model)",
+        functools.partial(torch_loop, compiles={}),
+        compiles=True,
+    ),
     ContenderSpec(
         "reduce_overhead",
         'the plain loop around torch.compile(model, mode="reduce-overhead")',
-        reduce_overhead,
+        functools.partial(
+            torch_loop, compiles={"mode": "reduce-overhead"}, kind=ReduceOverheadLoop
+        ),
         compiles=True,
     ),
     ContenderSpec(
@@ -327,17 +317,17 @@ CONTENDERS = (
     ContenderSpec(
         "forward_backward",
         "graphfsdp with forward and backward in the graph, FusedAdam eager",
-        _own(Scope.FORWARD_BACKWARD),
+        functools.partial(OwnContender, scope=Scope.FORWARD_BACKWARD),
     ),
     ContenderSpec(
         "full_iteration",
         "graphfsdp with the whole iteration in one graph",
-        _own(Scope.FULL_ITERATION),
+        functools.partial(OwnContender, scope=Scope.FULL_ITERATION),
     ),
     ContenderSpec(
         "compile_full_iteration",
         "graphfsdp with the whole iteration of torch.compile(model) in one graph",
-        _own(Scope.FULL_ITERATION, compiled=True),
+        functools.partial(OwnContender, scope=Scope.FULL_ITERATION, compiled=True),
         compiles=True,
     ),
 )

@@ -30,7 +30,7 @@ def draw_all(result: BenchResult, folder: Path) -> list[Path]:
 
 def crossover(result: BenchResult) -> Any:
     """Lines join the batch sizes of one workload; bars go from the least to the greatest pair."""
-    figure = _figure(9, 5)
+    figure = _figure()
     axes = figure.add_subplot()
     colours = _colours(result.cases)
     names = [name for name in colours if name != REFERENCE]
@@ -77,7 +77,7 @@ def crossover(result: BenchResult) -> Any:
 
 def step_times(result: BenchResult) -> Any:
     colours = _colours(result.cases)
-    figure = _figure(0, 0)
+    figure = _figure()
     for axes, case in _panels(figure, result.cases, 0.6 + 0.24 * len(colours)):
         found = {own.name: own.timing.steps for own in case.contenders}
         axes.barh(
@@ -98,7 +98,7 @@ def step_times(result: BenchResult) -> Any:
 def distributions(result: BenchResult) -> Any:
     """Draw for each case which share of the steps took at most how long."""
     colours = _colours(result.cases)
-    figure = _figure(0, 0)
+    figure = _figure()
     for axes, case in _panels(figure, result.cases, 2.8):
         slowest = 0.0
         for own in case.contenders:
@@ -121,7 +121,7 @@ def memory(result: BenchResult) -> Any:
     if not cases:
         return None
     colours = _colours(cases)
-    figure = _figure(0, 0)
+    figure = _figure()
     for axes, case in _panels(figure, cases, 0.6 + 0.24 * len(colours)):
         found = {own.name: own.memory for own in case.contenders if own.memory is not None}
         on_gpu = any(record.allocated_bytes is not None for record in found.values())
@@ -141,7 +141,7 @@ def _colours(cases: Sequence[CaseResult]) -> dict[str, str]:
     return {name: f"C{index}" for index, name in enumerate(names)}
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float = 9, height: float = 5) -> Any:
     # matplotlib's Figure, not pyplot: no window system and no global state.
     from matplotlib.figure import Figure
 

@@ -116,13 +116,11 @@ def own_memory_text(own: ContenderResult) -> str:
     return f"{memory_text(own)} ({bytes_text(max(memory.init_bytes, memory.steps_bytes))})"
 
 
-def utilization_text(case: CaseResult, name: str) -> str:
+def utilization_text(case: CaseResult, own: ContenderResult) -> str:
     """Return MFU, or the share of the measured peak where no data sheet states one."""
-    mfu = case.mfu(name)
-    if mfu is not None:
-        return f"{mfu:.1%}"
-    measured = case.measured_utilization(name)
-    return "" if measured is None else f"{measured:.1%} of measured"
+    if case.peak.stated_tflops is not None:
+        return f"{case.tflops(own) / case.peak.stated_tflops:.1%}"
+    return f"{case.tflops(own) / case.peak.measured_tflops:.1%} of measured"
 
 
 def peak_text(case: CaseResult) -> str:
@@ -240,9 +238,9 @@ _COLUMNS: Mapping[str, Callable[[CaseResult, ContenderResult], str]] = MappingPr
         "times as fast as eager": _speedup_text,
         "which is": _verdict_text,
         "times as fast as pytorch": lambda case, own: ratio_text(case.speedup(own.name, PLAIN)),
-        "per second": lambda case, own: f"{case.items_per_s(own.name):,.0f}",
-        "model TFLOP/s": lambda case, own: f"{case.tflops(own.name):.3g}",
-        "MFU": lambda case, own: utilization_text(case, own.name),
+        "per second": lambda case, own: f"{case.items_per_s(own):,.0f}",
+        "model TFLOP/s": lambda case, own: f"{case.tflops(own):.3g}",
+        "MFU": utilization_text,
         "host ms": lambda case, own: f"{statistics.fmean(own.timing.host_ms):.3f}",
         "CPU ms": lambda case, own: f"{statistics.fmean(own.timing.cpu_ms):.3f}",
         "init s": lambda case, own: _seconds(own.init.build_ms + own.init.warmup_ms),
