@@ -3,12 +3,13 @@
 import dataclasses
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from graphfsdp.bench.compare import run_compare
 from graphfsdp.bench.contenders import CONTENDERS, Setting
@@ -57,9 +58,13 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         )
     device = choose_device(options.device, ranks)
     torch.set_num_threads(options.threads)
-    command = shlex.join(["graphfsdp", "bench", *arguments])
     with process_group(ranks, device, timeout_minutes=_TIMEOUT_MINUTES) as backend:
-        return _Bench(options, ranks, device, backend, console, command).run()
+        environment = find_environment(
+            device, num_threads=options.threads, num_ranks=ranks.size, backend=backend
+        )
+        command = shlex.join(["graphfsdp", "bench", *arguments])
+        result = BenchResult(environment, dataclasses.asdict(options), command, options.seed, ())
+        return _Bench(options, ranks, device, console, result).run()
 
 
 class _Bench:
@@ -70,16 +75,12 @@ class _Bench:
         options: BenchOptions,
         ranks: Ranks,
         device: torch.device,
-        backend: str | None,
         console: Console,
-        command: str,
+        result: BenchResult,
     ) -> None:
         self._options, self._ranks, self._device = options, ranks, device
         self._console = wide_console(console, quiet=not ranks.is_first)
-        self._command = command
-        self._environment = find_environment(
-            device, num_threads=options.threads, num_ranks=ranks.size, backend=backend
-        )
+        self._result = result  # so far
         self._started = time.monotonic()
         self._folder: Path | None = None  # on rank 0
 
@@ -89,16 +90,16 @@ class _Bench:
             lambda: make_directory(self._options.out) if self._ranks.is_first else None
         )
         self._greet()
-        cases, left_out = self._measure_all(planned)
-        if not cases:
+        self._measure_all(planned)
+        if not self._result.cases:
             return 1
-        result = self._result(cases, left_out)
-        for table in (overview(result), cpu_overview(result), memory_overview(result)):
+        for overview_of in (overview, cpu_overview, memory_overview):
+            table = overview_of(self._result)
             if table.rows:
                 self._console.print(table.rich())
         self._line(NOT_MLPERF)
         if self._folder is not None:
-            write_directory(result, self._folder, plots=self._options.pictures)
+            write_directory(self._result, self._folder, plots=self._options.pictures)
             names = ", ".join(sorted(path.name for path in self._folder.iterdir()))
             self._line(f"wrote {self._folder}: {names}")
             if self._options.profile:
@@ -108,34 +109,35 @@ class _Bench:
                 )
         return 0
 
-    def _measure_all(
-        self, planned: Sequence[PlannedCase]
-    ) -> tuple[list[CaseResult], dict[str, str]]:
+    def _measure_all(self, planned: Sequence[PlannedCase]) -> None:
         """What is known is in the directory after each case, so that Ctrl-C loses little."""
-        found: dict[str, CaseResult] = {}
-        left_out: dict[str, str] = {}
         with _progress(self._console) as progress:
             task = progress.add_task("", total=len(planned))
+
+            def say(phase: str, name: str) -> None:
+                progress.update(task, description=f"{key}: {phase} {name}")
+
             for number, each in enumerate(planned):
                 key = each.case.key
                 progress.update(task, completed=number)
                 try:
-                    say = _talk(progress, task, key)
-                    case = self._measure(each, len(planned) - number, say)
-                    found[key] = with_unasked(case)
-                    self._show(found[key])
+                    case = with_unasked(self._measure(each, len(planned) - number, say))
+                    self._add(cases=(*self._result.cases, case))
+                    self._show(case)
                 except CaseFailedError as error:
-                    left_out[key] = str(error)
+                    self._add(left_out={**self._result.left_out, key: str(error)})
                     self._line(f"{key}: left out: {error}", "yellow")
-                if self._folder is not None and found:
-                    result = self._result(found.values(), left_out)
-                    write_directory(result, self._folder, plots=False)
-            for each in planned:
-                key = each.case.key
-                if key in found:
-                    say = _talk(progress, task, key)
-                    found[key] = self._with_memory(each, found[key], say)
-        return list(found.values()), left_out
+                if self._folder is not None and self._result.cases:
+                    write_directory(self._result, self._folder, plots=False)
+            plans = {each.case.key: each for each in planned}
+            cases = []
+            for case in self._result.cases:
+                key = case.workload.key
+                cases.append(self._with_memory(plans[key], case, say))
+            self._add(cases=tuple(cases))
+
+    def _add(self, **changes: Any) -> None:
+        self._result = dataclasses.replace(self._result, **changes)
 
     def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
         """The case may take three times its share of the time left."""
@@ -178,24 +180,14 @@ class _Bench:
         setting = Setting(planned.case, self._device, options.seed, self._ranks, options.sharding)
         return Job(setting, planned.contenders, options, profiles, limit_s)
 
-    def _result(self, cases: Iterable[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
-        return BenchResult(
-            environment=self._environment,
-            options=dataclasses.asdict(self._options),
-            command=self._command,
-            seed=self._options.seed,
-            cases=tuple(cases),
-            left_out=dict(left_out),
-        )
-
     def _greet(self) -> None:
-        load = self._environment.load_average
+        load = self._result.environment.load_average
         if self._options.nsys and self._device.type == "cpu":
             self._line(
                 "--nsys marks steps for Nsight Systems, which sees GPUs; on a CPU there is nothing "
                 "to mark, --profile shows the operators", "yellow",
             )  # fmt: skip
-        self._line(environment_text(self._environment))
+        self._line(environment_text(self._result.environment))
         if load is not None and load > _BUSY and self._device.type == "cpu":
             self._line(
                 f"something else runs on this machine (load average {load:.1f}); the pairs will "
@@ -220,10 +212,6 @@ def with_unasked(found: CaseResult) -> CaseResult:
         if spec.name not in known
     )
     return dataclasses.replace(found, not_run=(*found.not_run, *others))
-
-
-def _talk(progress: Progress, task: TaskID, key: str) -> Say:
-    return lambda phase, name: progress.update(task, description=f"{key}: {phase} {name}")
 
 
 def _progress(console: Console) -> Progress:
