@@ -141,7 +141,6 @@ class OwnContender(Contender):
             master_weights=setting.bf16 and not setting.ranks.launched,
         )
         trained: Any = torch.compile(model) if compiled else model
-        self._scope = scope
         self.step = graphfsdp.capture(
             trained,
             self.optimizer,
@@ -156,7 +155,7 @@ class OwnContender(Contender):
         return loss
 
     def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
-        report = self.step.report(measure=measure and self._scope is not Scope.NONE)
+        report = self.step.report(measure=measure)
         return report if report.num_captures else None
 
     def close(self) -> None:
@@ -221,15 +220,15 @@ class ReduceOverheadLoop(TorchLoop):
 def torch_loop(
     setting: Setting,
     *,
-    compiles: Mapping[str, str] | None = None,
+    compile_mode: str | None = None,
     kind: type[TorchLoop] = TorchLoop,
 ) -> Contender:
-    """``compiles`` are options of torch.compile; on several ranks the model is replicated."""
+    """Return a loop around a model, which is compiled if a mode is given."""
     model = initial_model(setting)
     if setting.ranks.launched:
         devices = [setting.device] if setting.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=devices)
-    forward = model if compiles is None else torch.compile(model, **compiles)
+    forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
     return kind(forward, model, autocast=setting.device if setting.bf16 else None)
 
 
@@ -284,15 +283,13 @@ CONTENDERS = (
     ContenderSpec(
         "compile",
         "the plain loop around torch.compile(model)",
-        functools.partial(torch_loop, compiles={}),
+        functools.partial(torch_loop, compile_mode="default"),
         compiles=True,
     ),
     ContenderSpec(
         "reduce_overhead",
         'the plain loop around torch.compile(model, mode="reduce-overhead")',
-        functools.partial(
-            torch_loop, compiles={"mode": "reduce-overhead"}, kind=ReduceOverheadLoop
-        ),
+        functools.partial(torch_loop, compile_mode="reduce-overhead", kind=ReduceOverheadLoop),
         compiles=True,
     ),
     ContenderSpec(

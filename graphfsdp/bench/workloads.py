@@ -53,7 +53,7 @@ class Workload:
         """Tokens of a sequence; 1 for an image or a series."""
         if isinstance(self.model, ZooConfig):
             return self.model.architecture.items_per_sample
-        return 1 if isinstance(self.model, ConvConfig) else language_shape(self.model).seq_length
+        return 1 if isinstance(self.model, ConvConfig) else self.model.seq_length
 
     @property
     def unit(self) -> str:
@@ -65,10 +65,7 @@ class Workload:
         if isinstance(self.model, ConvConfig | ZooConfig):
             return self
         special = NUM_SPECIAL if isinstance(self.model, BertConfig) else 0
-        size = max(language_shape(self.model).vocab_size, num_tokens + special)
-        if isinstance(self.model, MoEConfig):
-            gpt = replace(self.model.gpt, vocab_size=size)
-            return replace(self, model=replace(self.model, gpt=gpt))
+        size = max(self.model.vocab_size, num_tokens + special)
         return replace(self, model=replace(self.model, vocab_size=size))
 
 
@@ -96,11 +93,6 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         """Dtype of the weights that forward and backward compute with."""
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
-
-
-def language_shape(model: GPTConfig | MoEConfig | BertConfig) -> GPTConfig | BertConfig:
-    """Return what has the vocabulary and the length of a sequence."""
-    return model.gpt if isinstance(model, MoEConfig) else model
 
 
 def make_model(model: ModelConfig) -> nn.Module:
@@ -137,6 +129,10 @@ def _llama(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -
     )
 
 
+def _moe(shape: GPTConfig, num_experts: int) -> MoEConfig:
+    return MoEConfig(**vars(shape), num_experts=num_experts)
+
+
 def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
     config = find_preset(name)
     assert config.vocab_size is not None
@@ -159,9 +155,9 @@ def workloads() -> Iterator[Workload]:
     yield Workload("llama-160m", "llama", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
     yield Workload("llama-1b", "llama", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
     tiny = replace(_llama(4, 64, 32), ffn_hidden_size=128)
-    yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", MoEConfig(tiny), 4)
+    yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", _moe(tiny, 8), 4)
     small = replace(_llama(8, 512, 512, 32000), ffn_hidden_size=1024)
-    yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", MoEConfig(small, 16), 8)
+    yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", _moe(small, 16), 8)
     bert_tiny = _bert(2, 128, 64, _BYTES_AND_SPECIAL)
     yield Workload("bert-tiny", "bert", "2 layers, width 128", bert_tiny, 4)
     yield Workload("bert-base", "bert", "12 layers, width 768", _bert(12, 768, 512, 30528), 8)

@@ -16,7 +16,7 @@ from graphfsdp.base.nvtx import RANGE_PREFIX, nvtx_range
 from graphfsdp.bench import measure
 from graphfsdp.bench.contenders import Setting
 from graphfsdp.bench.measure import Job, case_folder, measure_case
-from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
+from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.profile import (
     ProfileRecord,
     describe_profile,
@@ -26,7 +26,6 @@ from graphfsdp.bench.profile import (
 from graphfsdp.bench.records import from_data
 from graphfsdp.bench.timeline import STEP, GraphNode, events_of, name_replays, replay_nodes
 from graphfsdp.bench.workloads import Case, find_workload
-from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 
 CPU = torch.device("cpu")
@@ -267,13 +266,6 @@ def test_a_contender_that_fails_under_the_profiler_says_so_and_stops_nobody(
     found = measure_case(job, lambda phase, name: None)
     text = (case_folder(str(tmp_path), found.workload.key) / "eager.txt").read_text()
     assert "eager has no profile: RuntimeError: no memory" in text
-
-
-def test_two_listeners_at_a_time_are_refused() -> None:
-    assert parse_bench_arguments(["--profile"]).profile
-    assert parse_bench_arguments(["--nsys"]).nsys
-    with pytest.raises(ConfigError, match="--profile and --nsys"):
-        parse_bench_arguments(["--profile", "--nsys"])
 
 
 def test_on_a_cpu_there_is_nothing_to_mark_for_nsys(monkeypatch: pytest.MonkeyPatch) -> None:

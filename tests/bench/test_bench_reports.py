@@ -184,16 +184,13 @@ def test_without_workloads_the_device_chooses_the_suite() -> None:
         ("--suite cpu --workload gpt-tiny", "give one of them"),
         ("--data x --random-tokens", "give one"),
         ("--dtype fp8", "invalid choice"),
+        ("--profile --nsys", "--profile and --nsys"),
+        ("--batch-size 4", "goes with --workload"),
+        ("--suite quick --dtype bf16", "goes with --workload"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_by_name(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        parse_bench_arguments(arguments.split())
-
-
-@pytest.mark.parametrize("arguments", ["--batch-size 4", "--suite quick --dtype bf16"])
-def test_a_suite_has_sizes_and_precisions_of_its_own(arguments: str) -> None:
-    with pytest.raises(ConfigError, match="goes with --workload"):
         parse_bench_arguments(arguments.split()).cases("cpu")
 
 

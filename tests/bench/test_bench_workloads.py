@@ -18,7 +18,6 @@ from graphfsdp.bench.models import BertConfig, ExpertLayer, MoEConfig
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.gpt import GPTConfig
 
 TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "bert-tiny", "conv-tiny")
 NUM_STEPS = 14
@@ -90,11 +89,10 @@ def test_masking_is_that_of_bert() -> None:
 
 
 def moe_layer(capacity_factor: float) -> tuple[MoEConfig, ExpertLayer]:
-    gpt = GPTConfig(
+    config = MoEConfig(
         vocab_size=8, seq_length=8, num_layers=1, hidden_size=4, num_attention_heads=1,
-        ffn_hidden_size=6,
+        ffn_hidden_size=6, num_experts=4, capacity_factor=capacity_factor,
     )  # fmt: skip
-    config = MoEConfig(gpt, num_experts=4, capacity_factor=capacity_factor)
     layer = ExpertLayer(config)
     for param in layer.parameters():
         nn.init.normal_(param)
