@@ -224,7 +224,7 @@ def main() -> int:
     found = measure()
     for line in told(found):
         print(line)
-    found["environment"] = asdict(find_environment(CPU, num_threads=1))
+    found["environment"] = asdict(find_environment(CPU))
     (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 

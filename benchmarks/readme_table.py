@@ -11,6 +11,7 @@ of ``graphfsdp bench`` into benchmarks/results.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import re
@@ -51,16 +52,13 @@ SUMMARY = MappingProxyType(
 )
 
 
-def bench_cpu(results: pathlib.Path) -> str:
-    path = results / "bench_cpu.json"
-    return bench_section(path) if path.exists() else "Not measured yet: `make bench`."
+def measured(name: str, command: str, results: pathlib.Path) -> str:
+    path = results / f"{name}.json"
+    return bench_section(path) if path.exists() else f"Not measured yet: `{command}`."
 
 
-def bench_zoo(results: pathlib.Path) -> str:
-    path = results / "bench_zoo.json"
-    if not path.exists():
-        return "Not measured yet: `graphfsdp bench --suite zoo`."
-    return bench_section(path, plot=False)
+bench_cpu = functools.partial(measured, "bench_cpu", "make bench")
+bench_zoo = functools.partial(measured, "bench_zoo", "graphfsdp bench --suite zoo")
 
 
 def bench_gpu(results: pathlib.Path) -> str:
@@ -68,7 +66,7 @@ def bench_gpu(results: pathlib.Path) -> str:
     return bench_section(paths[max(paths)]) if paths else "No GPU has been measured yet."
 
 
-def bench_section(path: pathlib.Path, *, plot: bool = True) -> str:
+def bench_section(path: pathlib.Path) -> str:
     result = read_result(path)
     tables = (overview(result), cpu_overview(result), memory_overview(result))
     parts = [
@@ -78,7 +76,7 @@ def bench_section(path: pathlib.Path, *, plot: bool = True) -> str:
     ]
     parts += geometric_means(result)
     picture = path.with_suffix(".png")
-    if plot and picture.exists():
+    if picture.exists():
         parts.append(f"![speed over tokens per step](../{picture.relative_to(picture.parents[2])})")
     missing: dict[str, list[str]] = {}
     for name, reason in reasons(result).items():
@@ -179,7 +177,7 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
     target = results / f"{name}.json"
     shutil.copyfile(folder / RESULT, target)
     target.with_suffix(".png").unlink(missing_ok=True)
-    if (folder / PLOT).exists():
+    if (folder / PLOT).exists() and name != "bench_zoo":  # of which all are of one size
         shutil.copyfile(folder / PLOT, target.with_suffix(".png"))
     return target
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from graphfsdp.bench.contenders import ContenderSpec, Setting
-from graphfsdp.training.ranks import Ranks
+from graphfsdp.training.ranks import Ranks, process_group
 
 T = TypeVar("T")
+TIMEOUT_MINUTES = 30
 _MAX_CHARACTERS = 3000
 
 
@@ -73,15 +74,6 @@ def group_for(specs: Sequence[ContenderSpec], setting: Setting) -> Iterator[None
     if dist.is_initialized() or not any(spec.needs_group for spec in specs):
         yield
         return
-    on_gpu = setting.device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=setting.device if on_gpu else None,
-    )
-    try:
+    alone = Ranks(launched=True)
+    with process_group(alone, setting.device, timeout_minutes=TIMEOUT_MINUTES, store=HashStore()):
         yield
-    finally:
-        dist.destroy_process_group()

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from graphfsdp.bench.agreement import TIMEOUT_MINUTES
 from graphfsdp.bench.compare import run_compare
 from graphfsdp.bench.contenders import CONTENDERS, Setting
 from graphfsdp.bench.machine import find_environment
@@ -36,7 +37,6 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 
-_TIMEOUT_MINUTES = 30
 _BUSY = 0.5
 # No case ends in less: Python and torch have to start.
 _SHORTEST_CASE_S = 20.0
@@ -58,10 +58,8 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         )
     device = choose_device(options.device, ranks)
     torch.set_num_threads(options.threads)
-    with process_group(ranks, device, timeout_minutes=_TIMEOUT_MINUTES) as backend:
-        environment = find_environment(
-            device, num_threads=options.threads, num_ranks=ranks.size, backend=backend
-        )
+    with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
+        environment = find_environment(device, num_ranks=ranks.size, backend=backend)
         command = shlex.join(["graphfsdp", "bench", *arguments])
         result = BenchResult(environment, dataclasses.asdict(options), command, options.seed, ())
         return _Bench(options, ranks, device, console, result).run()

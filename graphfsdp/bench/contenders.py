@@ -28,11 +28,11 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.ranks import Ranks
 
-BETAS = (0.9, 0.95)
-EPS = 1e-8
-WEIGHT_DECAY = 0.1
-MAX_GRAD_NORM = 1.0
 PEAK_LR = 1e-3
+ADAM: Mapping[str, Any] = MappingProxyType(
+    {"lr": PEAK_LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+)
+MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 3  # of graphfsdp.capture
 _LR_WARMUP_STEPS = 10
 
@@ -134,11 +134,8 @@ class OwnContender(Contender):
             to_bf16(model)
         self.optimizer = FusedAdam(
             model.parameters(),
-            lr=PEAK_LR,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
             master_weights=setting.bf16 and not setting.ranks.launched,
+            **ADAM,
         )
         trained: Any = torch.compile(model) if compiled else model
         self.step = graphfsdp.capture(
@@ -178,9 +175,7 @@ class TorchLoop(Contender):
         self._forward = forward
         self._params = list(model.parameters())
         self._autocast = autocast
-        self.optimizer = torch.optim.AdamW(
-            self._params, lr=PEAK_LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self._params, fused=True, **ADAM)
 
     def train(self, batch: Batch) -> Tensor:  # [] float32 loss
         with self._precision():

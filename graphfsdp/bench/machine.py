@@ -36,7 +36,7 @@ _QUERY = ("driver_version", "clocks.max.sm", "power.limit")
 
 
 def find_environment(
-    device: torch.device, *, num_threads: int, num_ranks: int = 1, backend: str | None = None
+    device: torch.device, *, num_ranks: int = 1, backend: str | None = None
 ) -> Environment:
     """Return the facts; what cannot be found out is None."""
     installed = {name: found for name in _PACKAGES if (found := _version_of(name))}
@@ -49,7 +49,7 @@ def find_environment(
         system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu_name(),
         num_cpus=os.cpu_count() or 1,
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
         num_ranks=num_ranks,
         backend=backend,
         device=device.type,

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 import graphfsdp
@@ -179,7 +178,6 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
         print_line(console, f"{options.runs} runs; MLPerf asks for {MLPERF_NUM_RUNS}")
     environment = find_environment(
         choose_device(config.device, Ranks()),
-        num_threads=torch.get_num_threads(),
         num_ranks=options.ranks,
     )
     runs: list[RunRecord] = []
