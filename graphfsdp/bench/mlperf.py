@@ -176,15 +176,13 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     )
     if options.runs < MLPERF_NUM_RUNS:
         print_line(console, f"{options.runs} runs; MLPerf asks for {MLPERF_NUM_RUNS}")
-    environment = find_environment(
-        choose_device(config.device, Ranks()),
-        num_ranks=options.ranks,
-    )
+    device = choose_device(config.device, Ranks())
+    environment = find_environment(device, num_ranks=options.ranks)
     runs: list[RunRecord] = []
     for number in range(options.runs):
         seed = config.seed + number
-        command = _run_command(options.ranks, train_flags, seed, folder, number)
-        run = _run(command, folder, number, seed, config)
+        log = folder / f"result_{number}.txt"
+        run = _run(_run_command(options.ranks, train_flags, seed, log), log, seed, config)
         runs.append(run)
         what = f"{run.run_s:.3f} s" if run.converged and run.run_s is not None else run.reason
         print_line(console, f"run {number}, seed {seed}: {what}")
@@ -261,23 +259,18 @@ def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainCo
     return config
 
 
-def _run_command(
-    num_ranks: int, train_flags: Sequence[str], seed: int, folder: Path, number: int
-) -> list[str]:
-    own = ["--seed", str(seed), "--mllog", str(folder / f"result_{number}.txt")]
-    train = ["-m", "graphfsdp", "train", *train_flags, *own, "--no-progress"]
-    train += ["--sample-tokens", "0"]
+def _run_command(num_ranks: int, train_flags: Sequence[str], seed: int, log: Path) -> list[str]:
+    own = ["--seed", str(seed), "--mllog", str(log), "--no-progress", "--sample-tokens", "0"]
+    train = ["-m", "graphfsdp", "train", *train_flags, *own]
     if num_ranks == 1:
         return [sys.executable, *train]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return [sys.executable, *launcher, *train]
 
 
-def _run(
-    command: Sequence[str], folder: Path, number: int, seed: int, config: TrainConfig
-) -> RunRecord:
+def _run(command: Sequence[str], log: Path, seed: int, config: TrainConfig) -> RunRecord:
     """Raises ConfigError where the trainer refuses its flags or data, as it would each time."""
-    log, shown = folder / f"result_{number}.txt", folder / f"result_{number}.out"
+    shown = log.with_suffix(".out")
     code = _execute(command, shown)
     if code == _EXIT_BAD_INPUT:
         raise ConfigError(_tail(shown).removeprefix("error: "))

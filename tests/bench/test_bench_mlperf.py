@@ -165,7 +165,7 @@ def test_a_run_is_a_process_that_finds_this_package_and_keeps_what_it_says(tmp_p
 
 
 def test_several_ranks_are_started_by_torchrun(tmp_path: Path) -> None:
-    command = mlperf._run_command(2, ["--lr", "1"], 5, tmp_path, 3)
+    command = mlperf._run_command(2, ["--lr", "1"], 5, tmp_path / "result_3.txt")
     assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert command[6:11] == ["-m", "graphfsdp", "train", "--lr", "1"]
     assert command[11:15] == ["--seed", "5", "--mllog", str(tmp_path / "result_3.txt")]
