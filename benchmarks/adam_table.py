@@ -1,18 +1,14 @@
-"""Makes the table of bytes per parameter in docs/fused_adam.md, which follows from dtypes alone."""
+"""The table of bytes per parameter in docs/fused_adam.md, counted from the tensors of a step."""
 
-import pathlib
-import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layout_table import Shapes
+from graphfsdp.bench.tables import Table
 from graphfsdp.optim import FusedAdam
 
-DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "fused_adam.md"
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _NARROW = MappingProxyType({"exp_avg_dtype": _BF16, "exp_avg_sq_dtype": _BF16})
 # A moment of few bits stands still where a step changes it by less than half a unit, so the second
@@ -69,16 +65,6 @@ CASES: Mapping[str, Case] = MappingProxyType(
 )
 
 
-def gpt2_124m() -> Shapes:
-    """148 tensors; the output weight is the embedding."""
-    width = 768
-    layer = (
-        *((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)),
-        *((width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)),
-    )
-    return ((50257, width), (1024, width), *layer * 12, (width,), (width,))
-
-
 def bytes_per_param(
     settings: Mapping[str, Any], param_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> float:
@@ -108,24 +94,4 @@ def bytes_table() -> str:
     for name, case in CASES.items():
         ours = bytes_per_param(case.settings, case.param, case.grad)
         rows.append((name, f"{ours:.4g}", case.te, case.torch))
-    return _markdown(("weights", "FusedAdam", "TE, capturable", "torch fused"), rows)
-
-
-def _markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ("---", *("---:" for _ in heading[1:]))
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heading, rule, *rows))
-
-
-def updated(text: str) -> str:
-    begin, end = "<!-- bytes: begin -->", "<!-- bytes: end -->"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    return pattern.sub(f"{begin}\n{bytes_table()}\n{end}", text)
-
-
-def main() -> int:
-    DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Table("", ("weights", "FusedAdam", "TE, capturable", "torch fused"), rows).markdown()

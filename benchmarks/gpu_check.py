@@ -164,7 +164,7 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     for case in result.cases:
         name = workload_text(case.workload)
         for own in case.contenders:
-            text = f"{own.timing.steps.median:.3f} ms/step, {case.items_per_s(own.name):,.0f} "
+            text = f"{own.timing.steps.median:.3f} ms/step, {case.items_per_s(own):,.0f} "
             text += f"{case.workload.unit}/s, peak memory {memory_text(own)}"
             if own.name != REFERENCE:
                 text += f"; {ratio_text(case.speedup(own.name))} times as fast as eager; losses "
@@ -264,7 +264,7 @@ def check(
     deadline = time.monotonic() + TOTAL_LIMIT_S
     document: dict[str, Any] = {
         "kind": "gpu_check",
-        "environment": asdict(find_environment(device, num_threads=torch.get_num_threads())),
+        "environment": asdict(find_environment(device)),
         "ok": False,
         "parts": [],
     }
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     device = torch.device(options.device)
-    facts = find_environment(device, num_threads=torch.get_num_threads())
+    facts = find_environment(device)
     group = f"_{options.group}" if options.group else ""
     gpu = re.sub(r"[^a-z0-9]+", "-", (facts.gpu or "cpu").lower()).strip("-")
     folder = pathlib.Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")

@@ -24,6 +24,7 @@ import graphfsdp
 from benchmarks.adam_table import bytes_per_param
 from benchmarks.gpu_sharding import Row, make_deterministic, overlap, shape_of
 from graphfsdp.bench.clock import interleave, time_window
+from graphfsdp.bench.machine import profiled
 from graphfsdp.optim import CPUOffload, FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
 
@@ -92,16 +93,19 @@ def parity(names: Sequence[str], device: torch.device, *, bf16: bool) -> Iterato
     for name in names:
         eager = train(device, "none", shape_of(name), bf16=bf16)
         for scope in SCOPES:
-            difference = first_difference(eager, train(device, scope, shape_of(name), bf16=bf16))
             other = "eager again" if scope == "none" else scope
             what = f"{name} {'bf16' if bf16 else 'fp32'}: {other} against eager, {NUM_STEPS} steps"
-            yield Row(what, difference or "equal bit for bit", difference is None)
+            yield Row(what, *_verdict(eager, train(device, scope, shape_of(name), bf16=bf16)))
+
+
+def _verdict(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, bool]:
+    difference = first_difference(expected, got)
+    return difference or "equal bit for bit", difference is None
 
 
 def _compare(device: torch.device, prepare: Callable[[nn.Module], Any]) -> tuple[str, bool]:
     eager = train(device, "none", prepare=prepare)
-    difference = first_difference(eager, train(device, "full_iteration", prepare=prepare))
-    return difference or "equal bit for bit", difference is None
+    return _verdict(eager, train(device, "full_iteration", prepare=prepare))
 
 
 def autocast(device: torch.device) -> tuple[str, bool]:
@@ -121,8 +125,7 @@ def compiled(device: torch.device) -> tuple[str, bool]:
 
 def evaluation(device: torch.device) -> tuple[str, bool]:
     plain = train(device, "full_iteration")
-    difference = first_difference(plain, train(device, "full_iteration", evaluates=True))
-    return difference or "equal bit for bit", difference is None
+    return _verdict(plain, train(device, "full_iteration", evaluates=True))
 
 
 @contextmanager
@@ -169,10 +172,8 @@ def launches(device: torch.device) -> tuple[str, bool]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        with profiled(device) as profile:
             step(tokens, tokens)
-            torch.cuda.synchronize()
     counts = {event.key: event.count for event in profile.key_averages()}
     graphs, kernels = counts.get("cudaGraphLaunch", 0), counts.get("cudaLaunchKernel", 0)
     text = f"{graphs} graph launch, {kernels} kernels beside it, no wait of the host"

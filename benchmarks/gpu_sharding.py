@@ -30,6 +30,7 @@ from torch.futures import Future
 
 import graphfsdp
 from graphfsdp.base import rank_agreement
+from graphfsdp.bench.machine import profiled
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
@@ -292,11 +293,9 @@ def _measure(name: str, device: torch.device, variant: str) -> dict[str, Any]:
 
 def _profile(step: Callable[[], Tensor]) -> dict[str, float]:
     """Communication is what NCCL runs, and what does not run on the stream that runs most."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+    with profiled(torch.device("cuda")) as profile:
         for _ in range(NUM_PROFILED):
             step()
-        torch.cuda.synchronize()
     by_stream: dict[int, list[Span]] = {}
     communication: list[Span] = []
     for event in profile.events() or ():

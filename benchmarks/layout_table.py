@@ -1,20 +1,15 @@
-"""Makes the table in docs/layout.md: padding of our layout and of others; a test compares the two.
+"""The table in docs/layout.md: padding of our layout and of others.
 
 Nothing is measured: every figure follows from shapes and the number of ranks.
 """
 
 import math
-import pathlib
-import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from graphfsdp.base.memory_plan import round_up
+from graphfsdp.bench.tables import Table
 from graphfsdp.sharding.layout import fsdp2_shard_numel, plan_unit
-
-DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "layout.md"
-BEGIN, END = "<!-- layout_table: begin -->", "<!-- layout_table: end -->"
 
 NUM_RANKS = (8, 64, 512)
 ITEMSIZE = 2  # bfloat16
@@ -127,24 +122,4 @@ def table() -> str:
         *("unit", "ranks", "graphfsdp, %", "its buffers"),
         *("FSDP2, %", "Megatron-FSDP v1, %", "Megatron-FSDP v2, %"),
     )
-    rule = ("---", *("---:" for _ in heading[1:]))
-    lines: Sequence[Sequence[str]] = (heading, rule, *rows())
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def updated(text: str) -> str:
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
-
-
-def main() -> int:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    if BEGIN not in text:
-        print(f"{DOCUMENT} has no place for the table; put this in: {BEGIN} {END}")
-        return 2
-    DOCUMENT.write_text(updated(text), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Table("", heading, rows()).markdown()

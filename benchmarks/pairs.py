@@ -1,4 +1,4 @@
-"""Single questions of speed on the CPU, in pairs that take turns: the optimizer, checkpoints.
+"""Single questions of speed on the CPU, in pairs that take turns: optimizer, checkpoints, guards.
 
 ``python -m benchmarks.pairs adam`` puts FusedAdam beside torch's AdamW(fused=True) on GPT-2-124M's
 tensors: plain float32, and bfloat16 weights with float32 main weights beside the usual loop over
@@ -7,7 +7,10 @@ float32 copies. The time is the processor's, all threads together.
 ``python -m benchmarks.pairs checkpoint`` saves and loads a GPT and its Adam states beside plain
 torch.distributed.checkpoint; both sync what they write. The time is the clock's.
 
-Both print the ratios and write results/NAME.json.
+``python -m benchmarks.pairs guards`` asks what the guards cost before a replay, as a share of it,
+for twelve small architectures.
+
+All print their findings and write a file in results.
 """
 
 import json
@@ -16,8 +19,9 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,11 +31,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import graphfsdp
-from benchmarks.adam_table import gpt2_124m
+from graphfsdp.bench.batches import batch_source
 from graphfsdp.bench.clock import Window, interleave
+from graphfsdp.bench.contenders import OwnContender, Setting
 from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS
 from graphfsdp.bench.records import Spread
+from graphfsdp.bench.workloads import Case, suite
+from graphfsdp.config import Scope
 from graphfsdp.optim import FusedAdam
+from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
@@ -49,6 +58,13 @@ def record(times_ms: Mapping[str, Sequence[float]], reference: str, own: str) ->
         "speedup": asdict(Spread.of([base / mine for base, mine in pairs])),
         "ms_by_round": dict(times_ms),
     }
+
+
+def gpt2_124m() -> list[tuple[int, ...]]:
+    """148 tensors, with GPT-2's own vocabulary, which nobody has padded."""
+    with torch.device("meta"):
+        model = GPT(find_preset("gpt2-124m").gpt(50257))
+    return [tuple(param.shape) for param in model.parameters()]
 
 
 def make_parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -150,9 +166,52 @@ def _clock_ms(windows: Mapping[str, Sequence[Window]]) -> dict[str, list[float]]
     return {name: [window.mean_ms for window in own] for name, own in windows.items()}
 
 
+def guards_of(case: Case, num_pairs: int) -> Record:
+    """Time replays, and right after each, with caches as a replay leaves them, its guards."""
+    contender = OwnContender(Setting(case, CPU), Scope.FULL_ITERATION)
+    _, source = batch_source(case, CPU)
+    batches = source.take(0, NUM_WARMUP_STEPS + num_pairs)
+    for step, batch in enumerate(batches[:NUM_WARMUP_STEPS]):
+        contender(batch, step)
+    recording = contender.step._runner._recordings.latest
+    assert recording is not None
+    assert recording.guards is not None
+    changes = recording.guards.changes
+    replays, guards = [], []
+    for step, batch in enumerate(batches[NUM_WARMUP_STEPS:], NUM_WARMUP_STEPS):
+        start = time.perf_counter()
+        contender(batch, step)
+        between = time.perf_counter()
+        assert changes() == []
+        guards.append(time.perf_counter() - between)
+        replays.append(between - start)
+    contender.close()
+    return {
+        "name": case.workload.name,
+        "num_tensors": len(contender.optimizer.param_groups[0]["params"]),
+        "guards_us": statistics.median(guards) * 1e6,
+        "replay_us": statistics.median(replays) * 1e6,
+        "share": statistics.median(own / all_ for own, all_ in zip(guards, replays, strict=True)),
+    }
+
+
+def guards(cases: Sequence[Case], num_pairs: int = 400) -> Record:
+    found = [guards_of(case, num_pairs) for case in cases]
+    return {"worst_share": max(each["share"] for each in found), "architectures": found}
+
+
+def told(found: Record) -> Iterator[str]:
+    for name, each in found.items():
+        if isinstance(each, dict):
+            yield f"{name}: {each['ms']} ms; {Spread(**each['speedup'])} times as fast"
+    for each in found.get("architectures", ()):
+        yield "{name}: {guards_us:.1f} of {replay_us:.1f} us, {share:.2%}".format(**each)
+
+
 QUESTIONS: Mapping[str, tuple[str, Callable[[], Record]]] = {
     "adam": ("adam_cpu", lambda: adam(gpt2_124m())),
     "checkpoint": ("checkpoint_speed", checkpoint),
+    "guards": ("guard_cost_cpu", lambda: guards([planned.case for planned in suite("zoo")])),
 }
 
 
@@ -163,10 +222,9 @@ def main() -> int:
     name, measure = QUESTIONS[sys.argv[1]]
     torch.set_num_threads(1)
     found = measure()
-    for what, each in found.items():
-        if isinstance(each, dict):
-            print(f"{what}: {each['ms']} ms; {Spread(**each['speedup'])} times as fast")
-    found["environment"] = asdict(find_environment(CPU, num_threads=1))
+    for line in told(found):
+        print(line)
+    found["environment"] = asdict(find_environment(CPU))
     (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 

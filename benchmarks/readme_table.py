@@ -1,15 +1,17 @@
-"""Puts measured numbers into README.md and docs/speed.md, between markers; a test compares them.
+"""Puts numbers into the README and the docs, between markers; a test compares them.
 
 ``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
 `make bench`, ``bench_zoo`` around those of ``graphfsdp bench --suite zoo``, ``bench_gpu`` around
-those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`, and
-``speed_summary`` around the geometric means of the first two, which is what the README shows.
+those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`,
+``speed_summary`` around the geometric means of the first two, which is what the README shows, and
+``bytes`` and ``layout_table`` around what is computed, not measured.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies result and plot of a result directory
 of ``graphfsdp bench`` into benchmarks/results.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import re
@@ -19,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from benchmarks import adam_table, layout_table
 from benchmarks.gpu_check import described
 from graphfsdp.bench.records import REFERENCE, BenchResult, read_result
 from graphfsdp.bench.report import RESULT
@@ -34,7 +37,10 @@ from graphfsdp.bench.tables import (
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "speed.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("speed", "layout", "fused_adam")),
+)
 PLOT = "crossover.png"
 # The columns of the README's summary, and whose they are.
 SUMMARY = MappingProxyType(
@@ -46,16 +52,13 @@ SUMMARY = MappingProxyType(
 )
 
 
-def bench_cpu(results: pathlib.Path) -> str:
-    path = results / "bench_cpu.json"
-    return bench_section(path) if path.exists() else "Not measured yet: `make bench`."
+def measured(name: str, command: str, results: pathlib.Path) -> str:
+    path = results / f"{name}.json"
+    return bench_section(path) if path.exists() else f"Not measured yet: `{command}`."
 
 
-def bench_zoo(results: pathlib.Path) -> str:
-    path = results / "bench_zoo.json"
-    if not path.exists():
-        return "Not measured yet: `graphfsdp bench --suite zoo`."
-    return bench_section(path, plot=False)
+bench_cpu = functools.partial(measured, "bench_cpu", "make bench")
+bench_zoo = functools.partial(measured, "bench_zoo", "graphfsdp bench --suite zoo")
 
 
 def bench_gpu(results: pathlib.Path) -> str:
@@ -63,7 +66,7 @@ def bench_gpu(results: pathlib.Path) -> str:
     return bench_section(paths[max(paths)]) if paths else "No GPU has been measured yet."
 
 
-def bench_section(path: pathlib.Path, *, plot: bool = True) -> str:
+def bench_section(path: pathlib.Path) -> str:
     result = read_result(path)
     tables = (overview(result), cpu_overview(result), memory_overview(result))
     parts = [
@@ -73,7 +76,7 @@ def bench_section(path: pathlib.Path, *, plot: bool = True) -> str:
     ]
     parts += geometric_means(result)
     picture = path.with_suffix(".png")
-    if plot and picture.exists():
+    if picture.exists():
         parts.append(f"![speed over tokens per step](../{picture.relative_to(picture.parents[2])})")
     missing: dict[str, list[str]] = {}
     for name, reason in reasons(result).items():
@@ -147,7 +150,9 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
     "bench_cpu": bench_cpu,
     "bench_gpu": bench_gpu,
     "bench_zoo": bench_zoo,
+    "bytes": lambda results: adam_table.bytes_table(),
     "gpu_check": gpu_check,
+    "layout_table": lambda results: layout_table.table(),
     "speed_summary": speed_summary,
 }
 
@@ -172,7 +177,7 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
     target = results / f"{name}.json"
     shutil.copyfile(folder / RESULT, target)
     target.with_suffix(".png").unlink(missing_ok=True)
-    if (folder / PLOT).exists():
+    if (folder / PLOT).exists() and name != "bench_zoo":  # of which all are of one size
         shutil.copyfile(folder / PLOT, target.with_suffix(".png"))
     return target
 

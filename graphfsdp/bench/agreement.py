@@ -6,16 +6,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from graphfsdp.bench.contenders import ContenderSpec, Setting
-from graphfsdp.training.ranks import Ranks
+from graphfsdp.training.ranks import Ranks, process_group
 
 T = TypeVar("T")
+TIMEOUT_MINUTES = 30
 _MAX_CHARACTERS = 3000
 
 
@@ -56,24 +57,8 @@ def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
         made.append(make())
     except Exception as error:  # whatever a contender dies of is a result: it could not run here
         failure = Failure.of(error, ranks.rank if ranks.size > 1 else None)
-    for found in exchange(failure, ranks):
-        if found is not None:
-            assert isinstance(found, Failure)
-            return found
-    return made[0]
-
-
-def exchange(mine: Any, ranks: Ranks) -> list[Any]:
-    everyone = [mine]
-    if ranks.size > 1:
-        everyone = [None] * ranks.size
-        dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def first_says(mine: T, ranks: Ranks) -> T:
-    said: T = exchange(mine, ranks)[0]
-    return said
+    failures = [found for found in ranks.exchange(failure) if found is not None]
+    return failures[0] if failures else made[0]
 
 
 def line_up(ranks: Ranks, device: torch.device) -> None:
@@ -89,15 +74,6 @@ def group_for(specs: Sequence[ContenderSpec], setting: Setting) -> Iterator[None
     if dist.is_initialized() or not any(spec.needs_group for spec in specs):
         yield
         return
-    on_gpu = setting.device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=setting.device if on_gpu else None,
-    )
-    try:
+    alone = Ranks(launched=True)
+    with process_group(alone, setting.device, timeout_minutes=TIMEOUT_MINUTES, store=HashStore()):
         yield
-    finally:
-        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 Shapes: B = samples of a batch, T = tokens of a sequence, P = masked places.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.bench.models import NUM_COLOURS, NUM_SPECIAL, BertConfig, ConvConfig
-from graphfsdp.bench.workloads import Case, ZooConfig, language_shape
+from graphfsdp.bench.workloads import Case, ZooConfig
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.data import Corpus, load_corpus
 
@@ -35,56 +36,49 @@ class BatchSource:
 
 def batch_source(
     case: Case,
-    *,
-    data: str | None,
-    random_tokens: bool,
-    seed: int,
     device: torch.device,
+    *,
+    data: str | None = None,
+    random_tokens: bool = False,
+    seed: int = 0,
     rank: int = 0,
 ) -> tuple[Case, BatchSource]:
     """Also returns the case with a vocabulary that holds its tokens.
 
     ``data`` is what ``graphfsdp train --data`` takes; None is Python's standard library.
     """
-    model = case.workload.model
-
-    def generator(step: int) -> np.random.Generator:
-        return np.random.default_rng((seed, step, rank))
-
+    model, rows = case.workload.model, case.batch_size
+    make: Callable[[np.random.Generator], Batch]
     if isinstance(model, ConvConfig):
-        images = _images(model, case.batch_size, seed)
         description = "made-up images: a pattern for each class, and noise"
-        return case, BatchSource(description, lambda step: images(generator(step)), device)
-    if isinstance(model, ZooConfig):
-        make, rows = model.architecture.batch, case.batch_size
+        make = _images(model, rows, seed)
+    elif isinstance(model, ZooConfig):
+        description, random = "random numbers", model.architecture.batch
 
-        def random(step: int) -> Batch:
-            number = int(generator(step).integers(2**62))
-            return make(torch.Generator().manual_seed(number), rows)
+        def make_random(generator: np.random.Generator) -> Batch:
+            number = int(generator.integers(2**62))
+            return random(torch.Generator().manual_seed(number), rows)
 
-        return case, BatchSource("random numbers", random, device)
-    shape = language_shape(model)
-    if random_tokens:
-        num_text_tokens = shape.vocab_size - (NUM_SPECIAL if isinstance(model, BertConfig) else 0)
-        windows, description = _random(num_text_tokens), "random tokens, all equally likely"
+        make = make_random
     else:
-        corpus = load_corpus(data)
-        case = Case(case.workload.with_vocabulary(corpus.vocab_size), case.dtype, case.batch_size)
-        windows, description = _text(corpus, shape.seq_length), f"text: {corpus.name}"
-    if isinstance(model, BertConfig):
-        whole = case.workload.model
-        assert isinstance(whole, BertConfig)
+        if random_tokens:
+            num_special = NUM_SPECIAL if isinstance(model, BertConfig) else 0
+            description = "random tokens, all equally likely"
+            windows = _random(model.vocab_size - num_special)
+        else:
+            corpus = load_corpus(data)
+            case = Case(case.workload.with_vocabulary(corpus.vocab_size), case.dtype, rows)
+            description, windows = f"text: {corpus.name}", _text(corpus, model.seq_length)
+        grown = case.workload.model
+        if isinstance(grown, BertConfig):
+            make = functools.partial(masked_batch, grown, windows, rows)
+        else:
+            make = functools.partial(_next_tokens, windows, rows, model.seq_length)
 
-        def masked(step: int) -> Batch:
-            return masked_batch(whole, windows, case.batch_size, generator(step))
+    def numbered(step: int) -> Batch:
+        return make(np.random.default_rng((seed, step, rank)))
 
-        return case, BatchSource(description, masked, device)
-
-    def next_tokens(step: int) -> Batch:
-        cut = torch.from_numpy(windows(generator(step), case.batch_size, shape.seq_length + 1))
-        return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
-
-    return case, BatchSource(description, next_tokens, device)
+    return case, BatchSource(description, numbered, device)
 
 
 # Cuts so many windows of so many tokens.
@@ -109,6 +103,13 @@ def _text(corpus: Corpus, seq_length: int) -> _Windows:
         return cut
 
     return cut
+
+
+def _next_tokens(
+    windows: _Windows, batch_size: int, seq_length: int, generator: np.random.Generator
+) -> Batch:
+    cut = torch.from_numpy(windows(generator, batch_size, seq_length + 1))
+    return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
 
 
 def masked_batch(

@@ -3,21 +3,22 @@
 import dataclasses
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from graphfsdp.bench.agreement import first_says
+from graphfsdp.bench.agreement import TIMEOUT_MINUTES
 from graphfsdp.bench.compare import run_compare
-from graphfsdp.bench.contenders import CONTENDERS, Setting, find_contenders
+from graphfsdp.bench.contenders import CONTENDERS, Setting
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.measure import MeasureOptions, Say, measure_case
+from graphfsdp.bench.measure import Job, Say, measure_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
-from graphfsdp.bench.process import CaseFailedError, Job, can_forget_peak, run_case, run_memory
+from graphfsdp.bench.process import CaseFailedError, can_forget_peak, run_case, run_memory
 from graphfsdp.bench.records import NOT_ASKED, BenchResult, CaseResult, NotRun
 from graphfsdp.bench.report import PROFILES, make_directory, write_directory
 from graphfsdp.bench.tables import (
@@ -32,12 +33,10 @@ from graphfsdp.bench.tables import (
     wide_console,
 )
 from graphfsdp.bench.workloads import PlannedCase
-from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 
-_TIMEOUT_MINUTES = 30
 _BUSY = 0.5
 # No case ends in less: Python and torch have to start.
 _SHORTEST_CASE_S = 20.0
@@ -59,9 +58,11 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         )
     device = choose_device(options.device, ranks)
     torch.set_num_threads(options.threads)
-    command = shlex.join(["graphfsdp", "bench", *arguments])
-    with process_group(ranks, device, timeout_minutes=_TIMEOUT_MINUTES) as backend:
-        return _Bench(options, ranks, device, backend, console, command).run()
+    with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
+        environment = find_environment(device, num_ranks=ranks.size, backend=backend)
+        command = shlex.join(["graphfsdp", "bench", *arguments])
+        result = BenchResult(environment, dataclasses.asdict(options), command, options.seed, ())
+        return _Bench(options, ranks, device, console, result).run()
 
 
 class _Bench:
@@ -72,16 +73,12 @@ class _Bench:
         options: BenchOptions,
         ranks: Ranks,
         device: torch.device,
-        backend: str | None,
         console: Console,
-        command: str,
+        result: BenchResult,
     ) -> None:
         self._options, self._ranks, self._device = options, ranks, device
         self._console = wide_console(console, quiet=not ranks.is_first)
-        self._command = command
-        self._environment = find_environment(
-            device, num_threads=options.threads, num_ranks=ranks.size, backend=backend
-        )
+        self._result = result  # so far
         self._started = time.monotonic()
         self._folder: Path | None = None  # on rank 0
 
@@ -91,16 +88,16 @@ class _Bench:
             lambda: make_directory(self._options.out) if self._ranks.is_first else None
         )
         self._greet()
-        cases, left_out = self._measure_all(planned)
-        if not cases:
+        self._measure_all(planned)
+        if not self._result.cases:
             return 1
-        result = self._result(cases, left_out)
-        for table in (overview(result), cpu_overview(result), memory_overview(result)):
+        for overview_of in (overview, cpu_overview, memory_overview):
+            table = overview_of(self._result)
             if table.rows:
                 self._console.print(table.rich())
         self._line(NOT_MLPERF)
         if self._folder is not None:
-            write_directory(result, self._folder, plots=self._options.pictures)
+            write_directory(self._result, self._folder, plots=self._options.pictures)
             names = ", ".join(sorted(path.name for path in self._folder.iterdir()))
             self._line(f"wrote {self._folder}: {names}")
             if self._options.profile:
@@ -110,47 +107,47 @@ class _Bench:
                 )
         return 0
 
-    def _measure_all(
-        self, planned: Sequence[PlannedCase]
-    ) -> tuple[list[CaseResult], dict[str, str]]:
+    def _measure_all(self, planned: Sequence[PlannedCase]) -> None:
         """What is known is in the directory after each case, so that Ctrl-C loses little."""
-        found: dict[str, CaseResult] = {}
-        left_out: dict[str, str] = {}
         with _progress(self._console) as progress:
             task = progress.add_task("", total=len(planned))
+
+            def say(phase: str, name: str) -> None:
+                progress.update(task, description=f"{key}: {phase} {name}")
+
             for number, each in enumerate(planned):
                 key = each.case.key
                 progress.update(task, completed=number)
                 try:
-                    say = _talk(progress, task, key)
-                    case = self._measure(each, len(planned) - number, say)
-                    found[key] = with_unasked(case)
-                    self._show(found[key])
+                    case = with_unasked(self._measure(each, len(planned) - number, say))
+                    self._add(cases=(*self._result.cases, case))
+                    self._show(case)
                 except CaseFailedError as error:
-                    left_out[key] = str(error)
+                    self._add(left_out={**self._result.left_out, key: str(error)})
                     self._line(f"{key}: left out: {error}", "yellow")
-                if self._folder is not None and found:
-                    result = self._result(found.values(), left_out)
-                    write_directory(result, self._folder, plots=False)
-            for each in planned:
-                key = each.case.key
-                if key in found:
-                    say = _talk(progress, task, key)
-                    found[key] = self._with_memory(each, found[key], say)
-        return list(found.values()), left_out
+                if self._folder is not None and self._result.cases:
+                    write_directory(self._result, self._folder, plots=False)
+            plans = {each.case.key: each for each in planned}
+            cases = []
+            for case in self._result.cases:
+                key = case.workload.key
+                cases.append(self._with_memory(plans[key], case, say))
+            self._add(cases=tuple(cases))
+
+    def _add(self, **changes: Any) -> None:
+        self._result = dataclasses.replace(self._result, **changes)
 
     def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
         """The case may take three times its share of the time left."""
-        left_s = first_says(self._left_s(), self._ranks)
+        left_s = self._ranks.exchange(self._left_s())[0]
         if left_s < _SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
         limit_s = min(left_s, max(3 * left_s / num_left, _SHORTEST_CASE_S))
-        job = self._job(planned)
+        job = self._job(planned, limit_s)
         if not self._ranks.launched:
-            return run_case(job, say, limit_s)
-        options = dataclasses.replace(job.options, limit_s=limit_s)
+            return run_case(job, say)
         try:
-            return measure_case(job.setting, find_contenders(job.contenders), options, say)
+            return measure_case(job, say)
         except ConfigError as error:
             raise CaseFailedError(str(error)) from error
 
@@ -164,8 +161,7 @@ class _Bench:
             say("memory", own.name)
             record = None
             if self._left_s() > _SHORTEST_CASE_S:
-                job = dataclasses.replace(self._job(planned), contenders=(own.name,))
-                record = run_memory(job, self._left_s())
+                record = run_memory(self._job(planned, self._left_s()), own.name)
             measured.append(dataclasses.replace(own, memory=record))
         return dataclasses.replace(found, contenders=tuple(measured))
 
@@ -174,44 +170,22 @@ class _Bench:
             return _NO_LIMIT_S
         return self._options.budget * 60 - (time.monotonic() - self._started)
 
-    def _job(self, planned: PlannedCase) -> Job:
+    def _job(self, planned: PlannedCase, limit_s: float) -> Job:
         options = self._options
-        strategy = ShardingStrategy.parse(options.strategy or ShardingStrategy.OPTIM_GRADS_PARAMS)
-        profile = None
+        profiles = None
         if options.profile:
-            profile = str((self._folder or Path()).resolve() / PROFILES)
-        return Job(
-            Setting(planned.case, self._device, options.seed, self._ranks, strategy),
-            tuple(spec.name for spec in find_contenders(planned.contenders)),
-            MeasureOptions(
-                options.seconds,
-                options.data,
-                options.random_tokens,
-                options.roofline,
-                profile,
-                options.nsys,
-            ),
-            options.threads,
-        )
-
-    def _result(self, cases: Iterable[CaseResult], left_out: Mapping[str, str]) -> BenchResult:
-        return BenchResult(
-            environment=self._environment,
-            options=dataclasses.asdict(self._options),
-            command=self._command,
-            seed=self._options.seed,
-            cases=tuple(cases),
-            left_out=dict(left_out),
-        )
+            profiles = str((self._folder or Path()).resolve() / PROFILES)
+        setting = Setting(planned.case, self._device, options.seed, self._ranks, options.sharding)
+        return Job(setting, planned.contenders, options, profiles, limit_s)
 
     def _greet(self) -> None:
-        load = self._environment.load_average
+        load = self._result.environment.load_average
         if self._options.nsys and self._device.type == "cpu":
             self._line(
                 "--nsys marks steps for Nsight Systems, which sees GPUs; on a CPU there is nothing "
                 "to mark, --profile shows the operators", "yellow",
             )  # fmt: skip
-        self._line(environment_text(self._environment))
+        self._line(environment_text(self._result.environment))
         if load is not None and load > _BUSY and self._device.type == "cpu":
             self._line(
                 f"something else runs on this machine (load average {load:.1f}); the pairs will "
@@ -236,10 +210,6 @@ def with_unasked(found: CaseResult) -> CaseResult:
         if spec.name not in known
     )
     return dataclasses.replace(found, not_run=(*found.not_run, *others))
-
-
-def _talk(progress: Progress, task: TaskID, key: str) -> Say:
-    return lambda phase, name: progress.update(task, description=f"{key}: {phase} {name}")
 
 
 def _progress(console: Console) -> Progress:

@@ -14,21 +14,19 @@ from enum import StrEnum
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from graphfsdp.bench.records import (
     NOT_ASKED,
     REFERENCE,
     BenchResult,
     CaseResult,
-    ContenderResult,
     Spread,
     read_result,
     to_json,
 )
-from graphfsdp.bench.tables import Parser, print_line, wide_console
+from graphfsdp.bench.tables import Table, print_line, wide_console
 from graphfsdp.errors import ConfigError
+from graphfsdp.flags import Parser, require
 
 KIND = "graphfsdp_bench_comparison"
 DEFAULT_TOLERANCE = 0.05
@@ -116,8 +114,7 @@ def compare(
 
     ``tolerance`` is the part of a speed-up that may be lost before it counts.
     """
-    if not 0 <= tolerance < 1:
-        raise ConfigError(f"--tolerance must be in [0, 1), got {tolerance:g}")
+    require("tolerance", tolerance, 0 <= tolerance < 1, "in [0, 1)")
     machines = _differences(_facts(old, MACHINE_FIELDS), _facts(new, MACHINE_FIELDS))
     if machines and not other_machine:
         told = "; ".join(f"{name} {change}" for name, change in machines.items())
@@ -142,21 +139,21 @@ def compare(
             "measure more contenders"
         )
     known = {mine.workload.key for mine, _ in common}
+
+    def others(result: BenchResult) -> tuple[str, ...]:
+        return tuple(case.workload.key for case in result.cases if case.workload.key not in known)
+
     return Comparison(
         base=base,
         tolerance=tolerance,
         changes=tuple(changes),
-        only_old=_others(old.cases, known),
-        only_new=_others(new.cases, known),
+        only_old=others(old),
+        only_new=others(new),
         environment=machines
         | _differences(_facts(old, CHANGED_FIELDS), _facts(new, CHANGED_FIELDS))
         | _differences(old.environment.versions, new.environment.versions),
         same_machine=not machines,
     )
-
-
-def _others(cases: Sequence[CaseResult], known: set[str]) -> tuple[str, ...]:
-    return tuple(case.workload.key for case in cases if case.workload.key not in known)
 
 
 def _keys(cases: Sequence[CaseResult]) -> str:
@@ -189,61 +186,37 @@ def _refuse_other_work(old: CaseResult, new: CaseResult) -> None:
 
 
 def _case_changes(old: CaseResult, new: CaseResult, base: str, tolerance: float) -> list[Change]:
+    key, changes = old.workload.key, []
     for case, which in ((old, "first"), (new, "second")):
         if case.find(base) is None:
             ran = ", ".join(item.name for item in case.contenders) or "none"
             raise ConfigError(
-                f"{base!r}, which speed-ups are of, did not run in case {case.workload.key} of the "
-                f"{which} result. Remedy: give as --base one of: {ran}"
+                f"{base!r}, which speed-ups are of, did not run in case {key} of the {which} "
+                f"result. Remedy: give as --base one of: {ran}"
             )
         for item in case.contenders:
             if not all(window > 0 for window in item.timing.window_ms):
                 raise ConfigError(
-                    f"{item.name} in case {case.workload.key} of the {which} result has a window "
-                    "of 0 ms, which no measurement has. Remedy: measure again"
+                    f"{item.name} in case {key} of the {which} result has a window of 0 ms, which "
+                    "no measurement has. Remedy: measure again"
                 )
-    key, changes = old.workload.key, []
     reasons = {item.name: item.reason for item in new.not_run if item.reason != NOT_ASKED}
-    for contender in old.contenders:
-        if contender.name == base:
+    for name in dict.fromkeys(item.name for item in (*old.contenders, *new.contenders)):
+        if name == base:
             continue
-        theirs = new.find(contender.name)
-        if theirs is not None:
-            changes.append(_change(old, new, contender, theirs, base, tolerance))
-            continue
-        reason = reasons.get(contender.name)
-        verdict = Verdict.ABSENT if reason is None else Verdict.LOST
-        side = _side(old, contender, base)
-        changes.append(Change(key, contender.name, verdict, old=side, reason=reason or ""))
-    for contender in new.contenders:
-        if contender.name != base and old.find(contender.name) is None:
-            side = _side(new, contender, base)
-            changes.append(Change(key, contender.name, Verdict.NEW, new=side))
+        before, after = _side(old, name, base), _side(new, name, base)
+        if before is None:
+            changes.append(Change(key, name, Verdict.NEW, new=after))
+        elif after is None:
+            verdict = Verdict.LOST if name in reasons else Verdict.ABSENT
+            changes.append(Change(key, name, verdict, before, reason=reasons.get(name, "")))
+        else:
+            ratio = after.speedup.median / before.speedup.median
+            low, high = ratio_interval(old.ratios(name, base), new.ratios(name, base))
+            verdict = judge(ratio, low, high, tolerance)
+            lost_bits = before.bit_exact and not after.bit_exact
+            changes.append(Change(key, name, verdict, before, after, ratio, low, high, lost_bits))
     return changes
-
-
-def _change(
-    old: CaseResult,
-    new: CaseResult,
-    mine: ContenderResult,
-    theirs: ContenderResult,
-    base: str,
-    tolerance: float,
-) -> Change:
-    before, after = _side(old, mine, base), _side(new, theirs, base)
-    ratio = after.speedup.median / before.speedup.median
-    low, high = ratio_interval(old.ratios(mine.name, base), new.ratios(mine.name, base))
-    return Change(
-        case=old.workload.key,
-        contender=mine.name,
-        verdict=judge(ratio, low, high, tolerance),
-        old=before,
-        new=after,
-        ratio=ratio,
-        low=low,
-        high=high,
-        lost_bits=before.bit_exact and not after.bit_exact,
-    )
 
 
 def judge(ratio: float, low: float, high: float, tolerance: float) -> Verdict:
@@ -273,23 +246,17 @@ def ratio_interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, f
     return ends[0], ends[-1]
 
 
-def _side(case: CaseResult, contender: ContenderResult, base: str) -> Side:
-    reference = case.find(base)
-    assert reference is not None
-    own, theirs = _peak_bytes(contender), _peak_bytes(reference)
-    return Side(
-        speedup=Spread.of(case.ratios(contender.name, base)),
-        step_ms=contender.timing.steps.median,
-        memory_ratio=own / theirs if own and theirs else None,
-        bit_exact=contender.parity.bit_exact,
-    )
-
-
-def _peak_bytes(contender: ContenderResult) -> int | None:
-    memory = contender.memory
-    if memory is None:
+def _side(case: CaseResult, name: str, base: str) -> Side | None:
+    own, reference = case.find(name), case.find(base)
+    if own is None or reference is None:
         return None
-    return memory.allocated_bytes if memory.allocated_bytes is not None else memory.process_bytes
+    peaks = [item.memory.peak_bytes if item.memory else None for item in (own, reference)]
+    return Side(
+        speedup=Spread.of(case.ratios(name, base)),
+        step_ms=own.timing.steps.median,
+        memory_ratio=peaks[0] / peaks[1] if peaks[0] and peaks[1] else None,
+        bit_exact=own.parity.bit_exact,
+    )
 
 
 def run_compare(arguments: Sequence[str], console: Console) -> int:
@@ -340,69 +307,52 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _print(found: Comparison, console: Console) -> None:
-    table = Table(title=f"times as fast as {found.base}, median (smallest to largest) of rounds")
-    table.add_column("case")
-    table.add_column("contender")
-    for name in ("A", "B", "B over A", "95 % interval", "memory A, B"):
-        table.add_column(name, justify="right")
+    title = f"times as fast as {found.base}, median (smallest to largest) of rounds"
+    heading = ["case", "contender", "A", "B", "B over A", "95 % interval", "memory A, B", "verdict"]
     if found.same_machine:
-        table.add_column("ms A, B", justify="right")
-    table.add_column("verdict")
-    for change in found.changes:
-        table.add_row(*_row(change, times=found.same_machine))
-    console.print(table)
-    for name, what in found.environment.items():
-        print_line(console, f"{name}: {what}")
+        heading.insert(-1, "ms A, B")
+    table = Table(title, tuple(heading), tuple(_row(each, found) for each in found.changes), 2)
+    console.print(table.rich([_style(change) for change in found.changes]))
+    num_unclear = sum(change.verdict is Verdict.UNCLEAR for change in found.changes)
+    lines = [f"{name}: {what}" for name, what in found.environment.items()]
     for keys, which in ((found.only_old, "A"), (found.only_new, "B")):
         if keys:
-            print_line(console, f"only in {which}: {', '.join(keys)}")
+            lines.append(f"only in {which}: {', '.join(keys)}")
     for change in found.changes:
         if change.reason:
-            print_line(console, f"{change.contender} no longer runs: {change.reason}")
-    num_unclear = sum(change.verdict is Verdict.UNCLEAR for change in found.changes)
+            lines.append(f"{change.contender} no longer runs: {change.reason}")
     if num_unclear:
-        print_line(
-            console,
+        lines.append(
             f"{num_unclear} unclear: the rounds scatter more than what has changed; measure "
-            "longer, or on a quiet machine",
+            "longer, or on a quiet machine"
         )
-    num_regressions = len(found.regressions)
-    if num_regressions:
-        print_line(console, f"{num_regressions} of {len(found.changes)} contenders are worse")
+    if found.regressions:
+        lines.append(f"{len(found.regressions)} of {len(found.changes)} contenders are worse")
     else:
         clearly = "clearly " if num_unclear else ""
-        print_line(console, f"nothing is {clearly}worse (tolerance {found.tolerance:.0%})")
+        lines.append(f"nothing is {clearly}worse (tolerance {found.tolerance:.0%})")
+    for line in lines:
+        print_line(console, line)
 
 
-def _row(change: Change, *, times: bool) -> list[str | Text]:
-    old, new = change.old, change.new
-    interval = "" if change.low is None else f"{change.low:.3f} to {change.high:.3f}"
-    verdict: str = change.verdict.value
-    if change.lost_bits:
-        verdict += ", no longer bit-exact"
-    style = {Verdict.FASTER: "green", Verdict.UNCLEAR: "yellow"}.get(change.verdict, "")
-    if change.is_regression:
-        style = "bold red"
-    return [
-        change.case,
-        change.contender,
-        _speedup(old),
-        _speedup(new),
-        "" if change.ratio is None else f"{change.ratio:.3f}",
-        interval,
-        f"{_memory(old)}, {_memory(new)}",
-        *([f"{_ms(old)}, {_ms(new)}"] if times else []),
-        Text(verdict, style=style),
+def _row(change: Change, found: Comparison) -> tuple[str, ...]:
+    sides = (change.old, change.new)
+    speedups = [f"{side.speedup}" if side else "-" for side in sides]
+    memory = [
+        "-" if side is None or side.memory_ratio is None else f"{side.memory_ratio:.2f}"
+        for side in sides
     ]
+    row = [change.case, change.contender, *speedups]
+    row.append("" if change.ratio is None else f"{change.ratio:.3f}")
+    row.append("" if change.low is None else f"{change.low:.3f} to {change.high:.3f}")
+    row.append(", ".join(memory))
+    if found.same_machine:
+        row.append(", ".join(f"{side.step_ms:.4g}" if side else "-" for side in sides))
+    row.append(change.verdict.value + (", no longer bit-exact" if change.lost_bits else ""))
+    return tuple(row)
 
 
-def _speedup(side: Side | None) -> str:
-    return "-" if side is None else f"{side.speedup}"
-
-
-def _memory(side: Side | None) -> str:
-    return "-" if side is None or side.memory_ratio is None else f"{side.memory_ratio:.2f}"
-
-
-def _ms(side: Side | None) -> str:
-    return "-" if side is None else f"{side.step_ms:.4g}"
+def _style(change: Change) -> str:
+    if change.is_regression:
+        return "bold red"
+    return {Verdict.FASTER: "green", Verdict.UNCLEAR: "yellow"}.get(change.verdict, "")

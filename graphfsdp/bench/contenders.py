@@ -7,8 +7,9 @@ import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,18 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 import graphfsdp
 from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.records import REFERENCE
-from graphfsdp.bench.timeline import GraphNode, replay_nodes
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.ranks import Ranks
 
-BETAS = (0.9, 0.95)
-EPS = 1e-8
-WEIGHT_DECAY = 0.1
-MAX_GRAD_NORM = 1.0
 PEAK_LR = 1e-3
+ADAM: Mapping[str, Any] = MappingProxyType(
+    {"lr": PEAK_LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+)
+MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 3  # of graphfsdp.capture
 _LR_WARMUP_STEPS = 10
 
@@ -52,16 +52,6 @@ class Setting:
         return self.case.torch_dtype == torch.bfloat16
 
 
-@dataclass(frozen=True)
-class GraphFacts:
-    """What a contender tells of its graph after warm-up; None where it has none."""
-
-    capture_ms: float | None = None
-    num_nodes: int | None = None
-    pool_bytes: int | None = None
-    notes: tuple[str, ...] = ()
-
-
 class Contender(abc.ABC):
     """A model and an optimizer that train one step per call."""
 
@@ -78,14 +68,11 @@ class Contender(abc.ABC):
             group["lr"] = rate
         return self.train(batch)
 
-    def graph_facts(self) -> GraphFacts:
-        return GraphFacts()
+    def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
+        """Tell of its graph, after warm-up; with the time of each node, if asked for."""
+        return None
 
-    def operator_us(self) -> tuple[float, ...]:
-        """Empty if no operator is recorded; weights and state are afterwards as they were."""
-        return ()
-
-    def replay_nodes(self) -> tuple[GraphNode, ...]:
+    def notes(self) -> tuple[str, ...]:
         return ()
 
     def close(self) -> None:
@@ -147,14 +134,10 @@ class OwnContender(Contender):
             to_bf16(model)
         self.optimizer = FusedAdam(
             model.parameters(),
-            lr=PEAK_LR,
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
             master_weights=setting.bf16 and not setting.ranks.launched,
+            **ADAM,
         )
         trained: Any = torch.compile(model) if compiled else model
-        self._scope = scope
         self.step = graphfsdp.capture(
             trained,
             self.optimizer,
@@ -168,20 +151,9 @@ class OwnContender(Contender):
         loss: Tensor = self.step(*batch)
         return loss
 
-    def graph_facts(self) -> GraphFacts:
-        report = self.step.report()
-        if not report.num_captures:
-            return GraphFacts()
-        return GraphFacts(report.capture_ms, report.num_nodes, report.pool_bytes)
-
-    def operator_us(self) -> tuple[float, ...]:
-        if self._scope is not Scope.FULL_ITERATION:
-            return ()
-        return tuple(self.step.report(measure=True).node_us)
-
-    def replay_nodes(self) -> tuple[GraphNode, ...]:
-        report = self.step.report()
-        return replay_nodes(report) if report.num_captures else ()
+    def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
+        report = self.step.report(measure=measure)
+        return report if report.num_captures else None
 
     def close(self) -> None:
         self.step.close()
@@ -203,9 +175,7 @@ class TorchLoop(Contender):
         self._forward = forward
         self._params = list(model.parameters())
         self._autocast = autocast
-        self.optimizer = torch.optim.AdamW(
-            self._params, lr=PEAK_LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self._params, fused=True, **ADAM)
 
     def train(self, batch: Batch) -> Tensor:  # [] float32 loss
         with self._precision():
@@ -230,33 +200,31 @@ class ReduceOverheadLoop(TorchLoop):
         torch.compiler.cudagraph_mark_step_begin()
         return super().train(batch).clone()
 
-    def graph_facts(self) -> GraphFacts:
-        """Tell where torch left its graphs out."""
+    def notes(self) -> tuple[str, ...]:
         from torch._dynamo.utils import counters
 
         skips = counters["inductor"]["cudagraph_skips"]
         if not skips:
-            return GraphFacts()
-        return GraphFacts(
-            notes=(f"torch reports {skips} place(s) where it used no CUDA graph, so these ran as "
-                   "under plain torch.compile",)
-        )  # fmt: skip
+            return ()
+        return (
+            f"torch reports {skips} place(s) where it used no CUDA graph, so these ran as under "
+            "plain torch.compile",
+        )
 
 
-def plain(setting: Setting) -> Contender:
-    model = _replicated(setting)
-    return TorchLoop(model, model, autocast=_autocast(setting))
-
-
-def compiled(setting: Setting) -> Contender:
-    model = _replicated(setting)
-    return TorchLoop(torch.compile(model), model, autocast=_autocast(setting))
-
-
-def reduce_overhead(setting: Setting) -> Contender:
-    model = _replicated(setting)
-    forward = torch.compile(model, mode="reduce-overhead")
-    return ReduceOverheadLoop(forward, model, autocast=_autocast(setting))
+def torch_loop(
+    setting: Setting,
+    *,
+    compile_mode: str | None = None,
+    kind: type[TorchLoop] = TorchLoop,
+) -> Contender:
+    """Return a loop around a model, which is compiled if a mode is given."""
+    model = initial_model(setting)
+    if setting.ranks.launched:
+        devices = [setting.device] if setting.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices)
+    forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
+    return kind(forward, model, autocast=setting.device if setting.bf16 else None)
 
 
 def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
@@ -295,39 +263,28 @@ def megatron_fsdp(setting: Setting) -> Contender:
     return loop
 
 
-def _autocast(setting: Setting) -> torch.device | None:
-    return setting.device if setting.bf16 else None
-
-
-def _replicated(setting: Setting) -> nn.Module:
-    model = initial_model(setting)
-    if not setting.ranks.launched:
-        return model
-    devices = [setting.device] if setting.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices)
-
-
-def _own(scope: Scope, *, compiled: bool = False) -> Callable[[Setting], Contender]:
-    return lambda setting: OwnContender(setting, scope, compiled=compiled)
-
-
 CONTENDERS = (
     ContenderSpec(
         REFERENCE,
         "graphfsdp with scope none: the captured code, run eagerly, with FusedAdam; the reference",
-        _own(Scope.NONE),
+        functools.partial(OwnContender, scope=Scope.NONE),
     ),
     ContenderSpec(
         "pytorch",
         "a plain PyTorch loop: AdamW(fused=True), clip_grad_norm_; bf16 by autocast; "
         "DistributedDataParallel on several ranks",
-        plain,
+        torch_loop,
     ),
-    ContenderSpec("compile", "the plain loop around torch.compile(model)", compiled, compiles=True),
+    ContenderSpec(
+        "compile",
+        "the plain loop around torch.compile(model)",
+        functools.partial(torch_loop, compile_mode="default"),
+        compiles=True,
+    ),
     ContenderSpec(
         "reduce_overhead",
         'the plain loop around torch.compile(model, mode="reduce-overhead")',
-        reduce_overhead,
+        functools.partial(torch_loop, compile_mode="reduce-overhead", kind=ReduceOverheadLoop),
         compiles=True,
     ),
     ContenderSpec(
@@ -352,29 +309,34 @@ CONTENDERS = (
     ContenderSpec(
         "forward_backward",
         "graphfsdp with forward and backward in the graph, FusedAdam eager",
-        _own(Scope.FORWARD_BACKWARD),
+        functools.partial(OwnContender, scope=Scope.FORWARD_BACKWARD),
     ),
     ContenderSpec(
         "full_iteration",
         "graphfsdp with the whole iteration in one graph",
-        _own(Scope.FULL_ITERATION),
+        functools.partial(OwnContender, scope=Scope.FULL_ITERATION),
     ),
     ContenderSpec(
         "compile_full_iteration",
         "graphfsdp with the whole iteration of torch.compile(model) in one graph",
-        _own(Scope.FULL_ITERATION, compiled=True),
+        functools.partial(OwnContender, scope=Scope.FULL_ITERATION, compiled=True),
         compiles=True,
     ),
 )
 
 
+CONTENDERS_BY_NAME: Mapping[str, ContenderSpec] = MappingProxyType(
+    {spec.name: spec for spec in CONTENDERS}
+)
+
+
 def find_contenders(names: tuple[str, ...] | None) -> tuple[ContenderSpec, ...]:
     """The reference always comes first; None is all."""
-    known = {spec.name: spec for spec in CONTENDERS}
     for name in names or ():
-        if name not in known:
+        if name not in CONTENDERS_BY_NAME:
             raise ConfigError(
-                f"there is no contender {name!r}; expected some of {', '.join(known)}"
+                f"there is no contender {name!r}; expected some of {', '.join(CONTENDERS_BY_NAME)}"
             )
-    wanted = {REFERENCE, *(known if names is None else names)}
-    return tuple(spec for spec in CONTENDERS if spec.name in wanted)
+    return tuple(
+        spec for spec in CONTENDERS if names is None or spec.name == REFERENCE or spec.name in names
+    )

@@ -1,5 +1,6 @@
 """What a benchmark runs on, and its limits: hardware and versions, FLOPs, peak, kernels alone."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -8,7 +9,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ _QUERY = ("driver_version", "clocks.max.sm", "power.limit")
 
 
 def find_environment(
-    device: torch.device, *, num_threads: int, num_ranks: int = 1, backend: str | None = None
+    device: torch.device, *, num_ranks: int = 1, backend: str | None = None
 ) -> Environment:
     """Return the facts; what cannot be found out is None."""
     installed = {name: found for name in _PACKAGES if (found := _version_of(name))}
@@ -48,7 +49,7 @@ def find_environment(
         system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu_name(),
         num_cpus=os.cpu_count() or 1,
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
         num_ranks=num_ranks,
         backend=backend,
         device=device.type,
@@ -159,6 +160,19 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFacts:
     )
 
 
+@contextlib.contextmanager
+def profiled(device: torch.device) -> Iterator[profile]:
+    """Listen to the host, and to a GPU until it has done what the body asked of it."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    # acc_events: torch 2.11 warns of a second profile in a process otherwise.
+    with profile(activities=activities, acc_events=True) as profiler:
+        yield profiler
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
 def operator_roofline(operator_us: Sequence[float], step_ms: float) -> RooflineRecord:
     kernel_ms = sum(operator_us) / 1e3
     count = sum(1 for time in operator_us if time > 0)
@@ -167,12 +181,9 @@ def operator_roofline(operator_us: Sequence[float], step_ms: float) -> RooflineR
 
 def kernel_roofline(steps: Sequence[Callable[[], object]], step_ms: float) -> RooflineRecord | None:
     """The sum over kernels is the limit where no two run at a time; None if there are none."""
-    with profile(
-        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
-    ) as profiler:
+    with profiled(torch.device("cuda")) as profiler:
         for step in steps:
             step()
-        torch.cuda.synchronize()
     events = [
         event
         for event in profiler.events() or ()

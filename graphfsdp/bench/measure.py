@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
-from graphfsdp.bench.agreement import Failure, attempt, first_says, group_for, line_up
+from graphfsdp.bench.agreement import Failure, attempt, group_for, line_up
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
 from graphfsdp.bench.clock import Schedule, Window, make_schedule, time_window
-from graphfsdp.bench.contenders import Contender, ContenderSpec, GraphFacts, Setting
+from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
 from graphfsdp.bench.machine import (
     find_peak,
     kernel_roofline,
@@ -29,6 +29,7 @@ from graphfsdp.bench.machine import (
     num_parameters,
     operator_roofline,
 )
+from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.profile import profile_contender
 from graphfsdp.bench.records import (
     REFERENCE,
@@ -42,6 +43,8 @@ from graphfsdp.bench.records import (
     TimingRecord,
     WorkloadFacts,
 )
+from graphfsdp.bench.timeline import replay_nodes
+from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
 
 # Three eager iterations, the capture, and two replays; torch.compile compiles in the first.
@@ -60,37 +63,48 @@ Say = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
-class MeasureOptions:
-    """How a case is measured.
+class Job:
+    """A case, who is measured in it (None: everybody), and how.
 
-    ``seconds`` are of the timed region, all contenders together. ``limit_s`` is of the whole case:
-    when half of it is over, no contender starts, and when most is, no round. ``excluded`` says of
-    contenders that ended a process before, how.
+    ``profiles`` is the directory for profiles, if there are to be any. ``limit_s`` is of the whole
+    case: when half of it is over, no contender starts, and when most is, no round. ``excluded``
+    says of contenders that ended a process before, how.
     """
 
-    seconds: float
-    data: str | None = None
-    random_tokens: bool = False
-    roofline: bool = True
-    profile: str | None = None
-    nsys: bool = False
-    excluded: tuple[tuple[str, str], ...] = ()
+    setting: Setting
+    contenders: tuple[str, ...] | None = None
+    options: BenchOptions = field(default_factory=BenchOptions)
+    profiles: str | None = None
     limit_s: float = math.inf
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+    def source(self) -> tuple[Setting, BatchSource]:
+        """Return the batches, and the setting with a vocabulary that holds their tokens."""
+        setting, options = self.setting, self.options
+        case, source = batch_source(
+            setting.case,
+            setting.device,
+            data=options.data,
+            random_tokens=options.random_tokens,
+            seed=setting.seed,
+            rank=setting.ranks.rank,
+        )
+        return dataclasses.replace(setting, case=case), source
 
 
 @dataclass
 class RunningContender:
     """A contender and what has been seen of it so far.
 
-    ``before`` is what a GPU's allocator held before it was built; ``random`` the states of its own
-    generators, so that dropout drops the same for every contender; ``losses`` come in pieces of [K]
-    float32 on the device.
+    ``before`` is what a GPU's allocator held before it was built, allocated and reserved;
+    ``random`` the states of its own generators, so that dropout drops the same for every contender;
+    ``losses`` come in pieces of [K] float32 on the device.
     """
 
     spec: ContenderSpec
     contender: Contender
     build_ms: float
-    before: MemoryRecord
+    before: tuple[int, int]
     random: tuple[Tensor, ...]
     warmup_ms: tuple[float, ...] = ()
     memory: MemoryRecord | None = None
@@ -108,8 +122,8 @@ class RunningContender:
                 torch.cuda.synchronize(device)
             times.append((time.perf_counter() - start) * 1e3)
         self.warmup_ms = tuple(times)
-        allocated, reserved = self.before.allocated_bytes, self.before.reserved_bytes
-        if allocated is not None and reserved is not None:
+        if device.type == "cuda":
+            allocated, reserved = self.before
             self.memory = MemoryRecord(
                 CUDA_ALLOCATOR,
                 allocated_bytes=torch.cuda.max_memory_allocated(device) - allocated,
@@ -118,15 +132,17 @@ class RunningContender:
 
     def time(self, batches: Sequence[Batch], first_step: int, device: torch.device) -> Window:
         losses: list[Tensor] = []
-
-        def make(batch: Batch, index: int) -> Callable[[], None]:
-            return lambda: losses.append(self.contender(batch, first_step + index))
-
-        steps = [make(batch, index) for index, batch in enumerate(batches)]
+        steps = [
+            functools.partial(self._step, losses, batch, first_step + index)
+            for index, batch in enumerate(batches)
+        ]
         with self._own_randomness(device):
             window = time_window(steps, device)
         self.losses.append(torch.stack(losses))
         return window
+
+    def _step(self, losses: list[Tensor], batch: Batch, step: int) -> None:
+        losses.append(self.contender(batch, step))
 
     @contextlib.contextmanager
     def _own_randomness(self, device: torch.device) -> Iterator[None]:
@@ -142,34 +158,49 @@ class RunningContender:
             cpu_ms=tuple(round(window.cpu_ms, 6) for window in self.windows),
         )
 
-    def init(self, facts: GraphFacts) -> InitRecord:
+    def result(self, reference: Tensor, roofline: RooflineRecord | None) -> ContenderResult:
+        """``reference`` are the losses of the contender that all others are compared with."""
+        timing, report = self.timing(), self.contender.report()
         compile_ms = None
         if self.spec.compiles:
-            usual = statistics.median(self.timing().window_ms)
+            usual = statistics.median(timing.window_ms)
             compile_ms = max(0.0, sum(self.warmup_ms[:2]) - 2 * usual)
-        return InitRecord(
+        init = InitRecord(
             build_ms=self.build_ms,
             warmup_ms=sum(self.warmup_ms),
             num_warmup_steps=len(self.warmup_ms),
-            capture_ms=facts.capture_ms,
             compile_ms=compile_ms,
-            num_nodes=facts.num_nodes,
-            pool_bytes=facts.pool_bytes,
         )
+        if report is not None:
+            init = dataclasses.replace(
+                init,
+                capture_ms=report.capture_ms,
+                num_nodes=report.num_nodes,
+                pool_bytes=report.pool_bytes,
+            )
+        return ContenderResult(
+            name=self.spec.name,
+            description=self.spec.description,
+            init=init,
+            timing=timing,
+            parity=compare_losses(reference, self.all_losses()),
+            memory=self.memory,
+            roofline=roofline,
+            notes=self.contender.notes(),
+        )
+
+    def all_losses(self) -> Tensor:  # [K] float32
+        return torch.cat(self.losses).cpu()
 
 
 def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
     device = setting.device
-    before = MemoryRecord(CUDA_ALLOCATOR)
+    before = (0, 0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = MemoryRecord(
-            CUDA_ALLOCATOR,
-            allocated_bytes=torch.cuda.memory_allocated(device),
-            reserved_bytes=torch.cuda.memory_reserved(device),
-        )
+        before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     start = time.perf_counter()
     contender = spec.make(setting)
     build_ms = (time.perf_counter() - start) * 1e3
@@ -187,26 +218,13 @@ def _set_random(states: tuple[Tensor, ...], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-def measure_case(
-    setting: Setting, specs: Sequence[ContenderSpec], options: MeasureOptions, say: Say
-) -> CaseResult:
-    """Every rank calls it, and all get the same result; ConfigError if the reference cannot run."""
-    case, source = batch_source(
-        setting.case,
-        data=options.data,
-        random_tokens=options.random_tokens,
-        seed=setting.seed,
-        device=setting.device,
-        rank=setting.ranks.rank,
-    )
-    setting = dataclasses.replace(setting, case=case)
-    excluded = dict(options.excluded)
-    not_run = [
-        NotRun(spec.name, spec.description, excluded[spec.name])
-        for spec in specs
-        if spec.name in excluded
-    ]
-    specs = [spec for spec in specs if spec.name not in excluded]
+def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = None) -> CaseResult:
+    """Every rank calls it, and all get the same result; ConfigError if the reference cannot run.
+
+    ``specs`` are the job's contenders, where these are not known by name.
+    """
+    setting, source = job.source()
+    case = setting.case
     say("peak", "")
     flops, formula = model_flops(case, source.make(0))
     facts = WorkloadFacts(
@@ -222,61 +240,39 @@ def measure_case(
         flops_formula=formula,
     )
     peak = find_peak(setting.device, case.torch_dtype)
-    with group_for(specs, setting):
-        bench = _CaseBench(setting, source, options, say, not_run)
+    wanted = find_contenders(job.contenders) if specs is None else specs
+    bench = _CaseBench(dataclasses.replace(job, setting=setting), source, say)
+    with group_for(wanted, setting):
         try:
-            contenders = bench.run(specs)
+            contenders = bench.run(wanted)
         finally:
             bench.close()
-    return CaseResult(facts, peak, contenders, tuple(not_run))
+    return CaseResult(facts, peak, contenders, tuple(bench.not_run))
 
 
 class _CaseBench:
-    def __init__(
-        self,
-        setting: Setting,
-        source: BatchSource,
-        options: MeasureOptions,
-        say: Say,
-        not_run: list[NotRun],
-    ) -> None:
-        self._setting, self._source, self._options, self._say = setting, source, options, say
-        self._not_run = not_run
+    def __init__(self, job: Job, source: BatchSource, say: Say) -> None:
+        self._job, self._source, self._say = job, source, say
+        self._setting, self._options = job.setting, job.options
+        self.not_run: list[NotRun] = []
         self._running: list[RunningContender] = []
         self._next_step = NUM_WARMUP_STEPS
         self._started = time.monotonic()
 
     def run(self, specs: Sequence[ContenderSpec]) -> tuple[ContenderResult, ...]:
         self._start(specs)
-        schedule = self._probe()
-        self._time(schedule)
+        self._time(self._probe())
         line_up(self._setting.ranks, self._setting.device)
-        reference = self._reference()
-        losses = {item.spec.name: torch.cat(item.losses).cpu() for item in self._running}
+        losses = self._reference().all_losses()
         rooflines = self._rooflines()
         self._profile()
         self._mark_for_nsys()
-        results = []
-        for item in self._running:
-            facts = item.contender.graph_facts()
-            results.append(
-                ContenderResult(
-                    name=item.spec.name,
-                    description=item.spec.description,
-                    init=item.init(facts),
-                    timing=item.timing(),
-                    parity=compare_losses(losses[reference.spec.name], losses[item.spec.name]),
-                    memory=item.memory,
-                    roofline=rooflines.get(item.spec.name),
-                    notes=facts.notes,
-                )
-            )
-        return tuple(results)
+        return tuple(item.result(losses, rooflines.get(item.spec.name)) for item in self._running)
 
     def _is_late(self, share: float) -> bool:
         """Tell whether that share of the time for the case is over; all ranks agree."""
-        late = time.monotonic() - self._started > share * self._options.limit_s
-        return first_says(late, self._setting.ranks)
+        late = time.monotonic() - self._started > share * self._job.limit_s
+        return self._setting.ranks.exchange(late)[0]
 
     def close(self) -> None:
         """Free all contenders, also after a failure."""
@@ -288,7 +284,7 @@ class _CaseBench:
         for item in self._running:
             if item.spec.name == REFERENCE:
                 return item
-        failed = next(item for item in self._not_run if item.name == REFERENCE)
+        failed = next(item for item in self.not_run if item.name == REFERENCE)
         raise ConfigError(
             f"{self._setting.case.key}: the reference ({REFERENCE}) cannot run here, so there is "
             f"nothing to compare with: {failed.reason}"
@@ -297,20 +293,21 @@ class _CaseBench:
     def _start(self, specs: Sequence[ContenderSpec]) -> None:
         """Those that compile come last, if time is left."""
         batches = self._source.take(0, NUM_WARMUP_STEPS)
-        order = sorted(specs, key=lambda spec: spec.compiles)
-        for spec in order:
+        for spec in sorted(specs, key=lambda spec: spec.compiles):
             self._say("warm-up", spec.name)
-            if spec.name != REFERENCE and self._is_late(_START_SHARE):
+            if spec.name in self._job.excluded:
+                self._leave_out(spec, Failure(self._job.excluded[spec.name], ""))
+            elif spec.name != REFERENCE and self._is_late(_START_SHARE):
                 self._leave_out(spec, Failure("the time for this case was over before", ""))
-                continue
-            line_up(self._setting.ranks, self._setting.device)
-            failure = self._start_one(spec, batches)
-            if failure is not None:
-                self._leave_out(spec, failure)
+            else:
+                line_up(self._setting.ranks, self._setting.device)
+                failure = self._start_one(spec, batches)
+                if failure is not None:
+                    self._leave_out(spec, failure)
         self._reference()
         names = [spec.name for spec in specs]
         self._running.sort(key=lambda item: names.index(item.spec.name))
-        self._not_run.sort(key=lambda item: names.index(item.name) if item.name in names else -1)
+        self.not_run.sort(key=lambda item: names.index(item.name))
 
     def _start_one(self, spec: ContenderSpec, batches: Sequence[Batch]) -> Failure | None:
         """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
@@ -335,7 +332,7 @@ class _CaseBench:
         self._next_step += _NUM_PROBES
         self._reference()
         schedule = make_schedule(step_ms, self._options.seconds)
-        return first_says(schedule, self._setting.ranks)
+        return self._setting.ranks.exchange(schedule)[0]
 
     def _time(self, schedule: Schedule) -> None:
         """The order turns round after each round; where time is nearly over, fewer must do."""
@@ -381,12 +378,14 @@ class _CaseBench:
                     found[item.spec.name] = record
             return found
         for item in self._running:
-            times = item.contender.operator_us()
-            if times:
+            report = item.contender.report()
+            if report is not None and report.scope == Scope.FULL_ITERATION.value:
+                measured = item.contender.report(measure=True)
+                assert measured is not None
                 # Eager runs the same operators.
                 for other in (item, self._reference()):
                     median = other.timing().steps.median
-                    found.setdefault(other.spec.name, operator_roofline(times, median))
+                    found.setdefault(other.spec.name, operator_roofline(measured.node_us, median))
         return found
 
     def _steps(
@@ -398,11 +397,11 @@ class _CaseBench:
         ]
 
     def _profile(self) -> None:
-        if self._options.profile is None:
+        if self._job.profiles is None:
             return
         self._say("profile", "")
         setting = self._setting
-        folder = case_folder(self._options.profile, setting.case.key)
+        folder = case_folder(self._job.profiles, setting.case.key)
         batches = self._source.take(self._next_step, NUM_PROFILE_STEPS)
         for item in self._running:
             line_up(setting.ranks, setting.device)
@@ -422,13 +421,14 @@ class _CaseBench:
                 step()
             return
         folder.mkdir(parents=True, exist_ok=True)
+        report = item.contender.report()
         profile_contender(
             steps,
             case=self._setting.case.key,
             contender=item.spec.name,
             device=self._setting.device,
             folder=folder,
-            nodes=item.contender.replay_nodes(),
+            nodes=() if report is None else replay_nodes(report),
         )
 
     def _mark_for_nsys(self) -> None:
@@ -452,7 +452,7 @@ class _CaseBench:
             torch.cuda.profiler.stop()
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
-        self._not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))
+        self.not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))
 
 
 def case_folder(profiles: str, key: str) -> Path:

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.records import Environment, to_json
-from graphfsdp.bench.tables import Parser, Table, print_line, wide_console
+from graphfsdp.bench.tables import Table, print_line, wide_console
 from graphfsdp.errors import ConfigError
+from graphfsdp.flags import Parser, require
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.mllog import UNVERIFIED, compliance_complaint
 from graphfsdp.training.ranks import Ranks
-from graphfsdp.training.run_directory import refuse_used_directory
+from graphfsdp.training.run_directory import make_new_directory
 
 KIND = "graphfsdp_bench_mlperf"
 # MLPerf asks for so many runs of its smaller language models.
@@ -153,63 +153,48 @@ def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> R
     )
 
 
-def score(
-    runs: Sequence[RunRecord],
-    *,
-    benchmark: str,
-    target_loss: float,
-    verified: str,
-    command: str,
-    environment: Environment,
-) -> TimeToTarget:
-    mean_s, no_score = None, ""
+def score(runs: Sequence[RunRecord]) -> tuple[float | None, str]:
+    """Return the seconds, or why there are none."""
     refused = [run.log for run in runs if run.converged and not run.accepted]
     if refused:
-        no_score = f"the compliance checker does not accept {', '.join(refused)}"
-    else:
-        try:
-            mean_s = olympic_mean([run.run_s if run.converged else None for run in runs])
-        except ConfigError as error:
-            no_score = str(error)
-    samples = [run.num_samples for run in runs if run.converged]
-    return TimeToTarget(
-        benchmark=benchmark,
-        target_loss=target_loss,
-        runs=tuple(runs),
-        score_s=mean_s,
-        no_score=no_score,
-        mean_samples=statistics.fmean(samples) if samples else None,
-        verified=verified,
-        command=command,
-        environment=environment,
-    )
+        return None, f"the compliance checker does not accept {', '.join(refused)}"
+    try:
+        return olympic_mean([run.run_s if run.converged else None for run in runs]), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     """Return 1 where the runs have no score."""
     options, train_flags = _make_parser().parse_known_args(arguments)
     config = _checked(options, train_flags)
+    assert config.target_loss is not None
     folder = Path(options.out)
-    device = choose_device(config.device, Ranks())
-    environment = find_environment(
-        device, num_threads=torch.get_num_threads(), num_ranks=options.ranks
-    )
     console = wide_console(console)
     print_line(
         console, f"{config.mllog_benchmark} to a loss of {config.target_loss:g}; {UNVERIFIED}"
     )
     if options.runs < MLPERF_NUM_RUNS:
         print_line(console, f"{options.runs} runs; MLPerf asks for {MLPERF_NUM_RUNS}")
+    device = choose_device(config.device, Ranks())
+    environment = find_environment(device, num_ranks=options.ranks)
     runs: list[RunRecord] = []
     for number in range(options.runs):
-        command = _run_command(options.ranks, train_flags, config.seed + number, folder, number)
-        runs.append(_run(command, folder, number, config.seed + number, config))
-        print_line(console, _describe(number, runs[-1]))
-    assert config.target_loss is not None
-    found = score(
-        runs,
+        seed = config.seed + number
+        log = folder / f"result_{number}.txt"
+        run = _run(_run_command(options.ranks, train_flags, seed, log), log, seed, config)
+        runs.append(run)
+        what = f"{run.run_s:.3f} s" if run.converged and run.run_s is not None else run.reason
+        print_line(console, f"run {number}, seed {seed}: {what}")
+    score_s, no_score = score(runs)
+    samples = [run.num_samples for run in runs if run.converged]
+    found = TimeToTarget(
         benchmark=config.mllog_benchmark,
         target_loss=config.target_loss,
+        runs=tuple(runs),
+        score_s=score_s,
+        no_score=no_score,
+        mean_samples=statistics.fmean(samples) if samples else None,
         verified=UNVERIFIED,
         command=shlex.join(["graphfsdp", "bench", *arguments]),
         environment=environment,
@@ -219,7 +204,7 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     console.print(_table(found).rich())
     print_line(console, _score_line(found))
     print_line(console, f"wrote {folder}: mlperf.json, mlperf.md, result_*.txt")
-    return EXIT_NO_SCORE if found.score_s is None else 0
+    return EXIT_NO_SCORE if score_s is None else 0
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -246,9 +231,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainConfig:
     """Also makes the directory."""
-    for name, minimum in (("runs", MIN_NUM_RUNS), ("ranks", 1)):
-        if getattr(options, name) < minimum:
-            raise ConfigError(f"--{name} must be at least {minimum}, got {getattr(options, name)}")
+    require("runs", options.runs, options.runs >= MIN_NUM_RUNS, f"at least {MIN_NUM_RUNS}")
+    require("ranks", options.ranks, options.ranks >= 1, "at least 1")
     if "RANK" in os.environ:
         raise ConfigError(
             "--mlperf starts the ranks of its runs itself; start it once, without torchrun, and "
@@ -271,34 +255,22 @@ def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainCo
             "--mlperf writes and checks logs with the package mlperf-logging, which is not "
             "installed: pip install mlperf-logging"
         )
-    refuse_used_directory(options.out)
-    try:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {options.out} cannot be made ({error.strerror or error}); give a directory "
-            "that can"
-        ) from None
+    make_new_directory(options.out)
     return config
 
 
-def _run_command(
-    num_ranks: int, train_flags: Sequence[str], seed: int, folder: Path, number: int
-) -> list[str]:
-    own = ["--seed", str(seed), "--mllog", str(folder / f"result_{number}.txt")]
-    train = ["-m", "graphfsdp", "train", *train_flags, *own, "--no-progress"]
-    train += ["--sample-tokens", "0"]
+def _run_command(num_ranks: int, train_flags: Sequence[str], seed: int, log: Path) -> list[str]:
+    own = ["--seed", str(seed), "--mllog", str(log), "--no-progress", "--sample-tokens", "0"]
+    train = ["-m", "graphfsdp", "train", *train_flags, *own]
     if num_ranks == 1:
         return [sys.executable, *train]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return [sys.executable, *launcher, *train]
 
 
-def _run(
-    command: Sequence[str], folder: Path, number: int, seed: int, config: TrainConfig
-) -> RunRecord:
+def _run(command: Sequence[str], log: Path, seed: int, config: TrainConfig) -> RunRecord:
     """Raises ConfigError where the trainer refuses its flags or data, as it would each time."""
-    log, shown = folder / f"result_{number}.txt", folder / f"result_{number}.out"
+    shown = log.with_suffix(".out")
     code = _execute(command, shown)
     if code == _EXIT_BAD_INPUT:
         raise ConfigError(_tail(shown).removeprefix("error: "))
@@ -326,11 +298,6 @@ def _execute(command: Sequence[str], shown: Path) -> int:
 def _tail(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1][-_TAIL_CHARACTERS:] if lines else "it said nothing"
-
-
-def _describe(number: int, run: RunRecord) -> str:
-    what = f"{run.run_s:.3f} s" if run.converged and run.run_s is not None else run.reason
-    return f"run {number}, seed {run.seed}: {what}"
 
 
 def _table(found: TimeToTarget) -> Table:

@@ -24,13 +24,12 @@ NUM_STAGES = 3
 
 
 @dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(GPTConfig):
     """``capacity_factor`` is places of an expert over its fair share of the tokens.
 
     A full expert drops tokens, so that every shape is known beforehand.
     """
 
-    gpt: GPTConfig
     num_experts: int = 8
     experts_per_token: int = 2
     capacity_factor: float = 1.25
@@ -50,7 +49,7 @@ class ExpertLayer(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        width, inner = config.gpt.hidden_size, config.gpt.ffn_size
+        width, inner = config.hidden_size, config.ffn_size
         self.config = config
         self.router = nn.Linear(width, config.num_experts, bias=False)
         self.up = nn.Parameter(torch.empty(config.num_experts, width, inner))
@@ -94,9 +93,9 @@ class MoEBlock(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.gpt.hidden_size, eps=1e-5)
-        self.attention = Attention(config.gpt)
-        self.expert_norm = nn.RMSNorm(config.gpt.hidden_size, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.attention = Attention(config)
+        self.expert_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.experts = ExpertLayer(config)
 
     def forward(
@@ -112,13 +111,13 @@ class MoEModel(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.gpt.vocab_size, config.gpt.hidden_size)
-        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.gpt.num_layers))
-        self.final_norm = nn.RMSNorm(config.gpt.hidden_size, eps=1e-5)
-        self.output = nn.Linear(config.gpt.hidden_size, config.gpt.vocab_size, bias=False)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.num_layers))
+        self.final_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for param in self.parameters():
             if param.dim() > 1:
-                nn.init.normal_(param, std=config.gpt.init_std)
+                nn.init.normal_(param, std=config.init_std)
 
     def forward(
         self,

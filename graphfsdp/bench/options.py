@@ -1,25 +1,25 @@
 """The flags of ``graphfsdp bench``, with help that teaches."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated
 
 from graphfsdp.bench.contenders import CONTENDERS, find_contenders
-from graphfsdp.bench.tables import Parser
 from graphfsdp.bench.workloads import (
-    DTYPES,
-    SUITES,
+    Case,
     DtypeName,
     PlannedCase,
+    SuiteName,
     find_workload,
-    plan_cases,
     suite,
     workloads,
 )
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.config import DeviceChoice
+from graphfsdp.flags import Parser, add_flags, require
+from graphfsdp.training.config import DeviceChoice, StrategyName
 
 _ABOUT = """\
 Measure what whole-iteration capture brings, beside what people would use instead.
@@ -43,38 +43,78 @@ is the limit: measure both kinds. Sizes and batch sizes are a sweep:
 """
 
 
+_SECTIONS: Mapping[str, str] = MappingProxyType({"suite": "what to measure", "seconds": "how"})
+
+
 @dataclass(frozen=True)
 class BenchOptions:
-    """Each field is a flag, whose help says what it does."""
+    """Each field is a flag (``flags.add_flags``)."""
 
-    suite: str | None = None
-    workload: tuple[str, ...] = ()
-    batch_size: tuple[int, ...] | None = None
-    dtype: tuple[DtypeName, ...] | None = None
-    contender: tuple[str, ...] | None = None
-    data: str | None = None
-    random_tokens: bool = False
-    seconds: float = 15.0
-    budget: float | None = None
-    seed: int = 0
-    threads: int = 1
-    device: DeviceChoice = "auto"
-    strategy: str | None = None
-    memory: bool = True
-    roofline: bool = True
-    pictures: bool = True
-    profile: bool = False
-    nsys: bool = False
-    out: str | None = None
+    suite: Annotated[SuiteName | None, "named cases (default: cpu or gpu, as the device is)"] = None
+    workload: Annotated[tuple[str, ...] | None, "workloads, listed below", "NAME"] = None
+    batch_size: Annotated[
+        tuple[int, ...] | None,
+        "samples per step on each rank; several make a sweep (default: each workload's own)",
+    ] = None
+    dtype: Annotated[tuple[DtypeName, ...] | None, "precisions (default: fp32)"] = None
+    contender: Annotated[
+        tuple[str, ...] | None,
+        "contenders, listed below; eager is always among them (default: all)",
+        "NAME",
+    ] = None
+    data: Annotated[
+        str | None,
+        "text to train on, as 'graphfsdp train --data' takes it (default: the source files of "
+        "Python's standard library)",
+    ] = None
+    random_tokens: Annotated[bool, "uniform tokens, no text", "store_true"] = False
+    seed: Annotated[int, "decides weights and batches"] = 0
+    device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
+    strategy: Annotated[
+        StrategyName | None,
+        "what graphfsdp cuts where there are several ranks (default: optim_grads_params, which is "
+        "what FSDP2 does)",
+    ] = None
+    seconds: Annotated[
+        float, "timed region of a case, all contenders together; at least 5 rounds are run"
+    ] = 15.0
+    budget: Annotated[
+        float | None, "cases that do not fit are listed as left out (default: no limit)", "MINUTES"
+    ] = None
+    threads: Annotated[
+        int, "threads of torch on a CPU; steps of small models are too short to share"
+    ] = 1
+    memory: Annotated[
+        bool, "on a CPU, run each contender again in a process of its own for its memory"
+    ] = True
+    roofline: Annotated[bool, "time the kernels (GPU) or operators (CPU) of an iteration"] = True
+    pictures: Annotated[bool, "draw pictures, where matplotlib is installed"] = True
+    profile: Annotated[
+        bool,
+        "then run some more steps of each contender under torch's profiler: a Chrome trace with "
+        "phases and units, the largest kernels and gaps",
+        "store_true",
+    ] = False
+    nsys: Annotated[
+        bool,
+        "then run some more steps of each contender between cudaProfilerStart and Stop, for "
+        "'nsys profile --capture-range=cudaProfilerApi'; without rooflines, which need the same "
+        "interface",
+        "store_true",
+    ] = False
+    out: Annotated[
+        str | None, "result directory, new or empty (default: a new one in runs/)", "DIR"
+    ] = None
 
     def __post_init__(self) -> None:
         for name in ("seconds", "budget"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"--{name} must be greater than 0, got {value}")
-        for name, minimum in (("threads", 1), ("seed", 0)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"--{name} must be at least {minimum}, got {getattr(self, name)}")
+            if value is not None:
+                require(name, value, value > 0, "greater than 0")
+        require("threads", self.threads, self.threads >= 1, "at least 1")
+        require("seed", self.seed, self.seed >= 0, "at least 0")
+        for size in self.batch_size or ():
+            require("batch_size", size, size >= 1, "at least 1")
         if self.suite is not None and self.workload:
             raise ConfigError("--suite and --workload both say what to measure; give one of them")
         if self.data is not None and self.random_tokens:
@@ -84,41 +124,37 @@ class BenchOptions:
                 "--profile and --nsys would both listen to the GPU, which one of them can at a "
                 "time; give one"
             )
-        for size in self.batch_size or ():
-            if size < 1:
-                raise ConfigError(f"--batch-size must be at least 1, got {size}")
-        for name in self.workload:
+        for name in self.workload or ():
             find_workload(name)
         find_contenders(self.contender)
-        if self.strategy is not None:
-            ShardingStrategy.parse(self.strategy)
+
+    @property
+    def sharding(self) -> ShardingStrategy:
+        return ShardingStrategy.parse(self.strategy or ShardingStrategy.OPTIM_GRADS_PARAMS)
 
     def cases(self, device_type: str) -> tuple[PlannedCase, ...]:
         if self.workload:
-            return plan_cases(
-                self.workload,
-                self.batch_size,
-                self.dtype or ("fp32",),
-                self.contender,
-                memory=self.memory,
+            return tuple(
+                PlannedCase(Case(workload, dtype, size), self.contender, self.memory)
+                for workload in map(find_workload, dict.fromkeys(self.workload))
+                for dtype in dict.fromkeys(self.dtype or ("fp32",))
+                for size in dict.fromkeys(self.batch_size or [workload.batch_size])
             )
         for name, value in (("--batch-size", self.batch_size), ("--dtype", self.dtype)):
             if value is not None:
                 raise ConfigError(f"{name} goes with --workload; a suite has its own")
-        name = self.suite or ("gpu" if device_type == "cuda" else "cpu")
         return tuple(
             PlannedCase(each.case, self.contender or each.contenders, each.memory and self.memory)
-            for each in suite(name)
+            for each in suite(self.suite or ("gpu" if device_type == "cuda" else "cpu"))
         )
 
 
 def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:
     given = vars(make_parser().parse_args(arguments))
-    lists = ("workload", "batch_size", "dtype", "contender")
-    values: dict[str, Any] = {
-        name: tuple(value) if name in lists else value for name, value in given.items()
-    }
-    return BenchOptions(**values)
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    return BenchOptions(**given)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -133,73 +169,5 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    _add_what(parser)
-    _add_how(parser)
+    add_flags(parser, BenchOptions, _SECTIONS)
     return parser
-
-
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to measure")
-    group.add_argument(
-        "--suite", choices=SUITES, help="named cases (default: cpu or gpu, as the device is)"
-    )
-    group.add_argument("--workload", nargs="+", metavar="NAME", help="workloads, listed below")
-    group.add_argument(
-        "--batch-size", nargs="+", type=int, metavar="N", help="samples per step on each rank; "
-        "several make a sweep (default: each workload's own)",
-    )  # fmt: skip
-    group.add_argument("--dtype", nargs="+", choices=DTYPES, help="precisions (default: fp32)")
-    group.add_argument(
-        "--contender", nargs="+", metavar="NAME", help="contenders, listed below; eager is always "
-        "among them (default: all)",
-    )  # fmt: skip
-    group.add_argument(
-        "--data", metavar="PATH", help="text to train on, as 'graphfsdp train --data' takes it "
-        "(default: the source files of Python's standard library)",
-    )  # fmt: skip
-    group.add_argument("--random-tokens", action="store_true", help="uniform tokens, no text")
-    group.add_argument("--seed", type=int, metavar="N", help="decides weights and batches (0)")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="(default: auto)")
-    group.add_argument(
-        "--strategy", choices=[strategy.value for strategy in ShardingStrategy],
-        help="what graphfsdp cuts where there are several ranks (default: optim_grads_params, "
-        "which is what FSDP2 does)",
-    )  # fmt: skip
-
-
-def _add_how(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how")
-    group.add_argument(
-        "--seconds", type=float, metavar="X", help="timed region of a case, all contenders "
-        "together (default: 15); at least 5 rounds are run",
-    )  # fmt: skip
-    group.add_argument(
-        "--budget", type=float, metavar="MINUTES", help="cases that do not fit are listed as "
-        "left out (default: no limit)",
-    )  # fmt: skip
-    group.add_argument(
-        "--threads", type=int, metavar="N", help="threads of torch on a CPU (default: 1; steps of "
-        "small models are too short to share)",
-    )  # fmt: skip
-    for name, explanation in (
-        ("memory", "on a CPU, run each contender again in a process of its own for its memory"),
-        ("roofline", "time the kernels (GPU) or operators (CPU) of an iteration"),
-        ("pictures", "draw pictures, where matplotlib is installed"),
-    ):
-        group.add_argument(
-            f"--{name}",
-            action=argparse.BooleanOptionalAction,
-            help=f"{explanation} (default: on)",
-        )
-    group.add_argument(
-        "--profile", action="store_true", help="then run some more steps of each contender under "
-        "torch's profiler: a Chrome trace with phases and units, the largest kernels and gaps",
-    )  # fmt: skip
-    group.add_argument(
-        "--nsys", action="store_true", help="then run some more steps of each contender between "
-        "cudaProfilerStart and Stop, for 'nsys profile --capture-range=cudaProfilerApi'; without "
-        "rooflines, which need the same interface",
-    )  # fmt: skip
-    group.add_argument(
-        "--out", metavar="DIR", help="result directory, new or empty (default: a new one in runs/)"
-    )

@@ -1,7 +1,7 @@
 """Plots of a result, drawn with matplotlib where it is installed."""
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ def draw_all(result: BenchResult, folder: Path) -> list[Path]:
 
 def crossover(result: BenchResult) -> Any:
     """Lines join the batch sizes of one workload; bars go from the least to the greatest pair."""
-    figure = _figure(9, 5)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     colours = _colours(result.cases)
     names = [name for name in colours if name != REFERENCE]
@@ -77,8 +79,8 @@ def crossover(result: BenchResult) -> Any:
 
 def step_times(result: BenchResult) -> Any:
     colours = _colours(result.cases)
-    figure = _figure(0, 0)
-    for axes, case in _panels(figure, result.cases, 0.6 + 0.24 * len(colours)):
+    figure, panels = _panels(result.cases, 0.6 + 0.24 * len(colours))
+    for axes, case in panels:
         found = {own.name: own.timing.steps for own in case.contenders}
         axes.barh(
             list(found),
@@ -98,8 +100,8 @@ def step_times(result: BenchResult) -> Any:
 def distributions(result: BenchResult) -> Any:
     """Draw for each case which share of the steps took at most how long."""
     colours = _colours(result.cases)
-    figure = _figure(0, 0)
-    for axes, case in _panels(figure, result.cases, 2.8):
+    figure, panels = _panels(result.cases, 2.8)
+    for axes, case in panels:
         slowest = 0.0
         for own in case.contenders:
             times = [step for window in own.timing.step_ms for step in window]
@@ -121,8 +123,8 @@ def memory(result: BenchResult) -> Any:
     if not cases:
         return None
     colours = _colours(cases)
-    figure = _figure(0, 0)
-    for axes, case in _panels(figure, cases, 0.6 + 0.24 * len(colours)):
+    figure, panels = _panels(cases, 0.6 + 0.24 * len(colours))
+    for axes, case in panels:
         found = {own.name: own.memory for own in case.contenders if own.memory is not None}
         on_gpu = any(record.allocated_bytes is not None for record in found.values())
         outer = [(m.reserved_bytes if on_gpu else m.process_bytes) or 0 for m in found.values()]
@@ -141,23 +143,20 @@ def _colours(cases: Sequence[CaseResult]) -> dict[str, str]:
     return {name: f"C{index}" for index, name in enumerate(names)}
 
 
-def _figure(width: float, height: float) -> Any:
+def _panels(cases: Sequence[CaseResult], height: float) -> tuple[Any, list[tuple[Any, CaseResult]]]:
+    """Three in a row of that height in inches."""
     # matplotlib's Figure, not pyplot: no window system and no global state.
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def _panels(
-    figure: Any, cases: Sequence[CaseResult], height: float
-) -> Iterator[tuple[Any, CaseResult]]:
-    """Three in a row of that height in inches."""
     columns = min(3, len(cases))
     rows = -(-len(cases) // columns)
-    figure.set_size_inches(4.2 * columns, 0.7 + height * rows)
+    size = (4.2 * columns, 0.7 + height * rows)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    panels = []
     for index, case in enumerate(cases):
         axes = figure.add_subplot(rows, columns, index + 1)
         axes.set_title(workload_text(case.workload), fontsize=9)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-        yield axes, case
+        panels.append((axes, case))
+    return figure, panels

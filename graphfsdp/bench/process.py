@@ -10,6 +10,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,9 +18,8 @@ from pathlib import Path
 import torch
 
 from graphfsdp.bench.agreement import group_for
-from graphfsdp.bench.batches import batch_source
-from graphfsdp.bench.contenders import Setting, find_contenders
-from graphfsdp.bench.measure import NUM_WARMUP_STEPS, MeasureOptions, Say, measure_case
+from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, ContenderSpec
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, Say, measure_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, MemoryRecord
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.errors import ConfigError, GraphFSDPError
@@ -37,17 +37,6 @@ class CaseFailedError(GraphFSDPError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """With ``memory`` that of the one contender is measured instead of times."""
-
-    setting: Setting
-    contenders: tuple[str, ...]
-    options: MeasureOptions
-    num_threads: int
-    memory: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class _Ending:
     """How a child ended: the contender that it was at, and what happened to it."""
 
@@ -55,15 +44,14 @@ class _Ending:
     reason: str
 
 
-def run_case(job: Job, say: Say, limit_s: float) -> CaseResult:
+def run_case(job: Job, say: Say) -> CaseResult:
     """A contender that ends the process is left out, with the reason; the others start anew.
 
-    Raises CaseFailedError where the case cannot be measured, or not within ``limit_s`` seconds.
+    Raises CaseFailedError where the case cannot be measured, or not within the job's limit.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + job.limit_s
     while True:
-        options = dataclasses.replace(job.options, limit_s=deadline - time.monotonic())
-        found = _run_child(dataclasses.replace(job, options=options), say, deadline)
+        found = _run_child(measure_case, job, say, deadline)
         if isinstance(found, CaseResult):
             return found
         if isinstance(found, ConfigError):
@@ -71,48 +59,47 @@ def run_case(job: Job, say: Say, limit_s: float) -> CaseResult:
         assert isinstance(found, _Ending)
         if not found.contender or found.contender == REFERENCE:
             raise CaseFailedError(found.reason)
-        if time.monotonic() >= deadline:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             raise CaseFailedError(f"{found.reason} (at {found.contender})")
-        excluded = (*job.options.excluded, (found.contender, found.reason))
-        job = dataclasses.replace(job, options=dataclasses.replace(options, excluded=excluded))
+        excluded = {**job.excluded, found.contender: found.reason}
+        job = dataclasses.replace(job, excluded=excluded, limit_s=left_s)
 
 
-def run_memory(job: Job, limit_s: float) -> MemoryRecord | None:
-    """Measure the memory of the job's one contender; None where that does not work."""
-    job = dataclasses.replace(job, memory=True)
-    found = _run_child(job, lambda phase, name: None, time.monotonic() + limit_s)
+def run_memory(job: Job, contender: str) -> MemoryRecord | None:
+    """Measure the memory of one contender; None where that does not work."""
+    job = dataclasses.replace(job, contenders=(contender,))
+    found = _run_child(measure_memory, job, lambda *_: None, time.monotonic() + job.limit_s)
     return found if isinstance(found, MemoryRecord) else None
 
 
-def child_main(tells: Connection, log: str, job: Job) -> None:
+def child_main(
+    tells: Connection, log: str, measure: Callable[[Job, Say], object], job: Job
+) -> None:
     """Measure; tell phases and contenders as pairs, then the result or a ConfigError."""
     # A session of its own, so that what it starts, compilers for example, can be ended with it.
     os.setsid()
     with open(log, "wb") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
-    torch.set_num_threads(job.num_threads)
+    torch.set_num_threads(job.options.threads)
     answer: object
     try:
-        if job.memory:
-            answer = measure_memory(job)
-        else:
-            specs = find_contenders(job.contenders)
-            answer = measure_case(
-                job.setting, specs, job.options, lambda phase, name: tells.send((phase, name))
-            )
+        answer = measure(job, lambda phase, name: tells.send((phase, name)))
     except ConfigError as error:
         answer = ConfigError(str(error))
     tells.send(answer)
 
 
-def _run_child(job: Job, say: Say, deadline: float) -> object:
+def _run_child(
+    measure: Callable[[Job, Say], object], job: Job, say: Say, deadline: float
+) -> object:
     context = multiprocessing.get_context("spawn")
     hears, tells = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as folder:
         log = Path(folder) / "log"
         log.touch()
-        child = context.Process(target=child_main, args=(tells, str(log), job))
+        child = context.Process(target=child_main, args=(tells, str(log), measure, job))
         child.start()
         tells.close()
         at = ""
@@ -173,34 +160,27 @@ def can_forget_peak() -> bool:
     return os.access(_CLEAR_REFS, os.W_OK)
 
 
-def measure_memory(job: Job) -> MemoryRecord:
+def measure_memory(job: Job, say: Say) -> MemoryRecord:
     """Train a few steps in this process, which must be fresh, and return its peaks."""
-    (spec,) = (spec for spec in find_contenders(job.contenders) if spec.name == job.contenders[0])
+    assert job.contenders is not None
+    spec = CONTENDERS_BY_NAME[job.contenders[0]]
     setting = job.setting
     tiny = dataclasses.replace(setting, case=Case(find_workload("gpt-tiny"), setting.case.dtype, 1))
     with group_for([spec], setting):
         # Libraries that are loaded at first use are not what the case needs, and reading the text
         # takes much more memory than a small model. Compilers are: nobody else would load them.
         if not spec.compiles:
-            _train(dataclasses.replace(job, setting=tiny), NUM_WARMUP_STEPS)
-        return _train(job, NUM_WARMUP_STEPS + _NUM_MEMORY_STEPS)
+            _train(spec, dataclasses.replace(job, setting=tiny), NUM_WARMUP_STEPS)
+        return _train(spec, job, NUM_WARMUP_STEPS + _NUM_MEMORY_STEPS)
 
 
-def _train(job: Job, num_steps: int) -> MemoryRecord:
-    setting, options = job.setting, job.options
-    case, source = batch_source(
-        setting.case,
-        data=options.data,
-        random_tokens=options.random_tokens,
-        seed=setting.seed,
-        device=setting.device,
-    )
+def _train(spec: ContenderSpec, job: Job, num_steps: int) -> MemoryRecord:
+    setting, source = job.source()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     baseline = _status_bytes("VmRSS")
     _forget_peak()
-    (spec,) = (spec for spec in find_contenders(job.contenders) if spec.name == job.contenders[0])
-    contender = spec.make(dataclasses.replace(setting, case=case))
+    contender = spec.make(setting)
     init_peak = 0
     for step in range(num_steps):
         if step == NUM_WARMUP_STEPS:

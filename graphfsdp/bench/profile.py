@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from graphfsdp.base.nvtx import RANGE_PREFIX
+from graphfsdp.bench.machine import profiled
 from graphfsdp.bench.records import to_json
 from graphfsdp.bench.timeline import (
     STEP,
@@ -40,8 +41,11 @@ _COMPILED = (
 
 
 @dataclass(frozen=True)
-class KernelTotal:
-    """All kernels, copies, fills or operators of a name, per step, without what they call."""
+class Total:
+    """All that has a name, per step: kernels, copies, fills or operators, without what they call.
+
+    Or named stretches of the host's time: a phase, or a unit's gathering and reducing.
+    """
 
     name: str
     ms: float
@@ -63,15 +67,6 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class RangeTotal:
-    """A named stretch of the host's time, per step: a phase, or a unit's gathering and reducing."""
-
-    name: str
-    ms: float
-    calls: float
-
-
-@dataclass(frozen=True)
 class ProfileRecord:
     """Some steps of one contender under torch's profiler, which slows the host down.
 
@@ -86,10 +81,10 @@ class ProfileRecord:
     step_ms: float
     busy_ms: float
     num_kernels: float
-    largest: tuple[KernelTotal, ...]
+    largest: tuple[Total, ...]
     num_gaps: float
     gaps: tuple[Gap, ...]
-    ranges: tuple[RangeTotal, ...]
+    ranges: tuple[Total, ...]
     trace: str
     num_named: int = 0
     notes: tuple[str, ...] = ()
@@ -144,20 +139,12 @@ def profile_contender(
 
     The folder exists, and gets CONTENDER.trace.json, .txt and .json.
     """
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    # acc_events: torch 2.11 warns of a second profile in a process otherwise.
-    with profile(activities=activities, acc_events=True):
+    with profiled(device):
         steps[0]()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    with profile(activities=activities, acc_events=True) as profiler:
+    with profiled(device) as profiler:
         for step in steps[1:]:
             with record_function(STEP):
                 step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
     name = f"{contender}.trace.json"
     profiler.export_chrome_trace(str(folder / name))
     trace = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -179,11 +166,12 @@ def summarise(
     """Return what a trace says, and give the replays in it their names."""
     events = events_of(trace)
     num_steps = len(steps_of(events))
-    window = window_of(events)
+    begin, end = window_of(events)
     kernels, ranges = kernels_of(events), [event for event in events if is_range(event)]
     on_cpu = bool(kernels) and kernels[0].category == "cpu_op"
-    step_us = (window[1] - window[0]) / num_steps
-    found = gaps(kernels, ranges, window)
+    step_us = (end - begin) / num_steps
+    busy = _busy(kernels, begin, end)
+    found = gaps(busy, ranges, begin, end)
     num_named = name_replays(trace, events, nodes)
     notes = []
     if nodes and not num_named:
@@ -196,102 +184,89 @@ def summarise(
         what="operators" if on_cpu else "kernels",
         num_steps=num_steps,
         step_ms=step_us / 1e3,
-        busy_ms=busy_us(kernels, window) / num_steps / 1e3,
+        busy_ms=sum(stretch.us for stretch in busy) / num_steps / 1e3,
         num_kernels=len(outermost(kernels) if on_cpu else kernels) / num_steps,
-        largest=largest(kernels, num_steps, step_us),
+        largest=_totals(_own_us(kernels), num_steps, step_us)[:NUM_LARGEST],
         num_gaps=len(found) / num_steps,
         gaps=tuple(found[:NUM_LARGEST]),
-        ranges=range_totals(ranges, num_steps),
+        ranges=_totals([(range_name(each), each.us) for each in ranges], num_steps, step_us),
         trace=trace_name,
         num_named=num_named,
         notes=tuple(notes),
     )
 
 
-def largest(kernels: Sequence[Event], num_steps: int, step_us: float) -> tuple[KernelTotal, ...]:
-    """Return the names that take most time, each without what it calls in turn."""
-    times, calls = defaultdict[str, float](float), defaultdict[str, int](int)
-    open_events: dict[object, list[Event]] = defaultdict(list)
-    for event in kernels:
+def _own_us(kernels: Sequence[Event]) -> list[tuple[str, float]]:
+    """Return the name of each, and its time without what it calls in turn."""
+    own = [event.us for event in kernels]
+    open_events: dict[object, list[int]] = defaultdict(list)
+    for index, event in enumerate(kernels):
         callers = open_events[event.thread]
-        while callers and callers[-1].end <= event.start:
+        while callers and kernels[callers[-1]].end <= event.start:
             callers.pop()
         # Kernels of two streams lie beside each other, not in each other.
         if callers and event.category == "cpu_op":
-            times[callers[-1].name] -= event.us
-        callers.append(event)
-        times[event.name] += event.us
-        calls[event.name] += 1
-    ordered = sorted(times, key=lambda name: -times[name])[:NUM_LARGEST]
-    return tuple(
-        KernelTotal(
-            name=name,
-            ms=times[name] / num_steps / 1e3,
-            calls=calls[name] / num_steps,
-            share=times[name] / num_steps / step_us if step_us else 0.0,
-        )
-        for name in ordered
-    )
+            own[callers[-1]] -= event.us
+        callers.append(index)
+    return [(event.name, us) for event, us in zip(kernels, own, strict=True)]
+
+
+def _totals(
+    times: Sequence[tuple[str, float]], num_steps: int, step_us: float
+) -> tuple[Total, ...]:
+    """Add up microseconds by name; what takes most time comes first."""
+    by_name = defaultdict[str, list[float]](list)
+    for name, us in times:
+        by_name[name].append(us)
+    found = []
+    for name, own in by_name.items():
+        us = sum(own) / num_steps
+        found.append(Total(name, us / 1e3, len(own) / num_steps, us / step_us if step_us else 0.0))
+    return tuple(sorted(found, key=lambda total: -total.ms))
 
 
 @dataclass(frozen=True)
 class _Busy:
+    """A stretch of time in which something ran, from the first to the last event in it."""
+
     start: float
     end: float
-    first: str
-    last: str
+    first: str = ""
+    last: str = ""
+
+    @property
+    def us(self) -> float:
+        return self.end - self.start
 
 
-def _busy(kernels: Sequence[Event], window: tuple[float, float]) -> list[_Busy]:
+def _busy(kernels: Sequence[Event], begin: float, end: float) -> list[_Busy]:
     found: list[_Busy] = []
     for event in kernels:
-        start, end = max(event.start, window[0]), min(event.end, window[1])
-        if end < start:
+        own = _Busy(max(event.start, begin), min(event.end, end), event.name, event.name)
+        if own.us < 0:
             continue
-        if found and start <= found[-1].end:
+        if found and own.start <= found[-1].end:
             before = found.pop()
-            last = event.name if end > before.end else before.last
-            found.append(_Busy(before.start, max(before.end, end), before.first, last))
-        else:
-            found.append(_Busy(start, end, event.name, event.name))
+            last = own.last if own.end > before.end else before.last
+            own = _Busy(before.start, max(before.end, own.end), before.first, last)
+        found.append(own)
     return found
 
 
-def busy_us(kernels: Sequence[Event], window: tuple[float, float]) -> float:
-    return sum(stretch.end - stretch.start for stretch in _busy(kernels, window))
-
-
-def gaps(
-    kernels: Sequence[Event], ranges: Sequence[Event], window: tuple[float, float]
-) -> list[Gap]:
-    """Return the stretches in which none of them ran, the longest first."""
-    begin, end = _Busy(window[0], window[0], "", ""), _Busy(window[1], window[1], "", "")
+def gaps(busy: Sequence[_Busy], ranges: Sequence[Event], begin: float, end: float) -> list[Gap]:
+    """Return the stretches in which nothing ran, the longest first."""
     found = []
-    for before, after in itertools.pairwise([begin, *_busy(kernels, window), end]):
-        if after.start - before.end > _SHORTEST_GAP_US:
-            within = _innermost(ranges, before.end, after.start)
-            found.append(Gap((after.start - before.end) / 1e3, before.last, after.first, within))
+    for before, after in itertools.pairwise([_Busy(begin, begin), *busy, _Busy(end, end)]):
+        us, middle = after.start - before.end, (before.end + after.start) / 2
+        if us > _SHORTEST_GAP_US:
+            around = [event for event in ranges if event.start <= middle < event.end]
+            innermost = min(around, key=lambda event: event.us, default=None)
+            within = "" if innermost is None else range_name(innermost)
+            found.append(Gap(us / 1e3, before.last, after.first, within))
     return sorted(found, key=lambda gap: -gap.ms)
-
-
-def _innermost(ranges: Sequence[Event], start: float, end: float) -> str:
-    middle = (start + end) / 2
-    around = [event for event in ranges if event.start <= middle < event.end]
-    return range_name(min(around, key=lambda event: event.us)) if around else ""
 
 
 def range_name(event: Event) -> str:
     """Return the name without what marks it as ours."""
     name = event.name.removeprefix(RANGE_PREFIX)
     return f"{name}(root)" if name.endswith(" ") else name  # the outermost unit has no name
-
-
-def range_totals(ranges: Sequence[Event], num_steps: int) -> tuple[RangeTotal, ...]:
-    times, calls = defaultdict[str, float](float), defaultdict[str, int](int)
-    for event in ranges:
-        times[range_name(event)] += event.us
-        calls[range_name(event)] += 1
-    ordered = sorted(times, key=lambda name: -times[name])
-    return tuple(
-        RangeTotal(name, times[name] / num_steps / 1e3, calls[name] / num_steps) for name in ordered
-    )

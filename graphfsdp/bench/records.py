@@ -9,10 +9,9 @@ import math
 import os
 import re
 import statistics
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -194,6 +193,11 @@ class MemoryRecord:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the allocator on a GPU, of the process on a CPU."""
+        return self.process_bytes if self.allocated_bytes is None else self.allocated_bytes
+
 
 @dataclass(frozen=True)
 class ParityRecord:
@@ -278,28 +282,13 @@ class CaseResult:
         pairs = zip(ms(reference.timing), ms(own.timing), strict=True)
         return tuple(theirs / mine for theirs, mine in pairs)
 
-    def items_per_s(self, name: str) -> float | None:
+    def items_per_s(self, own: ContenderResult) -> float:
         """Return tokens or images per second on each rank, of the median step."""
-        own = self.find(name)
-        return None if own is None else self.workload.items_per_step / own.timing.steps.median * 1e3
+        return self.workload.items_per_step / own.timing.steps.median * 1e3
 
-    def tflops(self, name: str) -> float | None:
+    def tflops(self, own: ContenderResult) -> float:
         """Return model TFLOP/s on each rank, of the median step."""
-        own = self.find(name)
-        if own is None:
-            return None
         return self.workload.flops_per_step / own.timing.steps.median / 1e9
-
-    def mfu(self, name: str) -> float | None:
-        """Return the share of the stated peak that the model's arithmetic makes; None without."""
-        tflops = self.tflops(name)
-        if tflops is None or self.peak.stated_tflops is None:
-            return None
-        return tflops / self.peak.stated_tflops
-
-    def measured_utilization(self, name: str) -> float | None:
-        tflops = self.tflops(name)
-        return None if tflops is None else tflops / self.peak.measured_tflops
 
 
 @dataclass(frozen=True)
@@ -321,9 +310,13 @@ class BenchResult:
 
 def to_data(record: object) -> Any:
     """Numbers that are not finite become None, which JSON has and NaN is not."""
-    return _plain(
-        asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
-    )
+    if is_dataclass(record):
+        return {item.name: to_data(getattr(record, item.name)) for item in fields(record)}
+    if isinstance(record, Mapping):
+        return {str(name): to_data(item) for name, item in record.items()}
+    if isinstance(record, list | tuple):
+        return [to_data(item) for item in record]
+    return record if not isinstance(record, float) or math.isfinite(record) else None
 
 
 def to_json(record: object) -> str:
@@ -374,45 +367,30 @@ def read_result(path: str | os.PathLike[str]) -> BenchResult:
     return from_data(BenchResult, data, str(source))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
-
-
 def _read(kind: Any, data: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is object:
+    if kind is object or (data is None and type(None) in arguments):
         return data
-    if origin is types.UnionType or origin is typing.Union:
-        if data is None and type(None) in arguments:
-            return None
+    if type(None) in arguments:
         (present,) = (item for item in arguments if item is not type(None))
         return _read(present, data, where)
     if origin is tuple:
         items = _expect(list, data, where)
         return tuple(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(items))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
+    if origin is Mapping:
         items = _expect(dict, data, where)
         return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in items.items()}
     if is_dataclass(kind):
         return _read_record(kind, _expect(dict, data, where), where)
-    if kind is float and type(data) is int:
-        return float(data)
-    return _expect(kind, data, where)
+    return _expect(kind, float(data) if kind is float and type(data) is int else data, where)
 
 
 def _read_record(kind: Any, data: Mapping[str, Any], where: str) -> Any:
     hints = typing.get_type_hints(kind)
-    known = {item.name for item in fields(kind)}
     for name in data:
-        if name not in known:
+        if name not in hints:
             raise ConfigError(
-                f"{where}: unknown field {name!r}; expected {', '.join(sorted(known))}"
+                f"{where}: unknown field {name!r}; expected {', '.join(sorted(hints))}"
             )
     values = {name: _read(hints[name], item, f"{where}.{name}") for name, item in data.items()}
     try:

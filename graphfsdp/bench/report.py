@@ -2,11 +2,12 @@
 
 import base64
 import datetime
-import html
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+
+from markdown_it import MarkdownIt
 
 from graphfsdp.bench.plots import draw_all
 from graphfsdp.bench.records import BenchResult, CaseResult, write_result
@@ -23,92 +24,65 @@ from graphfsdp.bench.tables import (
     start_table,
     workload_text,
 )
-from graphfsdp.errors import ConfigError
-from graphfsdp.training.run_directory import refuse_used_directory
+from graphfsdp.training.run_directory import make_new_directory
 
 PROFILES = "profile"
 RESULT, REPORT, PAGE = "result.json", "report.md", "report.html"
+# What a report is made of; rich renders its Markdown with the same package.
+_MARKDOWN = ("heading", "fence", "list", "table", "image", "emphasis")
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em;
   color: #1b1b1b; background: #fff }
-table { border-collapse: collapse; margin: .6em 0 1.2em; font-size: 13px }
-th, td { border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right;
+table { border-collapse: collapse; display: block; font-size: 13px; margin: .6em 0 1.2em;
+  overflow-x: auto }
+th, td { border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: left;
   font-variant-numeric: tabular-nums }
 th { border-bottom: 2px solid #999; vertical-align: bottom }
-.left { text-align: left }
-.wide { overflow-x: auto }
 img { max-width: 100% }
 pre { background: #f4f4f4; font-size: 13px; padding: .8em; overflow-x: auto }
 """
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How the parts of a report are written: a heading by its level, a list item by item."""
-
-    heading: Callable[[str, int], str]
-    text: Callable[[str], str]
-    code: Callable[[str], str]
-    items: Callable[[Sequence[str]], str]
-    table: Callable[[Table], str]
-    picture: Callable[[Path], str]
-
-
-_MARKDOWN = _Form(
-    heading=lambda text, level: f"{'#' * level} {text}",
-    text=lambda text: text,
-    code=lambda text: f"```\n{text}\n```",
-    items=lambda items: "\n".join(f"- {item}" for item in items),
-    table=lambda table: f"**{table.title}**\n\n{table.markdown()}",
-    picture=lambda path: f"![{path.name}]({path.name})",
-)
-
-
-def _embedded(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    return f"<p><img alt='{html.escape(path.stem)}' src='data:image/png;base64,{data}'></p>"
-
-
-_HTML = _Form(
-    heading=lambda text, level: f"<h{level}>{html.escape(text)}</h{level}>",
-    text=lambda text: f"<p>{html.escape(text)}</p>",
-    code=lambda text: f"<pre>{html.escape(text)}</pre>",
-    items=lambda items: f"<ul>{''.join(f'<li>{html.escape(item)}</li>' for item in items)}</ul>",
-    table=lambda table: f"<p>{html.escape(table.title)}</p><div class='wide'>{table.html()}</div>",
-    picture=_embedded,
-)
-
-
-def _parts(result: BenchResult, pictures: Sequence[Path], form: _Form) -> Iterator[str]:
-    yield form.heading("graphfsdp bench", 1)
-    yield form.text(environment_text(result.environment))
-    yield form.code(result.command)
-    yield form.text(NOT_MLPERF)
-    yield from (form.table(made) for made in (overview(result), cpu_overview(result)) if made.rows)
-    yield from map(form.picture, pictures)
+def _parts(result: BenchResult, pictures: Sequence[Path]) -> Iterator[str]:
+    yield "# graphfsdp bench"
+    yield environment_text(result.environment)
+    yield _code(result.command)
+    yield NOT_MLPERF
+    yield from (_titled(made) for made in (overview(result), cpu_overview(result)) if made.rows)
+    yield from (f"![{path.name}]({path.name})" for path in pictures)
     for case in result.cases:
-        yield form.heading(workload_text(case.workload), 2)
-        yield form.table(speed_table(case))
-        yield form.table(start_table(case))
-        yield form.items(case_notes(case))
+        yield f"## {workload_text(case.workload)}"
+        yield _titled(speed_table(case))
+        yield _titled(start_table(case))
+        yield _items(case_notes(case))
         if case.not_run:
-            yield form.table(not_run_table(case))
-        yield from (
-            form.code(f"{item.name}: {item.detail}") for item in case.not_run if item.detail
-        )
+            yield _titled(not_run_table(case))
+        yield from (_code(f"{item.name}: {item.detail}") for item in case.not_run if item.detail)
     if result.left_out:
-        yield form.heading("Left out", 2)
-        yield form.items([f"{name}: {reason}" for name, reason in result.left_out.items()])
-    yield form.heading("Contenders", 2)
+        yield "## Left out"
+        yield _items([f"{name}: {reason}" for name, reason in result.left_out.items()])
+    yield "## Contenders"
     described: dict[str, str] = {}
     for case in result.cases:
         described |= {item.name: item.description for item in case.contenders}
         described |= {item.name: item.description for item in case.not_run}
     names = [name for name in contender_names(result.cases) if name in described]
-    yield form.items([f"{name}: {described[name]}" for name in names])
-    yield form.heading("Run", 2)
+    yield _items([f"{name}: {described[name]}" for name in names])
+    yield "## Run"
     facts = {"environment": asdict(result.environment), "options": dict(result.options)}
-    yield form.code(json.dumps(facts, indent=1))
+    yield _code(json.dumps(facts, indent=1))
+
+
+def _titled(table: Table) -> str:
+    return f"**{table.title}**\n\n{table.markdown()}"
+
+
+def _code(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def _items(items: Sequence[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
 
 
 def case_notes(case: CaseResult) -> list[str]:
@@ -128,12 +102,15 @@ def case_notes(case: CaseResult) -> list[str]:
 
 def markdown(result: BenchResult, pictures: Sequence[Path] = ()) -> str:
     """With links to PNG files beside it."""
-    return "\n\n".join(_parts(result, pictures, _MARKDOWN)) + "\n"
+    return "\n\n".join(_parts(result, pictures)) + "\n"
 
 
 def page(result: BenchResult, pictures: Sequence[Path] = ()) -> str:
-    """Needs no network: the PNG files go into it."""
-    body = "\n".join(_parts(result, pictures, _HTML))
+    """The same in HTML. Needs no network: the PNG files go into it."""
+    body = MarkdownIt("zero").enable(_MARKDOWN).render(markdown(result, pictures))
+    for path in pictures:
+        data = base64.b64encode(path.read_bytes()).decode("ascii")
+        body = body.replace(f'src="{path.name}"', f'src="data:image/png;base64,{data}"')
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'><title>graphfsdp bench</title>"
@@ -145,15 +122,7 @@ def make_directory(out: str | None) -> Path:
     """Refuses an impossible one (ConfigError) before anything is measured."""
     if out is None:
         out = str(Path("runs") / f"bench-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    refuse_used_directory(out)
-    path = Path(out)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {out} cannot be made ({error.strerror or error}); give a directory that can"
-        ) from None
-    return path
+    return make_new_directory(out)
 
 
 def write_directory(result: BenchResult, folder: Path, *, plots: bool = True) -> None:

@@ -1,12 +1,9 @@
-"""A result as text: numbers in words, and tables for a terminal, for Markdown and for HTML."""
+"""A result as text: numbers in words, and tables for a terminal and for Markdown."""
 
-import argparse
-import html
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -22,7 +19,6 @@ from graphfsdp.bench.records import (
     Spread,
     WorkloadFacts,
 )
-from graphfsdp.errors import ConfigError
 
 # The loop that most people have.
 PLAIN = "pytorch"
@@ -30,13 +26,6 @@ NOT_MLPERF = "MLPerf-style conventions; result not verified by MLCommons Associa
 # Medians this near to 1 are called equal, whatever the pairs say.
 _NEAR = 0.03
 _WIDTH = 160  # of a file or a pipe
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
 
 
 def wide_console(console: Console, *, quiet: bool = False) -> Console:
@@ -55,7 +44,7 @@ class Table:
 
     title: str
     heading: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[tuple[str, ...]]
     num_left: int = 1
 
     def markdown(self) -> str:
@@ -66,26 +55,13 @@ class Table:
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
         )
 
-    def html(self) -> str:
-        """Return the table in HTML, without the title."""
-
-        def row(cells: Sequence[str], tag: str) -> str:
-            left = [" class=left" if index < self.num_left else "" for index in range(len(cells))]
-            made = (
-                f"<{tag}{kind}>{html.escape(cell)}</{tag}>"
-                for cell, kind in zip(cells, left, strict=True)
-            )
-            return f"<tr>{''.join(made)}</tr>"
-
-        rows = "".join(row(cells, "td") for cells in self.rows)
-        return f"<table><thead>{row(self.heading, 'th')}</thead><tbody>{rows}</tbody></table>"
-
-    def rich(self) -> RichTable:
+    def rich(self, styles: Sequence[str] = ()) -> RichTable:
+        """``styles`` are of the rows, where they have any."""
         made = RichTable(title=self.title, title_justify="left")
         for index, name in enumerate(self.heading):
             made.add_column(name, justify="left" if index < self.num_left else "right")
-        for row in self.rows:
-            made.add_row(*row)
+        for index, row in enumerate(self.rows):
+            made.add_row(*row, style=styles[index] if styles else "")
         return made
 
 
@@ -127,10 +103,9 @@ def memory_text(own: ContenderResult) -> str:
     memory = own.memory
     if memory is None:
         return "not measured"
-    if memory.allocated_bytes is not None:
-        reserved = bytes_text(memory.reserved_bytes)
-        return f"{bytes_text(memory.allocated_bytes)}, reserved {reserved}"
-    return bytes_text(memory.process_bytes)
+    reserved = memory.reserved_bytes
+    more = "" if reserved is None else f", reserved {bytes_text(reserved)}"
+    return bytes_text(memory.peak_bytes) + more
 
 
 def own_memory_text(own: ContenderResult) -> str:
@@ -141,13 +116,11 @@ def own_memory_text(own: ContenderResult) -> str:
     return f"{memory_text(own)} ({bytes_text(max(memory.init_bytes, memory.steps_bytes))})"
 
 
-def utilization_text(case: CaseResult, name: str) -> str:
+def utilization_text(case: CaseResult, own: ContenderResult) -> str:
     """Return MFU, or the share of the measured peak where no data sheet states one."""
-    mfu = case.mfu(name)
-    if mfu is not None:
-        return f"{mfu:.1%}"
-    measured = case.measured_utilization(name)
-    return "" if measured is None else f"{measured:.1%} of measured"
+    if case.peak.stated_tflops is not None:
+        return f"{case.tflops(own) / case.peak.stated_tflops:.1%}"
+    return f"{case.tflops(own) / case.peak.measured_tflops:.1%} of measured"
 
 
 def peak_text(case: CaseResult) -> str:
@@ -265,9 +238,9 @@ _COLUMNS: Mapping[str, Callable[[CaseResult, ContenderResult], str]] = MappingPr
         "times as fast as eager": _speedup_text,
         "which is": _verdict_text,
         "times as fast as pytorch": lambda case, own: ratio_text(case.speedup(own.name, PLAIN)),
-        "per second": lambda case, own: f"{case.items_per_s(own.name):,.0f}",
-        "model TFLOP/s": lambda case, own: f"{case.tflops(own.name):.3g}",
-        "MFU": lambda case, own: utilization_text(case, own.name),
+        "per second": lambda case, own: f"{case.items_per_s(own):,.0f}",
+        "model TFLOP/s": lambda case, own: f"{case.tflops(own):.3g}",
+        "MFU": utilization_text,
         "host ms": lambda case, own: f"{statistics.fmean(own.timing.host_ms):.3f}",
         "CPU ms": lambda case, own: f"{statistics.fmean(own.timing.cpu_ms):.3f}",
         "init s": lambda case, own: _seconds(own.init.build_ms + own.init.warmup_ms),

@@ -1,8 +1,9 @@
 """What can be measured: named models in several sizes, and the suites made of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -33,7 +34,6 @@ class ZooConfig:
 
 ModelConfig = GPTConfig | MoEConfig | BertConfig | ConvConfig | ZooConfig
 DtypeName = Literal["fp32", "bf16"]
-DTYPES: tuple[DtypeName, ...] = ("fp32", "bf16")
 # Bytes of text, and the three tokens that BERT adds, rounded up.
 _BYTES, _BYTES_AND_SPECIAL = 256, 264
 
@@ -53,7 +53,7 @@ class Workload:
         """Tokens of a sequence; 1 for an image or a series."""
         if isinstance(self.model, ZooConfig):
             return self.model.architecture.items_per_sample
-        return 1 if isinstance(self.model, ConvConfig) else language_shape(self.model).seq_length
+        return 1 if isinstance(self.model, ConvConfig) else self.model.seq_length
 
     @property
     def unit(self) -> str:
@@ -65,10 +65,7 @@ class Workload:
         if isinstance(self.model, ConvConfig | ZooConfig):
             return self
         special = NUM_SPECIAL if isinstance(self.model, BertConfig) else 0
-        size = max(language_shape(self.model).vocab_size, num_tokens + special)
-        if isinstance(self.model, MoEConfig):
-            gpt = replace(self.model.gpt, vocab_size=size)
-            return replace(self, model=replace(self.model, gpt=gpt))
+        size = max(self.model.vocab_size, num_tokens + special)
         return replace(self, model=replace(self.model, vocab_size=size))
 
 
@@ -83,8 +80,9 @@ class Case:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"a batch size must be at least 1, got {self.batch_size}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        names = get_args(DtypeName)
+        if self.dtype not in names:
+            raise ConfigError(f"dtype must be one of {', '.join(names)}, got {self.dtype!r}")
 
     @property
     def key(self) -> str:
@@ -97,24 +95,17 @@ class Case:
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
 
-def language_shape(model: GPTConfig | MoEConfig | BertConfig) -> GPTConfig | BertConfig:
-    """Return what has the vocabulary and the length of a sequence."""
-    return model.gpt if isinstance(model, MoEConfig) else model
-
-
 def make_model(model: ModelConfig) -> nn.Module:
     """Return the model, which returns its loss; torch's global generator draws its weights."""
-    match model:
-        case ZooConfig():
-            return model.architecture.make()
-        case GPTConfig():
-            return GPT(model)
-        case MoEConfig():
-            return MoEModel(model)
-        case BertConfig():
-            return BertModel(model)
-        case ConvConfig():
-            return ConvNet(model)
+    if isinstance(model, ZooConfig):
+        return model.architecture.make()
+    kinds: dict[type[ModelConfig], Callable[[Any], nn.Module]] = {
+        GPTConfig: GPT,
+        MoEConfig: MoEModel,
+        BertConfig: BertModel,
+        ConvConfig: ConvNet,
+    }
+    return kinds[type(model)](model)
 
 
 def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
@@ -136,6 +127,10 @@ def _llama(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -
         untie_embeddings_and_output_weights=True,
         disable_bias_linear=True,
     )
+
+
+def _moe(shape: GPTConfig, num_experts: int) -> MoEConfig:
+    return MoEConfig(**vars(shape), num_experts=num_experts)
 
 
 def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
@@ -160,9 +155,9 @@ def workloads() -> Iterator[Workload]:
     yield Workload("llama-160m", "llama", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
     yield Workload("llama-1b", "llama", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
     tiny = replace(_llama(4, 64, 32), ffn_hidden_size=128)
-    yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", MoEConfig(tiny), 4)
+    yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", _moe(tiny, 8), 4)
     small = replace(_llama(8, 512, 512, 32000), ffn_hidden_size=1024)
-    yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", MoEConfig(small, 16), 8)
+    yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", _moe(small, 16), 8)
     bert_tiny = _bert(2, 128, 64, _BYTES_AND_SPECIAL)
     yield Workload("bert-tiny", "bert", "2 layers, width 128", bert_tiny, 4)
     yield Workload("bert-base", "bert", "12 layers, width 768", _bert(12, 768, 512, 30528), 8)
@@ -190,25 +185,7 @@ class PlannedCase:
     memory: bool = True
 
 
-def plan_cases(
-    names: Sequence[str],
-    batch_sizes: Sequence[int] | None,
-    dtypes: Sequence[DtypeName],
-    contenders: tuple[str, ...] | None,
-    *,
-    memory: bool,
-) -> tuple[PlannedCase, ...]:
-    """Product of workloads, precisions and batch sizes (None: each workload's own)."""
-    found = [find_workload(name) for name in dict.fromkeys(names)]
-    return tuple(
-        PlannedCase(Case(workload, dtype, size), contenders, memory)
-        for workload in found
-        for dtype in dict.fromkeys(dtypes)
-        for size in dict.fromkeys(batch_sizes or [workload.batch_size])
-    )
-
-
-SUITES = ("cpu", "gpu", "quick", "zoo")
+SuiteName = Literal["cpu", "gpu", "quick", "zoo"]
 _FEW = ("eager", "pytorch", "full_iteration")
 # On a CPU torch.compile uses no CUDA graphs, so that one case shows what its mode for them does.
 _CPU = (
@@ -220,48 +197,45 @@ _GPU = (
     *("eager", "pytorch", "compile", "fsdp2"),
     *("forward_backward", "full_iteration", "compile_full_iteration"),
 )
+_ZOO = tuple((f"zoo-{name}", "fp32", 4, _FEW) for name in zoo.architectures())
+# Workload, precision, batch size and contenders of each case, the most telling ones first.
+_SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] = MappingProxyType(
+    {
+        "cpu": (
+            ("gpt-tiny", "fp32", 4, None),
+            ("gpt-3m", "fp32", 8, _CPU),
+            ("gpt-tiny", "fp32", 64, _CPU),
+            ("llama-tiny", "bf16", 4, _CPU),
+            ("moe-tiny", "fp32", 4, _CPU),
+            ("bert-tiny", "fp32", 4, _CPU),
+            ("conv-tiny", "fp32", 8, _CPU),
+            ("gpt-tiny", "fp32", 1, _CPU),
+            ("gpt-tiny", "fp32", 16, _CPU),
+            ("gpt-11m", "fp32", 8, _FEW),
+        ),
+        "gpu": (
+            ("gpt-tiny", "fp32", 4, None),
+            ("gpt2-124m", "bf16", 8, None),
+            ("gpt2-124m", "bf16", 1, _GPU),
+            ("llama-160m", "bf16", 2, _GPU),
+            ("moe-180m", "bf16", 4, _GPU),
+            ("bert-base", "bf16", 8, _GPU),
+            ("conv-small", "fp32", 64, _GPU),
+            ("gpt2-124m", "bf16", 32, _GPU),
+        ),
+        "quick": (("gpt-tiny", "fp32", 4, _FEW),),
+        "zoo": _ZOO,
+    }
+)
+_NUM_WITH_MEMORY = 2  # of the CPU's cases, since each contender is a process more
 
 
-def suite(name: str) -> tuple[PlannedCase, ...]:
-    """Return the cases of one of SUITES, the most telling ones first."""
-    match name:
-        case "cpu":
-            return (
-                _planned("gpt-tiny", "fp32", 4, None, memory=True),
-                _planned("gpt-3m", "fp32", 8, _CPU, memory=True),
-                _planned("gpt-tiny", "fp32", 64, _CPU),
-                _planned("llama-tiny", "bf16", 4, _CPU),
-                _planned("moe-tiny", "fp32", 4, _CPU),
-                _planned("bert-tiny", "fp32", 4, _CPU),
-                _planned("conv-tiny", "fp32", 8, _CPU),
-                _planned("gpt-tiny", "fp32", 1, _CPU),
-                _planned("gpt-tiny", "fp32", 16, _CPU),
-                _planned("gpt-11m", "fp32", 8, _FEW),
-            )
-        case "gpu":
-            return (
-                _planned("gpt-tiny", "fp32", 4, None),
-                _planned("gpt2-124m", "bf16", 8, None),
-                _planned("gpt2-124m", "bf16", 1, _GPU),
-                _planned("llama-160m", "bf16", 2, _GPU),
-                _planned("moe-180m", "bf16", 4, _GPU),
-                _planned("bert-base", "bf16", 8, _GPU),
-                _planned("conv-small", "fp32", 64, _GPU),
-                _planned("gpt2-124m", "bf16", 32, _GPU),
-            )
-        case "zoo":
-            names = (each.name for each in workloads() if each.family == "zoo")
-            return tuple(_planned(each, "fp32", 4, _FEW) for each in names)
-        case _:
-            return (_planned("gpt-tiny", "fp32", 4, _FEW),)
-
-
-def _planned(
-    name: str,
-    dtype: DtypeName,
-    batch_size: int,
-    contenders: tuple[str, ...] | None,
-    *,
-    memory: bool = False,
-) -> PlannedCase:
-    return PlannedCase(Case(find_workload(name), dtype, batch_size), contenders, memory)
+def suite(name: SuiteName) -> tuple[PlannedCase, ...]:
+    return tuple(
+        PlannedCase(
+            Case(find_workload(workload), dtype, batch_size),
+            contenders,
+            memory=name == "cpu" and number < _NUM_WITH_MEMORY,
+        )
+        for number, (workload, dtype, batch_size, contenders) in enumerate(_SUITES[name])
+    )

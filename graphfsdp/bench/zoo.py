@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphfsdp.bench.models import ResidualBlock
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 WIDTH = 32
@@ -136,22 +137,8 @@ class Patches(nn.Module):
         return patches + self.positions
 
 
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)
-        )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norms[0](self.convs[0](x)).relu()
-        out: Tensor = (x + self.norms[1](self.convs[1](hidden))).relu()
-        return out
-
-
-class StateSpace(nn.Module):
-    """A gated linear recurrence over time with an input-dependent decay."""
+class Mixing(nn.Module):
+    """Three projections of the normalised stream are mixed over time, and added to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,33 +147,34 @@ class StateSpace(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        value, decay, gate = self.project(self.norm(x)).chunk(3, dim=-1)
+        mixed: Tensor = self.out(self.mix(*self.project(self.norm(x)).chunk(3, dim=-1)))
+        return x + mixed
+
+    def mix(self, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class StateSpace(Mixing):
+    """A gated linear recurrence over time with an input-dependent decay."""
+
+    def mix(self, value: Tensor, decay: Tensor, gate: Tensor) -> Tensor:
         decay = torch.sigmoid(decay)
         state = torch.zeros_like(value[:, 0])
         states = []
-        for step in range(x.shape[1]):
+        for step in range(value.shape[1]):
             state = decay[:, step] * state + (1 - decay[:, step]) * value[:, step]
             states.append(state)
-        hidden: Tensor = x + self.out(torch.stack(states, dim=1) * functional.silu(gate))
-        return hidden
+        return torch.stack(states, dim=1) * functional.silu(gate)
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Mixing):
     """Attention by a positive feature map, without a softmax."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.project = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(self.norm(x)).chunk(3, dim=-1)
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = functional.elu(query) + 1, functional.elu(key) + 1
         memory = key.transpose(1, 2) @ value
         scale = query @ key.sum(dim=1).unsqueeze(-1)
-        hidden: Tensor = x + self.out(query @ memory / scale)
-        return hidden
+        return query @ memory / scale
 
 
 def _encoder(num_layers: int) -> nn.Module:
@@ -201,7 +189,7 @@ def _gpt(**changes: str | bool) -> GPT:
 
 def _residual_net() -> nn.Module:
     stem = nn.Conv2d(3, 16, 3, stride=2, padding=1)
-    body = nn.Sequential(stem, *[Residual(16) for _ in range(3)])
+    body = nn.Sequential(stem, *[ResidualBlock(16, 16) for _ in range(3)])
     return Classifier(nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten()), 16)
 
 

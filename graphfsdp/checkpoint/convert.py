@@ -1,11 +1,10 @@
 """``graphfsdp checkpoint show|convert|diff``: checkpoints without a model."""
 
-import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.checkpoint.saving import Snapshot, write_snapshot
 from graphfsdp.checkpoint.values import Json, decode
 from graphfsdp.checkpoint.writing import objects_file
-from graphfsdp.errors import CheckpointError, ConfigError
+from graphfsdp.errors import CheckpointError
+from graphfsdp.flags import Parser
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,6 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad word as every other bad input is reported: one line, no usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' explains")
-
-
 def run_checkpoint_command(arguments: Sequence[str], say: Callable[[str], None]) -> bool:
     """Run what the arguments say; ``say`` prints a line. False is a difference that was found."""
     given = _make_parser().parse_args(arguments)
@@ -253,11 +246,11 @@ def run_checkpoint_command(arguments: Sequence[str], say: Callable[[str], None])
     return not found
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _make_parser() -> Parser:
+    parser = Parser(
         prog="graphfsdp checkpoint", description="Look at, convert and compare checkpoints."
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     paths = "a folder of checkpoints (its latest), one checkpoint, a .safetensors or a .pt file"
     show = commands.add_parser("show", help="what is inside")
     show.add_argument("path", help=paths)

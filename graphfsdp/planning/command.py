@@ -1,15 +1,13 @@
 """``graphfsdp plan``: what a training run will need, as a table or as JSON."""
 
-import argparse
 import json
 from collections.abc import Sequence
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
 from graphfsdp.config import ShardingStrategy
-from graphfsdp.errors import ConfigError
+from graphfsdp.flags import Parser, require
 from graphfsdp.planning.model_plan import Collective
 from graphfsdp.planning.pool_rehearsal import PlannedMesh
 from graphfsdp.planning.training_plan import Speeds, TrainingPlan, plan_training
@@ -19,11 +17,6 @@ _STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
-
-
 def run_plan(arguments: Sequence[str], console: Console) -> None:
     parser = _make_parser()
     given, others = parser.parse_known_args(arguments)
@@ -31,10 +24,9 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
         others += ["--data-parallel-sharding-strategy", given.strategy]
     config = parse_train_arguments(others)
     speeds = Speeds(given.tflops, given.utilization, given.bandwidth_gbs, given.latency_us)
-    if given.world_size < 1:
-        raise ConfigError(f"--world-size must be at least 1, got {given.world_size}")
-    if not 0 <= given.rank < given.world_size:
-        raise ConfigError(f"--rank must be in 0..{given.world_size - 1}, got {given.rank}")
+    require("world_size", given.world_size, given.world_size >= 1, "at least 1")
+    last = given.world_size - 1
+    require("rank", given.rank, 0 <= given.rank <= last, f"in 0..{last}")
     plan = plan_training(config, num_ranks=given.world_size, rank=given.rank, speeds=speeds)
     if given.json:
         console.print_json(json.dumps(plan.to_dict()))
@@ -45,9 +37,9 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _make_parser() -> _Parser:
+def _make_parser() -> Parser:
     speeds = Speeds()
-    parser = _Parser(
+    parser = Parser(
         prog="graphfsdp plan",
         description="Tell what each rank of a training run will need, on any machine: memory by "
         "kind, padding, collectives, and an estimate of the time.",

@@ -1,28 +1,29 @@
 """The command line of ``graphfsdp train``, in Megatron's style, and named starting points."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields, replace
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import get_args
 
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.flags import Parser, add_flags
 from graphfsdp.training.config import ScopeName, TrainConfig
 
-# Titles in the help, and the first flag below each.
-_SECTIONS = (
-    ("model", "num_layers"),
-    ("data and length of the run", "data"),
-    ("optimizer and schedule", "lr"),
-    ("precision", "bf16"),
-    ("capture", "cuda_graph_scope"),
-    (
-        "several processes (torchrun --nproc-per-node N -m graphfsdp train ...)",
-        "data_parallel_sharding_strategy",
-    ),
-    ("checkpoints", "save"),
-    ("what is seen of the run", "out"),
-    ("time to a target, in the style of MLPerf (docs/bench.md)", "target_loss"),
+_SECTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_layers": "model",
+        "data": "data and length of the run",
+        "lr": "optimizer and schedule",
+        "bf16": "precision",
+        "cuda_graph_scope": "capture",
+        "data_parallel_sharding_strategy": "several processes (torchrun --nproc-per-node N -m "
+        "graphfsdp train ...)",
+        "save": "checkpoints",
+        "out": "what is seen of the run",
+        "target_loss": "time to a target, in the style of MLPerf (docs/bench.md)",
+    }
 )
 
 
@@ -149,13 +150,6 @@ def find_preset(name: str) -> TrainConfig:
     raise ConfigError(f"--preset {name}: there is no such preset; choose one of {known}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
-
-
 def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     given = vars(make_parser().parse_args(arguments))
     impl = given.pop("cuda_graph_impl", None)
@@ -185,7 +179,7 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; a flag that is not given leaves no trace in the result."""
     presets = "".join(f"\n  {preset.name:<12} {preset.description}" for preset in PRESETS)
-    parser = _Parser(
+    parser = Parser(
         prog="graphfsdp train",
         description="Train a GPT with the whole iteration in one graph.",
         epilog=f"presets (flags override them; defaults below are those of 'default'):{presets}",
@@ -195,32 +189,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     names = [preset.name for preset in PRESETS]
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {', '.join(names)}")
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    titles = {first: title for title, first in _SECTIONS}
-    for field in fields(TrainConfig):
-        if field.name in titles:
-            group = parser.add_argument_group(titles[field.name])
-        if field.name != "preset":
-            _add_flag(group, field, *get_args(hints[field.name]))
-        if field.name == "cuda_graph_scope":
-            explanation = "newer spelling of --cuda-graph-scope"
-            group.add_argument("--cuda-graph-impl", choices=get_args(ScopeName), help=explanation)
+    groups = add_flags(parser, TrainConfig, _SECTIONS)
+    groups["capture"].add_argument(
+        "--cuda-graph-impl",
+        choices=get_args(ScopeName),
+        help="newer spelling of --cuda-graph-scope",
+    )
     return parser
-
-
-def _add_flag(
-    group: Any, field: Field[Any], kind: Any, explanation: str, extra: str | None = None
-) -> None:
-    # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
-    if field.default is not None and field.default is not False:
-        explanation += f" (default: {'on' if field.default is True else field.default})"
-    options: dict[str, Any]
-    if get_origin(kind) is Literal:
-        options = {"choices": get_args(kind)}
-    elif kind is bool:
-        options = {"action": extra or argparse.BooleanOptionalAction}
-    else:
-        value = next(iter(get_args(kind)), kind)  # of "int | None", int
-        metavar = {int: "N", float: "X", str: "PATH"}[value]
-        options = {"type": value, "metavar": extra or metavar}
-    group.add_argument("--" + field.name.replace("_", "-"), help=explanation, **options)

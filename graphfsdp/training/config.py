@@ -1,6 +1,5 @@
 """Everything that decides a training run: its flags, what follows from them, what must fit."""
 
-import math
 import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
@@ -9,6 +8,7 @@ import torch
 
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.flags import flag_name, require
 from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
@@ -47,9 +47,8 @@ class IterationBatch:
 class TrainConfig:
     """A training run whose flags fit together.
 
-    Each field is a flag: ``some_name`` is ``--some-name``. Its type says what the flag takes, the
-    text is its help, and what may follow is argparse's metavar, or action of a switch that has no
-    ``--no-...``. Messages name flags, since that is what a user of the trainer can change.
+    Each field is a flag (``flags.add_flags``). Messages name flags, since that is what a user of
+    the trainer can change.
     """
 
     preset: str = "default"
@@ -406,7 +405,7 @@ class TrainConfig:
             )
         for name in ("pin_cpu_grads", "pin_cpu_params"):
             if getattr(self, name) and not self.optimizer_cpu_offload:
-                raise ConfigError(f"{_flag(name)} needs --optimizer-cpu-offload")
+                raise ConfigError(f"{flag_name(name)} needs --optimizer-cpu-offload")
 
     def _check_precision(self) -> None:
         if self.main_params_dtype == "bf16" and not self.bf16:
@@ -422,7 +421,7 @@ class TrainConfig:
             try:
                 ShardingStrategy.parse(getattr(self, name))
             except ConfigError as error:
-                raise ConfigError(f"{_flag(name)}: {error}") from None
+                raise ConfigError(f"{flag_name(name)}: {error}") from None
 
     def _check_checkpoints(self) -> None:
         self._at_least("save_interval", 0)
@@ -430,7 +429,7 @@ class TrainConfig:
             self._at_least("keep_last", 1)
         for name in ("save_interval", "async_save", "keep_last"):
             if getattr(self, name) and self.save is None:
-                raise ConfigError(f"{_flag(name)} needs --save DIR, which says where to")
+                raise ConfigError(f"{flag_name(name)} needs --save DIR, which says where to")
 
     def _check_mllog(self) -> None:
         if self.target_loss is not None:
@@ -445,19 +444,13 @@ class TrainConfig:
         self._in_range(name, getattr(self, name) >= minimum, f"at least {minimum}")
 
     def _in_range(self, name: str, holds: bool, expected: str) -> None:
-        value = getattr(self, name)
-        if not holds or not math.isfinite(value):
-            raise ConfigError(f"{_flag(name)} must be {expected}, got {value}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        require(name, getattr(self, name), holds, expected)
 
 
 def _in_flags(message: str) -> str:
     """Spell fields of the model's shape and of the schedule as the flags that set them."""
     for field in (*fields(GPTConfig), *fields(ParamSchedule)):
-        message = re.sub(rf"\b{field.name}\b", _flag(field.name), message)
+        message = re.sub(rf"\b{field.name}\b", flag_name(field.name), message)
     return message
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,9 +66,13 @@ class Ranks:
         """
         return self._members.together(make)
 
+    def exchange(self, mine: T) -> list[T]:
+        """Return what every rank has given; a collective."""
+        return self._members.gather(mine)
+
     def refuse_differences(self, facts: Mapping[str, object]) -> None:
         """Check that all ranks are about to train the same thing: facts by names for messages."""
-        first, *others = self._members.gather(dict(facts))
+        first, *others = self.exchange(dict(facts))
         for rank, theirs in enumerate(others, start=1):
             for name, value in first.items():
                 if theirs[name] != value:
@@ -112,9 +116,11 @@ def find_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
 
 @contextmanager
 def process_group(
-    ranks: Ranks, device: torch.device, *, timeout_minutes: int
+    ranks: Ranks, device: torch.device, *, timeout_minutes: int, store: Any = None
 ) -> Iterator[str | None]:
     """Join the other processes while the body runs; yields the backend, None if there is none.
+
+    They meet in ``store``, one of torch.distributed, or where the launcher's environment says.
 
     Whatever holds a captured graph must be closed inside: it holds the group's communicators.
     """
@@ -122,11 +128,15 @@ def process_group(
         yield None
         return
     on_gpu = device.type == "cuda"
+    told: dict[str, Any] = {}
+    if store is not None:
+        told = {"store": store, "rank": ranks.rank, "world_size": ranks.size}
     dist.init_process_group(
         # Python objects travel through gloo, which does not disturb a stream that is recorded.
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=timedelta(minutes=timeout_minutes),
         device_id=device if on_gpu else None,
+        **told,
     )
     try:
         yield "nccl" if on_gpu else "gloo"

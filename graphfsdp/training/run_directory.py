@@ -36,6 +36,16 @@ def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
         )
 
 
+def make_new_directory(out: str) -> Path:
+    """Make a directory in which nothing would be overwritten, or refuse it (ConfigError)."""
+    refuse_used_directory(out)
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_use(out, error) from None
+    return Path(out)
+
+
 def _cannot_use(out: str, error: OSError) -> ConfigError:
     reason = error.strerror or str(error)
     return ConfigError(f"--out {out} cannot be made ({reason}); give a directory that can")

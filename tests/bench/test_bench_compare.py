@@ -14,8 +14,6 @@ from rich.console import Console
 
 import bench_results
 from graphfsdp.bench.compare import (
-    Change,
-    Comparison,
     Verdict,
     compare,
     judge,
@@ -73,73 +71,72 @@ def result(
     )  # fmt: skip
 
 
-def only(found: Comparison) -> Change:
-    (change,) = found.changes
-    return change
-
-
 EAGER = contender("eager", 10.0)
-OLD = result(EAGER, contender("full_iteration", 5.0))
 
 
-def test_a_slower_machine_is_no_regression_and_a_slower_contender_is_one() -> None:
-    # Everything takes three times as long: the ratio is what it was.
-    slow_day = result(contender("eager", 30.0), contender("full_iteration", 15.0))
-    change = only(compare(OLD, slow_day))
-    assert change.verdict is Verdict.SAME
-    assert change.ratio == pytest.approx(1.0)
-    # Each time is shorter than it was, but eager has become twice as fast.
-    fast_day = result(contender("eager", 5.0), contender("full_iteration", 4.0))
-    found = compare(OLD, fast_day)
-    assert only(found).verdict is Verdict.SLOWER
-    assert only(found).ratio == pytest.approx(1.25 / 2.0)
-    assert found.regressions == found.changes
-    assert only(compare(fast_day, OLD)).verdict is Verdict.FASTER
+def with_full(ms: float, *others: ContenderResult, eager: float = 10.0, **how: Any) -> BenchResult:
+    return result(contender("eager", eager), contender("full_iteration", ms, **how), *others)
 
 
-def test_a_change_within_the_tolerance_counts_as_none() -> None:
-    slightly = result(EAGER, contender("full_iteration", 5.2))
-    assert only(compare(OLD, slightly)).verdict is Verdict.SAME
-    assert only(compare(OLD, slightly, tolerance=0.01)).verdict is Verdict.SLOWER
+OLD = with_full(5.0)
+MORE = with_full(5.0, contender("fsdp2", 9.0))
+UNASKED = dataclasses.replace(
+    OLD,
+    cases=(dataclasses.replace(OLD.cases[0], not_run=(NotRun("fsdp2", "", NOT_ASKED),)),),
+)
+INEXACT = with_full(5.0, bit_exact=False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tolerance", "verdict", "ratio", "is_regression"),
+    [
+        # Everything takes three times as long: the ratio is what it was.
+        (OLD, with_full(15.0, eager=30.0), 0.05, Verdict.SAME, 1.0, False),
+        # Each time is shorter than it was, but eager has become twice as fast.
+        (OLD, with_full(4.0, eager=5.0), 0.05, Verdict.SLOWER, 1.25 / 2.0, True),
+        (with_full(4.0, eager=5.0), OLD, 0.05, Verdict.FASTER, 2.0 / 1.25, False),
+        (OLD, with_full(5.2), 0.05, Verdict.SAME, 5 / 5.2, False),
+        (OLD, with_full(5.2), 0.01, Verdict.SLOWER, 5 / 5.2, True),
+        (OLD, INEXACT, 0.05, Verdict.SAME, 1.0, True),
+        (INEXACT, OLD, 0.05, Verdict.SAME, 1.0, False),
+        (OLD, MORE, 0.05, Verdict.NEW, None, False),
+        (MORE, OLD, 0.05, Verdict.ABSENT, None, False),
+        (MORE, UNASKED, 0.05, Verdict.ABSENT, None, False),
+    ],
+    ids=[
+        *("slower machine", "slower contender", "faster", "tolerated", "not tolerated"),
+        *("lost bits", "found bits", "new", "absent", "not asked for"),
+    ],
+)
+def test_what_counts_as_worse(
+    old: BenchResult,
+    new: BenchResult,
+    tolerance: float,
+    verdict: Verdict,
+    ratio: float | None,
+    is_regression: bool,
+) -> None:
+    found = compare(old, new, tolerance=tolerance)
+    change = found.changes[-1]
+    assert (change.verdict, change.is_regression) == (verdict, is_regression)
+    assert change.ratio == (None if ratio is None else pytest.approx(ratio))
+    assert found.regressions == ((change,) if is_regression else ())
 
 
 def test_noise_is_unclear_and_closes_no_gate() -> None:
-    noisy = result(EAGER, contender("full_iteration", 6.5, jitter=0.9))
-    found = compare(OLD, noisy)
-    assert only(found).verdict in (Verdict.UNCLEAR, Verdict.SAME)
+    found = compare(OLD, with_full(6.5, jitter=0.9))
+    (change,) = found.changes
+    assert change.verdict in (Verdict.UNCLEAR, Verdict.SAME)
     assert found.regressions == ()
-    low, high = only(found).low, only(found).high
-    assert low is not None
-    assert high is not None
-    assert low < 1 < high
+    assert change.low is not None
+    assert change.high is not None
+    assert change.low < 1 < change.high
 
 
-def test_what_no_longer_runs_or_has_other_losses_is_a_regression() -> None:
+def test_what_no_longer_runs_is_a_regression() -> None:
     gone = result(EAGER, contender("x", 1), not_run=[NotRun("full_iteration", "", "it crashed")])
-    old = result(EAGER, contender("x", 1), contender("full_iteration", 5.0))
-    lost = next(c for c in compare(old, gone).changes if c.contender == "full_iteration")
+    lost = compare(with_full(5.0, contender("x", 1)), gone).changes[0]
     assert (lost.verdict, lost.reason, lost.is_regression) == (Verdict.LOST, "it crashed", True)
-    inexact = result(EAGER, contender("full_iteration", 5.0, bit_exact=False))
-    change = only(compare(OLD, inexact))
-    assert (change.verdict, change.lost_bits) == (Verdict.SAME, True)
-    assert compare(OLD, inexact).regressions == (change,)
-    assert compare(inexact, OLD).regressions == ()
-
-
-def test_contenders_of_one_file_alone_are_listed_and_close_no_gate() -> None:
-    other = result(EAGER, contender("full_iteration", 5.0), contender("fsdp2", 9.0))
-    unasked = result(
-        EAGER, contender("full_iteration", 5.0), not_run=[NotRun("fsdp2", "", NOT_ASKED)]
-    )
-    pairs = (
-        (OLD, other, Verdict.NEW),
-        (other, OLD, Verdict.ABSENT),
-        (other, unasked, Verdict.ABSENT),
-    )
-    for old, new, verdict in pairs:
-        found = compare(old, new)
-        assert {c.contender: c.verdict for c in found.changes}["fsdp2"] is verdict
-        assert found.regressions == ()
 
 
 def test_another_base_and_memory_beside_it() -> None:
@@ -166,7 +163,7 @@ def test_another_base_and_memory_beside_it() -> None:
 def test_another_machine_is_refused_by_name_unless_asked_for(
     changed: dict[str, Any], named: str
 ) -> None:
-    other = result(EAGER, contender("full_iteration", 5.0), **changed)
+    other = result(*OLD.cases[0].contenders, **changed)
     with pytest.raises(ConfigError, match="different machines") as refused:
         compare(OLD, other)
     assert named in str(refused.value)

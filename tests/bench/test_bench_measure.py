@@ -23,18 +23,19 @@ from graphfsdp.bench.agreement import Failure
 from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
-from graphfsdp.bench.measure import NUM_WARMUP_STEPS, MeasureOptions, compare_losses, measure_case
-from graphfsdp.bench.process import CaseFailedError, Job, run_case
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, compare_losses, measure_case
+from graphfsdp.bench.options import BenchOptions
+from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, read_result
 from graphfsdp.bench.report import make_directory
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.errors import ConfigError
 
-OPTIONS = MeasureOptions(seconds=0.2)
+OPTIONS = BenchOptions(seconds=0.2)
 
 
-def setting_on(device: torch.device) -> Setting:
-    return Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device)
+def job_on(device: torch.device, options: BenchOptions = OPTIONS) -> Job:
+    return Job(Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device), options=options)
 
 
 class Faulty(Contender):
@@ -77,8 +78,9 @@ def measured() -> tuple[CaseResult, list[Faulty]]:
         faulty("in a window", lambda _: broken[1]),
         *find_contenders(("forward_backward",))[1:],
     ]
-    options = dataclasses.replace(OPTIONS, excluded=(("forward_backward", "signal 11"),))
-    return measure_case(setting_on(torch.device("cpu")), specs, options, no_talk), broken
+    job = job_on(torch.device("cpu"))
+    job = dataclasses.replace(job, excluded={"forward_backward": "signal 11"})
+    return measure_case(job, no_talk, specs), broken
 
 
 def test_whatever_cannot_run_is_listed_with_its_reason(
@@ -135,14 +137,15 @@ def test_the_captured_iteration_trains_the_same_losses_and_its_facts_are_told(
 def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
     specs = [faulty(REFERENCE, lambda _: Faulty(0))]
     with pytest.raises(ConfigError, match=r"reference \(eager\) cannot run .* broken on purpose"):
-        measure_case(setting_on(device), specs, OPTIONS, no_talk)
+        measure_case(job_on(device), no_talk, specs)
 
 
 def test_a_case_without_time_measures_the_reference_and_names_the_others(
     device: torch.device,
 ) -> None:
-    options = dataclasses.replace(OPTIONS, limit_s=1e-9, roofline=False)
-    case = measure_case(setting_on(device), find_contenders(("pytorch",)), options, no_talk)
+    job = job_on(device, dataclasses.replace(OPTIONS, roofline=False))
+    job = dataclasses.replace(job, limit_s=1e-9, contenders=("pytorch",))
+    case = measure_case(job, no_talk)
     assert [own.name for own in case.contenders] == ["eager"]
     assert len(case.contenders[0].timing.window_ms) == 1
     (late,) = case.not_run
@@ -197,13 +200,15 @@ def test_a_schedule_has_enough_rounds_and_fits_where_it_can(
     assert planned_s <= max(seconds, least_s) * 1.001
 
 
-def ends_badly(how: str, result: CaseResult, tells: Connection, log: str, job: Job) -> None:
+def ends_badly(
+    how: str, result: CaseResult, tells: Connection, log: str, measure: object, job: Job
+) -> None:
     """Stand in a child's place: at the first try something happens to the contender pytorch."""
     os.setsid()
     with open(log, "wb") as sink:
         os.dup2(sink.fileno(), 2)
     tells.send(("warm-up", "pytorch"))
-    if not job.options.excluded:
+    if not job.excluded:
         match how:
             case "orphan":
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
@@ -220,8 +225,8 @@ def ends_badly(how: str, result: CaseResult, tells: Connection, log: str, job: J
     tells.send(result)
 
 
-JOB = Job(
-    setting_on(torch.device("cpu")), ("eager", "pytorch", "full_iteration"), OPTIONS, num_threads=1
+JOB = dataclasses.replace(
+    job_on(torch.device("cpu")), contenders=("eager", "pytorch", "full_iteration")
 )
 
 
@@ -244,10 +249,10 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
     jobs: list[Job] = []
     real = process._run_child
 
-    def spy(job: Job, *others: Any) -> object:
+    def spy(measure: Any, job: Job, *others: Any) -> object:
         monkeypatch.setattr(process, "SILENCE_LIMIT_S", 60.0)  # to start may take long
         jobs.append(job)
-        return real(job, *others)
+        return real(measure, job, *others)
 
     monkeypatch.setattr(process, "_run_child", spy)
     said: list[tuple[str, str]] = []
@@ -257,8 +262,8 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
         if how == "hang" and len(jobs) == 1:
             monkeypatch.setattr(process, "SILENCE_LIMIT_S", 2.0)
 
-    assert run_case(JOB, say, 110) == measured[0]
-    assert [job.options.excluded for job in jobs] == [(), (("pytorch", reason),)]
+    assert run_case(dataclasses.replace(JOB, limit_s=110), say) == measured[0]
+    assert [job.excluded for job in jobs] == [{}, {"pytorch": reason}]
     assert said == [("warm-up", "pytorch")] * 2
 
 
@@ -268,7 +273,7 @@ def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
     for how, limit_s, message in (("config", 60, "no such text"), ("hang", 1, "was over")):
         monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
         with pytest.raises(CaseFailedError, match=message):
-            run_case(JOB, no_talk, limit_s)
+            run_case(dataclasses.replace(JOB, limit_s=limit_s), no_talk)
 
 
 @pytest.mark.slow

@@ -14,13 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 import graphfsdp
 from graphfsdp.base.nvtx import RANGE_PREFIX, nvtx_range
 from graphfsdp.bench import measure
-from graphfsdp.bench.contenders import Setting, find_contenders
-from graphfsdp.bench.measure import (
-    MeasureOptions,
-    case_folder,
-    measure_case,
-)
-from graphfsdp.bench.options import parse_bench_arguments
+from graphfsdp.bench.contenders import Setting
+from graphfsdp.bench.measure import Job, case_folder, measure_case
+from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.profile import (
     ProfileRecord,
     describe_profile,
@@ -30,10 +26,17 @@ from graphfsdp.bench.profile import (
 from graphfsdp.bench.records import from_data
 from graphfsdp.bench.timeline import STEP, GraphNode, events_of, name_replays, replay_nodes
 from graphfsdp.bench.workloads import Case, find_workload
-from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 
 CPU = torch.device("cpu")
+
+
+def job_on(
+    device: torch.device, contender: str, *, profiles: str | None = None, nsys: bool = False
+) -> Job:
+    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device)
+    options = BenchOptions(seconds=0.1, roofline=False, random_tokens=True, nsys=nsys)
+    return Job(setting, (contender,), options, profiles)
 
 
 def event(name: str, start: float, end: float, category: str = "cpu_op", **more: Any) -> Any:
@@ -241,12 +244,8 @@ def test_ranges_are_there_under_a_profiler_alone_and_no_recording_holds_them() -
 def test_the_benchmark_profiles_every_contender_and_its_numbers_stay(
     device: torch.device, tmp_path: Path
 ) -> None:
-    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device)
-    options = MeasureOptions(
-        seconds=0.2, roofline=False, random_tokens=True, profile=str(tmp_path / "profile")
-    )
-    specs = find_contenders(("eager", "full_iteration"))
-    result = measure_case(setting, specs, options, lambda phase, name: None)
+    job = job_on(device, "full_iteration", profiles=str(tmp_path / "profile"))
+    result = measure_case(job, lambda phase, name: None)
     folder = case_folder(str(tmp_path / "profile"), result.workload.key)
     assert {path.name for path in folder.iterdir()} == {
         f"{name}.{kind}"
@@ -263,25 +262,15 @@ def test_a_contender_that_fails_under_the_profiler_says_so_and_stops_nobody(
         "profile_contender",
         lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")),
     )
-    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), CPU)
-    options = MeasureOptions(seconds=0.1, roofline=False, random_tokens=True, profile=str(tmp_path))
-    found = measure_case(setting, find_contenders(("eager",)), options, lambda phase, name: None)
+    job = job_on(CPU, "eager", profiles=str(tmp_path))
+    found = measure_case(job, lambda phase, name: None)
     text = (case_folder(str(tmp_path), found.workload.key) / "eager.txt").read_text()
     assert "eager has no profile: RuntimeError: no memory" in text
-
-
-def test_two_listeners_at_a_time_are_refused() -> None:
-    assert parse_bench_arguments(["--profile"]).profile
-    assert parse_bench_arguments(["--nsys"]).nsys
-    with pytest.raises(ConfigError, match="--profile and --nsys"):
-        parse_bench_arguments(["--profile", "--nsys"])
 
 
 def test_on_a_cpu_there_is_nothing_to_mark_for_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
-    setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), CPU)
-    options = MeasureOptions(seconds=0.1, roofline=False, random_tokens=True, nsys=True)
-    measure_case(setting, find_contenders(("eager",)), options, lambda phase, name: None)
+    measure_case(job_on(CPU, "eager", nsys=True), lambda phase, name: None)
     assert calls == []

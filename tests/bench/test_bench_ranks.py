@@ -3,10 +3,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.bench.agreement import Failure, attempt, first_says
+from graphfsdp.bench.agreement import Failure, attempt
 from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
-from graphfsdp.bench.measure import MeasureOptions, measure_case
+from graphfsdp.bench.measure import Job, measure_case
+from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.records import CaseResult
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload
 from graphfsdp.training.ranks import Ranks
@@ -38,7 +39,7 @@ def measure_on_rank(dtype: DtypeName) -> CaseResult:
         ContenderSpec("lame", "fails on one rank", fail_on_last),
         *find_contenders(("full_iteration",))[1:],
     ]
-    return measure_case(setting, specs, MeasureOptions(seconds=0.1), lambda *_: None)
+    return measure_case(Job(setting, options=BenchOptions(seconds=0.1)), lambda *_: None, specs)
 
 
 @pytest.mark.slow
@@ -73,7 +74,7 @@ def decide_on_rank() -> tuple[int | Failure, int]:
             raise ValueError("no\n\nmore lines")
         return 7
 
-    return attempt(make, ranks), first_says(ranks.rank + 40, ranks)
+    return attempt(make, ranks), ranks.exchange(ranks.rank + 40)[0]
 
 
 def test_a_failure_on_one_rank_is_everybodys(ranks2: RankPool) -> None:

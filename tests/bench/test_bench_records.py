@@ -73,12 +73,10 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert case().speedup("compile") is None
 
 
-def test_throughput_and_utilization_follow_from_the_median_step() -> None:
-    assert case().items_per_s("eager") == 4 * 32 / 5e-3
-    assert case().tflops("eager") == pytest.approx(6e9 / 5e-3 / 1e12)
-    assert case().mfu("eager") is None
-    assert case(stated_tflops=12.0).mfu("eager") == pytest.approx(0.1)
-    assert case().measured_utilization("eager") == pytest.approx(1.2 / 0.05)
+def test_throughput_follows_from_the_median_step() -> None:
+    eager = case().contenders[0]
+    assert case().items_per_s(eager) == 4 * 32 / 5e-3
+    assert case().tflops(eager) == pytest.approx(6e9 / 5e-3 / 1e12)
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))

@@ -2,6 +2,7 @@ import dataclasses
 import io
 import pathlib
 import re
+from typing import get_args
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from graphfsdp.bench.command import with_unasked
 from graphfsdp.bench.options import BenchOptions, make_parser, parse_bench_arguments
 from graphfsdp.bench.records import Spread
 from graphfsdp.bench.report import make_directory, page, write_directory
-from graphfsdp.bench.workloads import SUITES, suite
+from graphfsdp.bench.workloads import SuiteName, suite
 from graphfsdp.errors import ConfigError
 
 
@@ -165,7 +166,7 @@ def test_without_workloads_the_device_chooses_the_suite() -> None:
     assert BenchOptions(suite="quick", contender=("compile",)).cases("cpu")[0].contenders == (
         "compile",
     )
-    for name in SUITES:
+    for name in get_args(SuiteName):
         assert len({each.case.key for each in suite(name)}) == len(suite(name)) > 0
 
 
@@ -183,16 +184,13 @@ def test_without_workloads_the_device_chooses_the_suite() -> None:
         ("--suite cpu --workload gpt-tiny", "give one of them"),
         ("--data x --random-tokens", "give one"),
         ("--dtype fp8", "invalid choice"),
+        ("--profile --nsys", "--profile and --nsys"),
+        ("--batch-size 4", "goes with --workload"),
+        ("--suite quick --dtype bf16", "goes with --workload"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_by_name(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        parse_bench_arguments(arguments.split())
-
-
-@pytest.mark.parametrize("arguments", ["--batch-size 4", "--suite quick --dtype bf16"])
-def test_a_suite_has_sizes_and_precisions_of_its_own(arguments: str) -> None:
-    with pytest.raises(ConfigError, match="goes with --workload"):
         parse_bench_arguments(arguments.split()).cases("cpu")
 
 

@@ -18,7 +18,6 @@ from graphfsdp.bench.models import BertConfig, ExpertLayer, MoEConfig
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.gpt import GPTConfig
 
 TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "bert-tiny", "conv-tiny")
 NUM_STEPS = 14
@@ -27,14 +26,7 @@ NUM_STEPS = 14
 def source_of(
     name: str, device: torch.device, *, dtype: DtypeName = "fp32", rank: int = 0
 ) -> tuple[Case, BatchSource]:
-    return batch_source(
-        Case(find_workload(name), dtype, 2),
-        data=None,
-        random_tokens=False,
-        seed=3,
-        device=device,
-        rank=rank,
-    )
+    return batch_source(Case(find_workload(name), dtype, 2), device, seed=3, rank=rank)
 
 
 def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:
@@ -71,9 +63,7 @@ def test_batches_depend_on_seed_step_and_rank_alone(name: str, device: torch.dev
 
 def masked_batch_of(batch_size: int) -> tuple[BertConfig, Batch]:
     case = Case(find_workload("bert-tiny"), "fp32", batch_size)
-    case, source = batch_source(
-        case, data=None, random_tokens=True, seed=0, device=torch.device("cpu")
-    )
+    case, source = batch_source(case, torch.device("cpu"), random_tokens=True)
     assert isinstance(case.workload.model, BertConfig)
     return case.workload.model, source.take(0, 1)[0]
 
@@ -99,11 +89,10 @@ def test_masking_is_that_of_bert() -> None:
 
 
 def moe_layer(capacity_factor: float) -> tuple[MoEConfig, ExpertLayer]:
-    gpt = GPTConfig(
+    config = MoEConfig(
         vocab_size=8, seq_length=8, num_layers=1, hidden_size=4, num_attention_heads=1,
-        ffn_hidden_size=6,
+        ffn_hidden_size=6, num_experts=4, capacity_factor=capacity_factor,
     )  # fmt: skip
-    config = MoEConfig(gpt, num_experts=4, capacity_factor=capacity_factor)
     layer = ExpertLayer(config)
     for param in layer.parameters():
         nn.init.normal_(param)
@@ -160,8 +149,9 @@ def test_counted_flops_agree_with_the_formula_where_both_apply() -> None:
     shape = BertConfig(264, 128, 4, 256, 4)
     case, source = batch_source(
         Case(dataclasses.replace(bert, model=shape), "fp32", 2),
-        data=None, random_tokens=True, seed=0, device=torch.device("cpu"),
-    )  # fmt: skip
+        torch.device("cpu"),
+        random_tokens=True,
+    )
     counted, how = model_flops(case, source.make(0))
     assert how == COUNTED
     assert counted == pytest.approx(by_formula, rel=0.05)

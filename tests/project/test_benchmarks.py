@@ -10,6 +10,7 @@ from benchmarks import pairs, readme_table
 from graphfsdp.bench.clock import interleave
 from graphfsdp.bench.records import write_result
 from graphfsdp.bench.report import write_directory
+from graphfsdp.bench.workloads import Case, find_workload
 
 
 def test_contenders_take_turns_and_the_order_turns_round() -> None:
@@ -33,6 +34,16 @@ def test_optimizers_and_checkpoints_are_compared() -> None:
         assert found[name]["speedup"]["median"] > 0
     found = pairs.checkpoint(num_rounds=1, num_layers=1, width=32)
     assert found["save"]["ms"].keys() == found["load"]["ms"].keys() == {"dcp", "graphfsdp"}
+    assert len(list(pairs.told(found))) == 2
+
+
+def test_guards_are_timed_right_after_the_replays_that_asked_them() -> None:
+    found = pairs.guards([Case(find_workload("zoo-mixer"), "fp32", 4)], num_pairs=3)
+    (only,) = found["architectures"]
+    assert only["num_tensors"] == 50
+    assert 0 < found["worst_share"] == only["share"] < 1
+    (line,) = pairs.told(found)
+    assert line.startswith("zoo-mixer: ")
 
 
 def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> None:

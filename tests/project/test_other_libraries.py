@@ -5,7 +5,7 @@ Each is compared with the library's own uncaptured loop. They run where the libr
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,18 @@ def test_fabric_s_mixed_precision_in_an_iteration_of_one_s_own() -> None:
     assert_same_training(train)
 
 
-def hugging_face_models() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+def make_llama(transformers: Any, sizes: dict[str, int]) -> nn.Module:
+    config = transformers.LlamaConfig(**sizes, attention_dropout=0.2, use_cache=False)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def make_bert(transformers: Any, sizes: dict[str, int]) -> nn.Module:
+    model: nn.Module = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    return model
+
+
+def make_hugging_face(make: Callable[[Any, dict[str, int]], nn.Module]) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {
         "vocab_size": 32,
@@ -141,49 +152,50 @@ def hugging_face_models() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
         "num_attention_heads": 2,
         "max_position_embeddings": 16,
     }
-
-    def llama() -> nn.Module:
-        config = transformers.LlamaConfig(**sizes, attention_dropout=0.2, use_cache=False)
-        model: nn.Module = transformers.LlamaForCausalLM(config)
-        return model
-
-    def bert() -> nn.Module:
-        model: nn.Module = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-        return model
-
-    yield "llama", llama
-    yield "bert", bert
+    torch.manual_seed(0)
+    return make(transformers, sizes).train()
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_plain_hugging_face_model(name: str, recomputed: bool) -> None:
+def recompute_activations(model: nn.Module) -> None:
+    # The second is the name before version 5.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable(
+        {
+            "use_reentrant": False,
+            "preserve_rng_state": False,
+            "context_fn": graphfsdp.recompute_contexts,
+        }
+    )
+
+
+SHOWN = torch.arange(16)[None] < torch.tensor([[16], [11]])
+
+
+@pytest.mark.parametrize("way", ["plain", "recomputed", "padded"])
+@pytest.mark.parametrize("make", [make_llama, make_bert])
+def test_a_hugging_face_model(make: Callable[..., nn.Module], way: str) -> None:
     """Recomputed activations in the captured loop only: the numbers are those without."""
-    make = dict(hugging_face_models())[name]
+    mask = {}
+    if way == "padded":
+        shown = SHOWN[:, None, None, :]
+        if make is make_llama:
+            shown = shown & torch.ones(16, 16, dtype=torch.bool).tril()
+        mask["attention_mask"] = shown
 
     def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = make().train()
-        if recomputed and captured:
-            # The second is the name before version 5.
-            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
-            enable(
-                {
-                    "use_reentrant": False,
-                    "preserve_rng_state": False,
-                    "context_fn": graphfsdp.recompute_contexts,
-                }
-            )
+        model = make_hugging_face(make)
+        if way == "recomputed" and captured:
+            recompute_activations(model)
         optimizer = FusedAdam(model.parameters(), lr=1e-3)
         ids = [torch.randint(0, 32, (2, 16)) for _ in range(NUM_STEPS)]
-        losses = []
         if captured:
             with graphfsdp.capture(model, optimizer) as step:
-                return [step(input_ids=i, labels=i) for i in ids], model, optimizer
+                return [step(input_ids=i, labels=i, **mask) for i in ids], model, optimizer
+        losses = []
         for batch in ids:
             optimizer.zero_grad()
-            loss = model(input_ids=batch, labels=batch).loss
+            loss = model(input_ids=batch, labels=batch, **mask).loss
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
@@ -192,40 +204,15 @@ def test_a_plain_hugging_face_model(name: str, recomputed: bool) -> None:
     assert_same_training(train)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_hugging_face_model_with_padding(name: str) -> None:
-    """A mask of two dimensions is looked at on the host, the remedy says how to give another."""
-    make = dict(hugging_face_models())[name]
-    shown = torch.arange(16)[None] < torch.tensor([[16], [11]])
-
-    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = make().train()
-        optimizer = FusedAdam(model.parameters(), lr=1e-3)
-        ids = [torch.randint(0, 32, (2, 16)) for _ in range(NUM_STEPS)]
-        causal = (
-            torch.ones(16, 16, dtype=torch.bool).tril() if name == "llama" else shown.new_ones(1)
-        )
-        mask = shown[:, None, None, :] & causal
-        losses = []
-        if captured:
-            with graphfsdp.capture(model, optimizer) as step:
-                losses = [step(input_ids=i, labels=i, attention_mask=mask) for i in ids]
-            return losses, model, optimizer
-        for batch in ids:
-            optimizer.zero_grad()
-            loss = model(input_ids=batch, labels=batch, attention_mask=mask).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses, model, optimizer
-
-    assert_same_training(train)
-    model = make().train()
+@pytest.mark.parametrize("make", [make_llama, make_bert])
+def test_a_mask_that_transformers_reads_on_the_host_comes_with_its_remedy(
+    make: Callable[..., nn.Module],
+) -> None:
+    model = make_hugging_face(make)
     batch = torch.zeros(2, 16, dtype=torch.long)
     optimizer = FusedAdam(model.parameters())
     found = graphfsdp.check(
-        model, optimizer, input_ids=batch, labels=batch, attention_mask=shown.long(), target="cpu"
+        model, optimizer, input_ids=batch, labels=batch, attention_mask=SHOWN.long(), target="cpu"
     ).hazards
     assert found
     assert all("[batch, 1, queries, keys] of bool" in hazard.fix for hazard in found)

@@ -187,10 +187,8 @@ def test_losses_are_those_of_pytorchs_own_fully_shard() -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
     case, source = batch_source(
         Case(find_workload("gpt-tiny"), "fp32", 4),
-        data=None,
+        rank_device(),
         random_tokens=True,
-        seed=0,
-        device=rank_device(),
         rank=ranks.rank,
     )
     setting = Setting(case, rank_device(), ranks=ranks)

@@ -1,0 +1,69 @@
+"""Command lines: flags that are the fields of a dataclass, and bad ones reported in one line."""
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from graphfsdp.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def require(field: str, value: float, holds: bool, expected: str) -> None:
+    """Refuse a number that is not finite, or does not hold what is expected of its flag."""
+    if not holds or not math.isfinite(value):
+        raise ConfigError(f"{flag_name(field)} must be {expected}, got {value}")
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, options: type[Any], sections: Mapping[str, str]
+) -> dict[str, Any]:
+    """Add a flag for each annotated field of a dataclass; returns the groups by title.
+
+    ``some_name`` becomes ``--some-name``. Its type says what the flag takes (of a tuple: one or
+    more), the text is its help, and what may follow is argparse's metavar, or action of a switch
+    that has no ``--no-...``. ``sections`` are titles in the help by the first field below each.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    groups: dict[str, Any] = {}
+    group: Any = parser
+    for field in fields(options):
+        if field.name in sections:
+            title = sections[field.name]
+            group = groups[title] = parser.add_argument_group(title)
+        if get_origin(hints[field.name]) is Annotated:
+            _add_flag(group, field, *get_args(hints[field.name]))
+    return groups
+
+
+def _add_flag(
+    group: Any, field: Field[Any], kind: Any, explanation: str, extra: str | None = None
+) -> None:
+    # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
+    if field.default is not None and field.default is not False and field.default is not MISSING:
+        explanation += f" (default: {'on' if field.default is True else field.default})"
+    options: dict[str, Any] = {"required": field.default is MISSING, "help": explanation}
+    if type(None) in get_args(kind):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        options["nargs"] = "+"
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+    elif kind is bool:
+        options["action"] = extra or argparse.BooleanOptionalAction
+    else:
+        metavar = extra or {int: "N", float: "X", str: "PATH"}[kind]
+        options |= {"type": kind, "metavar": metavar}
+    group.add_argument(flag_name(field.name), **options)
