@@ -27,7 +27,8 @@ from graphfsdp.bench.records import (
     read_result,
     to_json,
 )
-from graphfsdp.bench.tables import Parser, print_line, wide_console
+from graphfsdp.bench.tables import wide_console
+from graphfsdp.command_line import Parser, print_line
 from graphfsdp.errors import ConfigError
 
 KIND = "graphfsdp_bench_comparison"

@@ -18,7 +18,8 @@ from rich.console import Console
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.records import Environment, to_json
-from graphfsdp.bench.tables import Parser, Table, print_line, wide_console
+from graphfsdp.bench.tables import Table, wide_console
+from graphfsdp.command_line import Parser, print_line
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphfsdp.bench.contenders import CONTENDERS, find_contenders
-from graphfsdp.bench.tables import Parser
 from graphfsdp.bench.workloads import (
     DTYPES,
     SUITES,
@@ -17,6 +16,7 @@ from graphfsdp.bench.workloads import (
     suite,
     workloads,
 )
+from graphfsdp.command_line import Parser
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import DeviceChoice

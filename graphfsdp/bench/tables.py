@@ -1,12 +1,10 @@
 """A result as text: numbers in words, and tables for a terminal, for Markdown and for HTML."""
 
-import argparse
 import html
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -22,7 +20,6 @@ from graphfsdp.bench.records import (
     Spread,
     WorkloadFacts,
 )
-from graphfsdp.errors import ConfigError
 
 # The loop that most people have.
 PLAIN = "pytorch"
@@ -32,21 +29,10 @@ _NEAR = 0.03
 _WIDTH = 160  # of a file or a pipe
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
-
-
 def wide_console(console: Console, *, quiet: bool = False) -> Console:
     """Return one that writes there, and whose tables are wide where no terminal says how wide."""
     width = None if console.is_terminal else max(console.width, _WIDTH)
     return Console(file=console.file, width=width, quiet=quiet)
-
-
-def print_line(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

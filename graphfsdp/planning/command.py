@@ -1,13 +1,12 @@
 """``graphfsdp plan``: what a training run will need, as a table or as JSON."""
 
-import argparse
 import json
 from collections.abc import Sequence
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
+from graphfsdp.command_line import Parser, print_line
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.model_plan import Collective
@@ -17,11 +16,6 @@ from graphfsdp.training.arguments import parse_train_arguments
 
 _STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
 
 
 def run_plan(arguments: Sequence[str], console: Console) -> None:
@@ -42,12 +36,12 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
     for table in (_memory_table(plan), _collective_table(plan)):
         console.print(table)
     for line in _summary(plan):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
-def _make_parser() -> _Parser:
+def _make_parser() -> Parser:
     speeds = Speeds()
-    parser = _Parser(
+    parser = Parser(
         prog="graphfsdp plan",
         description="Tell what each rank of a training run will need, on any machine: memory by "
         "kind, padding, collectives, and an estimate of the time.",

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields, replace
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from graphfsdp.command_line import Parser
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import ScopeName, TrainConfig
@@ -149,13 +150,6 @@ def find_preset(name: str) -> TrainConfig:
     raise ConfigError(f"--preset {name}: there is no such preset; choose one of {known}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
-
-
 def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     given = vars(make_parser().parse_args(arguments))
     impl = given.pop("cuda_graph_impl", None)
@@ -185,7 +179,7 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; a flag that is not given leaves no trace in the result."""
     presets = "".join(f"\n  {preset.name:<12} {preset.description}" for preset in PRESETS)
-    parser = _Parser(
+    parser = Parser(
         prog="graphfsdp train",
         description="Train a GPT with the whole iteration in one graph.",
         epilog=f"presets (flags override them; defaults below are those of 'default'):{presets}",
