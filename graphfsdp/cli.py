@@ -1,5 +1,6 @@
 """The command line: ``graphfsdp COMMAND ...``, also as ``python -m graphfsdp COMMAND ...``."""
 
+import functools
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 
 import graphfsdp
+from graphfsdp.command_line import print_line
 from graphfsdp.errors import CheckpointError, ConfigError, GraphFSDPError
 
 EXIT_FAILED = 1
@@ -55,9 +57,7 @@ def _check(arguments: Sequence[str]) -> int:
 def _checkpoint(arguments: Sequence[str]) -> int:
     from graphfsdp.checkpoint.convert import run_checkpoint_command
 
-    def say(line: str) -> None:
-        Console().print(line, markup=False, highlight=False, soft_wrap=True)
-
+    say = functools.partial(print_line, Console())
     try:
         return 0 if run_checkpoint_command(arguments, say) else EXIT_FAILED
     except CheckpointError as error:
@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # argparse, after printing a help
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
-        _complain(errors, "interrupted; what was logged so far is kept")
+        print_line(errors, "interrupted; what was logged so far is kept")
         return EXIT_INTERRUPTED
     except ConfigError as error:
-        _complain(errors, f"error: {' '.join(str(error).split())}")
+        print_line(errors, f"error: {' '.join(str(error).split())}")
         if not speaks:
             time.sleep(_SAY_FIRST_S)
         return EXIT_BAD_INPUT
@@ -110,10 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
-        Console().print(_usage(), markup=False, highlight=False, soft_wrap=True)
+        print_line(Console(), _usage())
         return 0
     if arguments[:1] == ["--version"]:
-        Console().print(f"graphfsdp {graphfsdp.__version__}", highlight=False)
+        print_line(Console(), f"graphfsdp {graphfsdp.__version__}")
         return 0
     known = ", ".join(command.name for command in COMMANDS)
     if not arguments:
@@ -135,8 +135,4 @@ def _usage() -> str:
 def _complain_of_rank(text: str) -> None:
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     prefix = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-    _complain(Console(stderr=True), f"{prefix}error: {text}")
-
-
-def _complain(errors: Console, text: str) -> None:
-    errors.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(Console(stderr=True), f"{prefix}error: {text}")

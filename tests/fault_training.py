@@ -150,15 +150,8 @@ def fail_everywhere(
 ) -> tuple[Tensor, int]:
     """Call the step, every time with a fault at the next operator, until none is left.
 
-    Args:
-        training: Its state must not change until then.
-        index: Of the call.
-        stride: Leave out all positions but every n-th.
-        ways: What may fail, and whether after the operator.
-        gradients: Whether gradients must not change either.
-
-    Returns:
-        What the call without a fault returned, and the number of faults.
+    Until then the state must not change, with ``gradients`` these neither. Returns what the call
+    without a fault has returned, and the number of faults.
     """
     batch = training.batch(index)
     world, phase = training.world(), training.step.phase

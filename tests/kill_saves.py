@@ -42,11 +42,15 @@ def numbers(model: nn.Module, optimizer: FusedAdam) -> list[Tensor]:
     return [*model.parameters(), *states]
 
 
+def is_all(step: int, model: nn.Module, optimizer: FusedAdam) -> bool:
+    return all(bool((tensor == step).all()) for tensor in numbers(model, optimizer))
+
+
 def loaded_step(root: Path) -> int:
     """Load the latest checkpoint and check that it is all of one step."""
     model, optimizer = model_of(-1)
     step = graphfsdp.load(root, model, optimizer).step
-    assert all(bool((tensor == step).all()) for tensor in numbers(model, optimizer))
+    assert is_all(step, model, optimizer)
     return step
 
 

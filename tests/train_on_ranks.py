@@ -1,6 +1,5 @@
 """The command line on two ranks, several times after each other, since a start takes seconds."""
 
-import argparse
 import contextlib
 import gc
 import io
@@ -9,17 +8,14 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import training_helpers
 from graphfsdp import cli
 from ranks import RankPool
+from training_helpers import TEXT as TEXT
 
-TEXT = argparse.__file__  # real text that every Python has
 # A global batch of 8 sequences: 4 micro-batches of one process, 2 of each of two.
-SMALL = (  # noqa: SIM905
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 3e-3 --lr-warmup-iters 4 "
-    "--clip-grad 0.5 --log-interval 1 --eval-interval 5 --eval-iters 3 --sample-tokens 0 "
-    "--no-progress --device cpu"
-).split()
+SMALL = [*training_helpers.SMALL, "--global-batch-size", "8", "--train-iters", "10", "--lr", "3e-3"]
+SMALL += ["--lr-warmup-iters", "4", "--eval-interval", "5", "--eval-iters", "3", "--device", "cpu"]
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from graphfsdp.bench.tables import (
     memory_overview,
     not_run_table,
     overview,
-    print_line,
     short_table,
     wide_console,
 )
 from graphfsdp.bench.workloads import PlannedCase
+from graphfsdp.command_line import print_line
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group

@@ -24,9 +24,9 @@ from graphfsdp.bench.records import (
     read_result,
     to_json,
 )
-from graphfsdp.bench.tables import Table, print_line, wide_console
+from graphfsdp.bench.tables import Table, wide_console
+from graphfsdp.command_line import Parser, print_line, require
 from graphfsdp.errors import ConfigError
-from graphfsdp.flags import Parser, require
 
 KIND = "graphfsdp_bench_comparison"
 DEFAULT_TOLERANCE = 0.05

@@ -17,9 +17,9 @@ from rich.console import Console
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.records import Environment, to_json
-from graphfsdp.bench.tables import Table, print_line, wide_console
+from graphfsdp.bench.tables import Table, wide_console
+from graphfsdp.command_line import Parser, print_line, require
 from graphfsdp.errors import ConfigError
-from graphfsdp.flags import Parser, require
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import TrainConfig

@@ -16,9 +16,9 @@ from graphfsdp.bench.workloads import (
     suite,
     workloads,
 )
+from graphfsdp.command_line import Parser, add_flags, require
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.flags import Parser, add_flags, require
 from graphfsdp.training.config import DeviceChoice, StrategyName
 
 _ABOUT = """\

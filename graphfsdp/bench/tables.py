@@ -34,10 +34,6 @@ def wide_console(console: Console, *, quiet: bool = False) -> Console:
     return Console(file=console.file, width=width, quiet=quiet)
 
 
-def print_line(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
 @dataclass(frozen=True)
 class Table:
     """The first ``num_left`` columns are aligned to the left."""

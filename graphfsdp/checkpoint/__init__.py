@@ -4,9 +4,9 @@ Beside its own modules it imports base, sharding and optim; trainers and the com
 """
 
 from graphfsdp.checkpoint.full import full_state_dict as full_state_dict
-from graphfsdp.checkpoint.full import load_full_state_dict as load_full_state_dict
 from graphfsdp.checkpoint.loading import Loaded as Loaded
 from graphfsdp.checkpoint.loading import load as load
+from graphfsdp.checkpoint.loading import load_full_state_dict as load_full_state_dict
 from graphfsdp.checkpoint.parts import FusedWeight as FusedWeight
 from graphfsdp.checkpoint.parts import fused_qkv as fused_qkv
 from graphfsdp.checkpoint.parts import gated_delta_net as gated_delta_net

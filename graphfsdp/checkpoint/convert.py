@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from graphfsdp.checkpoint.folder import begin, entries, resolve
-from graphfsdp.checkpoint.full import FullState, describe_full, read_full_file
+from graphfsdp.checkpoint.full import describe_full, full_state, read_full_file
 from graphfsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL
 from graphfsdp.checkpoint.parts import whole
 from graphfsdp.checkpoint.reading import CheckpointFiles
 from graphfsdp.checkpoint.safetensors_file import write_state
-from graphfsdp.checkpoint.saving import Snapshot, write_snapshot
 from graphfsdp.checkpoint.values import Json, decode
-from graphfsdp.checkpoint.writing import objects_file
+from graphfsdp.checkpoint.writing import Snapshot, objects_file, write_snapshot
+from graphfsdp.command_line import Parser
 from graphfsdp.errors import CheckpointError
-from graphfsdp.flags import Parser
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,9 @@ def convert(source: str, target: str, *, step: int | None = None, dtype: str | N
     if place.suffix in (".safetensors", ".pt", ".pth"):
         if place.exists():
             raise CheckpointError(f"{place} exists; nothing is overwritten: give a new name")
-        state = _read_full(opened, _parse_dtype(dtype))
+        facts = opened.manifest.facts
+        find = _casting(opened, _parse_dtype(dtype))
+        state = full_state(facts, opened.manifest.tensors, find) | {"step": facts["step"]}
         if place.suffix == ".safetensors":
             write_state(place, state["model"])
         else:
@@ -64,30 +65,15 @@ def convert(source: str, target: str, *, step: int | None = None, dtype: str | N
     return str(_write_checkpoint(opened, place))
 
 
-def _read_full(opened: Opened, dtype: torch.dtype | None = None) -> FullState:
-    """Return everything as a full state dict; the model's floating-point tensors in a dtype."""
-    manifest = opened.manifest
-    model: dict[str, Tensor] = {}
-    for key in manifest.tensors:
-        if key.startswith(MODEL):
-            tensor = opened.tensor(key)
-            floating = dtype is not None and tensor.is_floating_point()
-            model[key.removeprefix(MODEL)] = tensor.to(dtype) if floating else tensor
-    for alias, first in manifest.facts.get("aliases", {}).items():
-        model[alias] = model[first]
-    state: FullState = {"model": model, "step": manifest.facts["step"]}
-    saved = manifest.facts.get("optimizer")
-    if saved is not None:
-        state["optimizer"] = {
-            **decode(saved["rest"], opened.tensor),
-            "kind": saved["kind"],
-            "state": {name: decode(s, opened.tensor) for name, s in saved["state"].items()},
-            "param_groups": [
-                {**decode(group["hyper"], opened.tensor), "params": group["params"]}
-                for group in saved["groups"]
-            ],
-        }
-    return state
+def _casting(opened: Opened, dtype: torch.dtype | None) -> Callable[[str], Tensor]:
+    """Return what finds tensors, those of the model that are floating-point ones in a dtype."""
+
+    def find(key: str) -> Tensor:
+        tensor = opened.tensor(key)
+        casts = key.startswith(MODEL) and tensor.is_floating_point()
+        return tensor.to(dtype) if casts else tensor
+
+    return find if dtype is not None else opened.tensor
 
 
 def _write_checkpoint(opened: Opened, root: Path) -> Path:

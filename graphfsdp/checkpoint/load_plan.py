@@ -37,11 +37,6 @@ class LoadPlan:
         self.parts.append((key, whole(tensor)))
         return tensor
 
-    def act(self) -> None:
-        with torch.no_grad():
-            for action in self.afterwards:
-                action()
-
     def refuse_problems(self, what: str, remedy: str) -> None:
         if self.problems:
             listed = "\n".join(f"  {problem}" for problem in self.problems)
@@ -85,8 +80,8 @@ class LoadPlan:
                 self.join_piece(weight_key, remainder_key, piece)
 
     def join_piece(self, weight_key: str, remainder_key: str, into: Part) -> None:
-        weight = into.with_local(torch.empty_like(into.local, dtype=torch.bfloat16))
-        remainder = into.with_local(torch.empty_like(into.local, dtype=torch.int16))
+        weight = into.like(torch.empty_like(into.local, dtype=torch.bfloat16))
+        remainder = into.like(torch.empty_like(into.local, dtype=torch.int16))
         self.parts += [(weight_key, weight), (remainder_key, remainder)]
         self.afterwards.append(
             lambda: into.local.copy_(join_remainder(weight.local, remainder.local))

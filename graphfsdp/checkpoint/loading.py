@@ -2,9 +2,10 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.base.sharded import ShardedModule, sharded_roots
 from graphfsdp.checkpoint.folder import resolve
-from graphfsdp.checkpoint.full import load_full_state_dict, read_full_file
+from graphfsdp.checkpoint.full import describe_full, read_full_file
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
-from graphfsdp.checkpoint.manifest import read_manifest
+from graphfsdp.checkpoint.manifest import Manifest, read_manifest
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import name_model
 from graphfsdp.checkpoint.objects import (
@@ -26,7 +27,7 @@ from graphfsdp.checkpoint.objects import (
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.parts import FusedWeight
+from graphfsdp.checkpoint.parts import FusedWeight, NamedPart, Part
 from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, encode
@@ -97,56 +98,128 @@ def load(
     """
     members = Members.find(process_group)
     check_objects(objects or {})
-    if members.first(lambda: Path(path).is_file()):
-        read = functools.partial(read_full_file, Path(path))
-        state = members.together(lambda: read() if members.rank == 0 else None)
+    place = Path(path)
+    if members.first(place.is_file):
+        state = members.together(lambda: read_full_file(place) if members.rank == 0 else None)
         skipped = load_full_state_dict(
             model, state, optimizer, strict=strict, process_group=process_group
         )
-        _forget_gathered(model)
-        return Loaded(0, Path(path), skipped)
-    folder = Path(members.first(lambda: str(resolve(Path(path), step))))
+        return Loaded(0, place, skipped)
+    folder = Path(members.first(lambda: str(resolve(place, step))))
     try:
-        return _load_folder(
-            folder, model, optimizer, objects or {}, members, strict=strict, fused=fused, rng=rng
+        manifest = members.together(lambda: read_manifest(folder))
+        files = CheckpointFiles(folder, manifest)
+
+        def plan_more(plan: LoadPlan) -> None:
+            _plan_extra(plan)
+            _plan_objects(plan, objects or {}, files, members, rng=rng)
+
+        skipped = _load(
+            *(manifest, model, optimizer, members),
+            read=lambda parts: read_parts(parts, files, members),
+            plan_more=plan_more,
+            fused=fused,
+            refused=(f"checkpoint {folder}", "the model and optimizer that were saved")
+            if strict
+            else None,
         )
     except CheckpointDamagedError as error:  # on every rank
         found = members.first(lambda: name_last_good(folder))
         raise CheckpointDamagedError(f"{error}\n{found}") from None
+    return Loaded(int(manifest.facts["step"]), folder, skipped)
 
 
-def _load_folder(
-    folder: Path,
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> tuple[str, ...]:
+    """Load a whole state that rank 0 has, in place; every rank calls it.
+
+    One tensor is sent after the other, and each rank keeps its rows of it.
+
+    Args:
+        model: Sharded or not.
+        state: As ``full_state_dict`` returns it, or only the dictionary of the model's tensors;
+            read on rank 0.
+        optimizer: Its state too, which ``state`` must have then.
+        strict: Refuse a state that does not fit in everything.
+        process_group: Ranks that load together; None is all.
+
+    Returns:
+        What did not fit and was left as it was.
+
+    Raises:
+        CheckpointMismatchError: it does not fit; the whole difference is listed.
+    """
+    members = Members.find(process_group)
+    tensors: dict[str, Tensor] = {}
+
+    def describe() -> Manifest:
+        manifest, found = describe_full(state or {})
+        tensors.update(found)
+        return manifest
+
+    manifest = members.first(describe)
+    return _load(
+        *(manifest, model, optimizer, members),
+        read=lambda parts: _distribute(parts, manifest, tensors, members),
+        refused=("state", "the model that it was taken from") if strict else None,
+    )
+
+
+def _load(
+    manifest: Manifest,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    objects: Mapping[str, Stateful],
     members: Members,
     *,
-    strict: bool,
-    fused: Sequence[FusedWeight],
-    rng: bool,
-) -> Loaded:
-    manifest = members.together(lambda: read_manifest(folder))
-    files = CheckpointFiles(folder, manifest)
+    read: Callable[[Sequence[NamedPart]], None],
+    refused: tuple[str, str] | None,
+    plan_more: Callable[[LoadPlan], None] = lambda plan: None,
+    fused: Sequence[FusedWeight] = (),
+) -> tuple[str, ...]:
+    """Plan, compare, read and act; ``refused`` is what has problems then, and the remedy."""
 
     def make_plan() -> LoadPlan:
         plan = LoadPlan(manifest, name_model(model, fused))
         plan_model(plan)
-        _plan_extra(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
-        _plan_objects(plan, objects, files, members, rng=rng)
-        if strict:
-            plan.refuse_problems(f"checkpoint {folder}", "the model and optimizer that were saved")
+        plan_more(plan)
+        if refused is not None:
+            plan.refuse_problems(*refused)
         return plan
 
     with memory_for_values(model) as have_values:
         plan = members.together(make_plan)
-        read_parts(plan.parts, files, members)
-        plan.act()
+        with torch.no_grad():
+            read(plan.parts)
+            for action in plan.afterwards:
+                action()
         have_values(plan.filled())
     _forget_gathered(model)
-    return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
+    return tuple(plan.problems)
+
+
+def _distribute(
+    parts: Sequence[NamedPart], manifest: Manifest, tensors: Mapping[str, Tensor], members: Members
+) -> None:
+    """Send what any rank wants from rank 0, which has the tensors."""
+    wanted: dict[str, list[Part]] = {}
+    for key, part in parts:
+        wanted.setdefault(key, []).append(part)
+    send = functools.partial(dist.broadcast, group=members.group, group_src=0)
+    for key in dict.fromkeys(key for mine in members.gather(list(wanted)) for key in mine):
+        saved, tensor = manifest.tensors[key], tensors.get(key)
+        if members.group is not None:
+            tensor = members.transfer(send, tensor, saved.dtype, saved.shape)
+        assert tensor is not None
+        for part in wanted.get(key, ()):
+            part.local.copy_(tensor[part.box])
 
 
 def _plan_extra(plan: LoadPlan) -> None:

@@ -16,6 +16,7 @@ from graphfsdp.checkpoint.parts import (
     members_of,
     part_of,
 )
+from graphfsdp.checkpoint.safetensors_file import once_each
 from graphfsdp.errors import CheckpointError
 
 MODEL = "model/"
@@ -59,7 +60,7 @@ class NamedModel:
             return part_of(value, offsets if value.shape[:1] == param.shape[:1] else None)
         mine = part_of(param, offsets)
         if value.shape == mine.local.shape and value.shape != param.shape:
-            return mine.with_local(value.detach())
+            return mine.like(value.detach())
         if offsets and value.shape[:1] == mine.local.shape[:1]:
             rest = tuple(value.shape[1:])
             place = (offsets[0], *[0] * len(rest))
@@ -72,10 +73,8 @@ def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedMode
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     offsets = _offsets(model)
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
+    found: dict[str, Tensor] = {}
     extra: dict[str, tuple[nn.Module, Any]] = {}
-    first_names: dict[int, str] = {}
     for raw_name, value in model.state_dict(keep_vars=True).items():
         name = raw_name
         for wrapper in _WRAPPERS:
@@ -84,12 +83,10 @@ def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedMode
         if not isinstance(value, Tensor) or last == "_extra_state":
             extra[name] = (model.get_submodule(owner), value)
             continue
-        first = first_names.setdefault(id(value), name)
-        if first == name:
-            tensors[name] = value
-            members_of(name, value.shape, fused)
-        else:
-            aliases[name] = first
+        found[name] = value
+    tensors, aliases = once_each(found)
+    for name, tensor in tensors.items():
+        members_of(name, tensor.shape, fused)  # which refuses what cannot be cut
     return NamedModel(tensors, aliases, extra, offsets, tuple(fused))
 
 

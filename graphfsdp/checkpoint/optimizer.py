@@ -20,7 +20,7 @@ from graphfsdp.checkpoint.named import (
     states_by_index,
 )
 from graphfsdp.checkpoint.parts import NamedPart
-from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode
+from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode, tensor_under
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
@@ -46,19 +46,16 @@ def describe_optimizer(
     """``store`` keeps large tensors that belong to no parameter."""
     state_dict = optimizer.state_dict()
     named = name_parameters(model, optimizer)
-    groups = []
-    for row, (group, saved) in enumerate(zip(named, state_dict["param_groups"], strict=True)):
-        numbers = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
-        numbers |= _settings(optimizer)
-        params = [member.name for name, _ in group for member in model.members(name)]
-        hyper = encode(numbers, f"{OPTIMIZER}param_groups[{row}]", store)
-        groups.append({"params": params, "hyper": hyper})
-    rest = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+    settings = _settings(optimizer)
+    groups = [
+        {**saved, **settings, "params": [m.name for name, _ in group for m in model.members(name)]}
+        for group, saved in zip(named, state_dict["param_groups"], strict=True)
+    ]
     skipped = skip_counter(optimizer)
     if skipped is not None:  # as the optimizers that count themselves have it
-        rest.setdefault("control", {"skipped_steps": skipped})
-    facts: dict[str, Json] = {"kind": _kind_of(optimizer), "groups": groups, "state": {}}
-    facts["rest"] = encode(rest, f"{OPTIMIZER}rest", store)
+        state_dict.setdefault("control", {"skipped_steps": skipped})
+    kind = _kind_of(optimizer)
+    facts = optimizer_facts({**state_dict, "kind": kind, "param_groups": groups}, store)
     parts: list[NamedPart] = []
     for name, param, index in states_by_index(state_dict, named):
         members = model.members(name)
@@ -71,9 +68,25 @@ def describe_optimizer(
                 parts += cut(OPTIMIZER, members, part, f"/{key}")
             for member in members:
                 where = f"{OPTIMIZER}{member.name}/{key}"
-                entry = {"!": "tensor", "key": where} if has_rows else encode(value, where, store)
+                entry = tensor_under(where) if has_rows else encode(value, where, store)
                 facts["state"].setdefault(member.name, {})[key] = entry
     return facts, parts
+
+
+def optimizer_facts(full: Mapping[str, Any], store: StoreTensor) -> dict[str, Json]:
+    """Encode all but the states of a state dict that has its kind, and names of parameters."""
+    groups = []
+    for row, group in enumerate(full["param_groups"]):
+        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        where = f"{OPTIMIZER}param_groups[{row}]"
+        groups.append({"params": list(group["params"]), "hyper": encode(hyper, where, store)})
+    rest = {k: v for k, v in full.items() if k not in ("state", "param_groups", "kind")}
+    return {
+        "kind": full.get("kind", "AdamW"),
+        "groups": groups,
+        "rest": encode(rest, f"{OPTIMIZER}rest", store),
+        "state": {},
+    }
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:

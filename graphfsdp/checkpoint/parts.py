@@ -18,6 +18,12 @@ from torch import Tensor
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.errors import ConfigError
 
+Box = tuple[slice, ...]
+
+
+def box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    return tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -31,7 +37,12 @@ class Part:
     def dtype(self) -> torch.dtype:
         return self.local.dtype
 
-    def with_local(self, local: Tensor) -> "Part":
+    @property
+    def box(self) -> Box:
+        """Where it lies in the whole tensor."""
+        return box(self.offsets, self.local.shape)
+
+    def like(self, local: Tensor) -> "Part":
         """Return the same part with other elements, which may have another dtype."""
         return Part(local, self.offsets, self.whole_shape)
 

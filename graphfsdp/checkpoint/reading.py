@@ -12,13 +12,12 @@ from torch import Tensor
 from graphfsdp.checkpoint.folder import entries
 from graphfsdp.checkpoint.manifest import BLOCK_BYTES, Manifest, SavedPiece, read_manifest
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.parts import NamedPart, Part
+from graphfsdp.checkpoint.parts import Box, NamedPart, Part, box
 from graphfsdp.checkpoint.safetensors_file import map_file, view_bytes
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError
 
 _MAX_NAMED = 20
-Box = tuple[slice, ...]
 
 
 class CheckpointFiles:
@@ -96,9 +95,7 @@ class CheckpointFiles:
             return self.piece(key, saved.pieces[0])
         found = torch.empty(saved.shape, dtype=saved.dtype)
         for piece in saved.pieces:
-            ranges = zip(piece.offsets, piece.sizes, strict=True)
-            place = tuple(slice(first, first + size) for first, size in ranges)
-            found[place].copy_(self.piece(key, piece))
+            found[box(piece.offsets, piece.sizes)].copy_(self.piece(key, piece))
         return found
 
     def objects(self, name: str) -> dict[str, Json]:
@@ -137,9 +134,8 @@ def read_parts(parts: Sequence[NamedPart], files: CheckpointFiles, members: Memb
         files.raise_damage()
 
     def fill() -> None:
-        with torch.no_grad():
-            for key, piece, source, target in reads:
-                target.copy_(files.piece(key, piece)[source])
+        for key, piece, source, target in reads:
+            target.copy_(files.piece(key, piece)[source])
 
     members.together(check)
     members.together(fill)
@@ -170,9 +166,9 @@ def _overlap(piece: SavedPiece, part: Part) -> tuple[Box, Box] | None:
     return tuple(source), tuple(target)
 
 
-def _byte_range(piece: SavedPiece, box: Box, itemsize: int) -> tuple[int, int]:
+def _byte_range(piece: SavedPiece, read: Box, itemsize: int) -> tuple[int, int]:
     first = last = 0
-    for size, place in zip(piece.sizes, box, strict=True):
+    for size, place in zip(piece.sizes, read, strict=True):
         first = first * size + place.start
         last = last * size + place.stop - 1
     return first * itemsize, (last + 1) * itemsize

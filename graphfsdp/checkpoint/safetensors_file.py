@@ -77,12 +77,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Tied tensors are written under the first of their names.
-
-    The others stand in the file's metadata, where ``safetensors.torch.load_model`` looks for them.
-    The file appears under its name only when it is complete.
-    """
+def once_each(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tied tensors under the first of their names alone, and that by their other names."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_names: dict[int, str] = {}  # by identity
@@ -92,6 +88,16 @@ def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
             tensors[name] = tensor
         else:
             aliases[name] = first
+    return tensors, aliases
+
+
+def write_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Tied tensors are written under the first of their names.
+
+    The others stand in the file's metadata, where ``safetensors.torch.load_model`` looks for them.
+    The file appears under its name only when it is complete.
+    """
+    tensors, aliases = once_each(state)
     order = order_of(tensors)
     begin, _ = make_header(tensors, order, {"format": "pt", **aliases})
     unfinished = path.with_name(path.name + ".unfinished")

@@ -1,24 +1,19 @@
 """`graphfsdp.save` and `AsyncSaver`: a training state into a folder, complete or not at all."""
 
-import hashlib
-import json
+import functools
 import os
-import platform
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp.checkpoint.folder import begin, commit, give_up, unfinished
-from graphfsdp.checkpoint.manifest import Manifest
+from graphfsdp.checkpoint.folder import begin
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import model_parts, name_model
+from graphfsdp.checkpoint.named import NamedModel, model_parts, name_model
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -30,21 +25,12 @@ from graphfsdp.checkpoint.objects import (
 from graphfsdp.checkpoint.optimizer import describe_optimizer
 from graphfsdp.checkpoint.parts import FusedWeight, NamedPart
 from graphfsdp.checkpoint.values import Json, encode
-from graphfsdp.checkpoint.writing import write_files
+from graphfsdp.checkpoint.writing import Snapshot, write_snapshot
 from graphfsdp.errors import CheckpointError, ConfigError
 
 # Names among the objects.
 RANDOM = "random"
 BUFFERS = "buffers"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All that one rank saves, at one moment."""
-
-    parts: tuple[NamedPart, ...]
-    facts: dict[str, Json]  # for the manifest
-    objects: dict[str, Json]  # encoded states
 
 
 def save(
@@ -86,94 +72,71 @@ def save(
         ConfigError: an argument cannot be used.
     """
     members = Members.find(process_group)
-    _check_arguments(objects, step, keep_last)
-    snapshot = members.together(
-        lambda: _take_snapshot(
-            model, optimizer, objects or {}, fused=fused, rng=rng, members=members
-        )
-    )
-    root = Path(path)
-    found, name = members.first(lambda: begin(root, step))
-    return write_snapshot(snapshot, root, name, found, members, keep_last=keep_last)
+    return _begin(
+        *(path, model, optimizer, members),
+        objects=objects,
+        step=step,
+        keep_last=keep_last,
+        fused=fused,
+        rng=rng,
+    )(members)
 
 
-def _check_arguments(
-    objects: Mapping[str, Any] | None, step: int | None, keep_last: int | None
-) -> None:
-    check_objects(objects or {})
-    taken = {RANDOM, BUFFERS} & set(objects or {})
+def _begin(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    members: Members,
+    *,
+    objects: Mapping[str, Stateful] | None,
+    step: int | None,
+    keep_last: int | None,
+    fused: Sequence[FusedWeight],
+    rng: bool,
+    keep: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
+) -> Callable[[Members], Path]:
+    """Return what will write the state, which ``keep`` may copy before it changes."""
+    things = dict(objects or {})
+    check_objects(things)
+    taken = {RANDOM, BUFFERS} & set(things)
     if taken:
         raise ConfigError(f"objects may not have the name {taken.pop()!r}, which is taken")
     for name, value, minimum in (("step", step, 0), ("keep_last", keep_last, 1)):
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (is_number and value >= minimum):
             raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+    if rng:
+        things[RANDOM] = RandomState()
+
+    def take_snapshot() -> Snapshot:
+        named = name_model(model, fused)
+        sink = TensorSink(named)
+        parts, facts = describe_state(named, optimizer, sink, with_buffers=members.rank == 0)
+        if members.size > 1 and named.buffers():
+            things[BUFFERS] = BufferState(named)
+        encoded = encode_objects(things, sink)
+        return keep(Snapshot((*parts, *sink.parts), facts, encoded))
+
+    snapshot, root = members.together(take_snapshot), Path(path)
+    number, folder = members.first(lambda: begin(root, step))
+    return functools.partial(write_snapshot, snapshot, root, folder, number, keep_last=keep_last)
 
 
-def _take_snapshot(
-    model: nn.Module,
+def describe_state(
+    named: NamedModel,
     optimizer: torch.optim.Optimizer | None,
-    objects: Mapping[str, Stateful],
+    sink: TensorSink,
     *,
-    fused: Sequence[FusedWeight],
-    rng: bool,
-    members: Members,
-) -> Snapshot:
-    """Describe what is to be saved; tensors are views of the living ones."""
-    named = name_model(model, fused)
-    sink = TensorSink(named)
-    parts = list(model_parts(named, with_buffers=members.rank == 0))
+    with_buffers: bool,
+) -> tuple[list[NamedPart], dict[str, Json]]:
+    """Return views of the living tensors, and the facts of model and optimizer."""
+    parts = list(model_parts(named, with_buffers=with_buffers))
     extra = {name: state for name, (_, state) in named.extra.items()}
-    facts: dict[str, Json] = {
-        "aliases": named.aliases,
-        "extra": encode(extra, "extra", sink.store),
-    }
+    facts = {"aliases": named.aliases, "extra": encode(extra, "extra", sink.store)}
     if optimizer is not None:
         facts["optimizer"], its_parts = describe_optimizer(named, optimizer, sink.store)
         parts += its_parts
-    everything = {**objects, **({RANDOM: RandomState()} if rng else {})}
-    if members.size > 1 and named.buffers():
-        everything[BUFFERS] = BufferState(named)
-    encoded = encode_objects(everything, sink)
-    return Snapshot((*parts, *sink.parts), facts, encoded)
-
-
-def write_snapshot(
-    snapshot: Snapshot,
-    root: Path,
-    name: str,
-    step: int,
-    members: Members,
-    *,
-    keep_last: int | None = None,
-) -> Path:
-    """Write, sync and show a checkpoint that was begun, or leave nothing of it; a collective."""
-    digests = {name: _digest(state) for name, state in snapshot.objects.items()}
-    facts = {
-        "step": step,
-        "num_ranks": members.size,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "objects": members.gather(digests),
-        **snapshot.facts,
-    }
-    try:
-        write_files(
-            unfinished(root, name),
-            snapshot.parts,
-            snapshot.objects,
-            members,
-            lambda files, tensors: commit(root, name, Manifest(facts, files, tensors), keep_last),
-        )
-    except CheckpointError:
-        if members.rank == 0:
-            give_up(root, name)
-        raise
-    return root / name
-
-
-def _digest(state: Json) -> str:
-    text = json.dumps(state, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return parts, facts
 
 
 class AsyncSaver:
@@ -193,10 +156,10 @@ class AsyncSaver:
             process_group: Ranks that save together; None is all.
         """
         self._members = Members.find(process_group)
-        self._thread: threading.Thread | None = None
+        self._thread = futures.ThreadPoolExecutor(1, "graphfsdp-save")
         self._is_closed = False
+        self._saving: futures.Future[Path] | None = None
         self._result: Path | None = None
-        self._failure: BaseException | None = None
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._background = self._members
         if self._members.group is not None:
@@ -229,25 +192,21 @@ class AsyncSaver:
         self.wait()
         if self._is_closed:
             raise CheckpointError("this AsyncSaver was closed. Remedy: make another one")
-        _check_arguments(objects, step, keep_last)
-        snapshot = self._members.together(
-            lambda: self._copy(
-                _take_snapshot(
-                    model, optimizer, objects or {}, fused=fused, rng=rng, members=self._members
-                )
-            )
+        write = _begin(
+            *(path, model, optimizer, self._members),
+            objects=objects,
+            step=step,
+            keep_last=keep_last,
+            fused=fused,
+            rng=rng,
+            keep=self._copy,
         )
-        root = Path(path)
-        found, name = self._members.first(lambda: begin(root, step))
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot, root, name, found, keep_last), name="graphfsdp-save"
-        )
-        self._thread.start()
+        self._saving = self._thread.submit(write, self._background)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is still being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._saving is not None and not self._saving.done()
 
     def wait(self) -> Path | None:
         """Wait until what was saved is complete.
@@ -258,12 +217,10 @@ class AsyncSaver:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._saving is not None:
+            futures.wait([self._saving])  # first, since Ctrl-C may end the wait
+            saving, self._saving = self._saving, None
+            self._result = saving.result()
         return self._result
 
     def close(self) -> None:
@@ -276,6 +233,7 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
+            self._thread.shutdown()
             self._memory.clear()
             if self._background is not self._members and self._background.group is not None:
                 dist.destroy_process_group(self._background.group)
@@ -284,12 +242,7 @@ class AsyncSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:
@@ -304,18 +257,8 @@ class AsyncSaver:
                 copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             memory[place] = copy.copy_(local, non_blocking=True)
             on_gpu = on_gpu or local.is_cuda
-            copies.append((key, part.with_local(copy)))
+            copies.append((key, part.like(copy)))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         self._memory = memory
         return Snapshot(tuple(copies), snapshot.facts, snapshot.objects)
-
-    def _write(
-        self, snapshot: Snapshot, root: Path, name: str, step: int, keep_last: int | None
-    ) -> None:
-        try:
-            self._result = write_snapshot(
-                snapshot, root, name, step, self._background, keep_last=keep_last
-            )
-        except BaseException as error:  # raised again by wait(), on the thread that asked
-            self._failure = error

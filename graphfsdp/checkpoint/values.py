@@ -37,6 +37,11 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def tensor_under(key: str) -> Json:
+    """Return what stands for a tensor that lies in the data files."""
+    return {_TAG: "tensor", "key": key}
+
+
 def encode(value: Any, where: str, store: StoreTensor) -> Json:
     """``where`` names it in messages and names large tensors, which ``store`` keeps.
 
@@ -108,7 +113,7 @@ def _encode_mapping(value: Mapping[Any, Any], where: str, store: StoreTensor) ->
 
 def _encode_tensor(value: Tensor, where: str, store: StoreTensor) -> Json:
     if is_dtensor(value) or value.nbytes > INLINE_BYTES:
-        return {_TAG: "tensor", "key": store(where, value)}
+        return tensor_under(store(where, value))
     found = {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
     value = value.detach()
     if value.dim() == 0 and not value.is_complex() and math.isfinite(value.item()):

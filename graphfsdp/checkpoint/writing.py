@@ -5,23 +5,31 @@ be cut evenly, its ``FileSystemWriter`` pickles the metadata, and neither has ch
 which damage would be loaded. What would be left of it is less than what connects to it.
 """
 
+import hashlib
 import json
 import math
 import os
+import platform
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from graphfsdp.checkpoint.folder import explained
-from graphfsdp.checkpoint.manifest import BLOCK_BYTES, SavedFile, SavedPiece, SavedTensor
+from graphfsdp.checkpoint.folder import commit, explained, give_up, unfinished
+from graphfsdp.checkpoint.manifest import (
+    BLOCK_BYTES,
+    Manifest,
+    SavedFile,
+    SavedPiece,
+    SavedTensor,
+)
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.parts import NamedPart
+from graphfsdp.checkpoint.parts import NamedPart, Part
 from graphfsdp.checkpoint.safetensors_file import make_header, order_of, raw_bytes
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointError
@@ -29,86 +37,106 @@ from graphfsdp.errors import CheckpointError
 # The disk begins so early: less would be many small requests, more would leave it idle at first.
 _SYNC_BYTES = 16 << 20
 
-Finish = Callable[[dict[str, SavedFile], dict[str, SavedTensor]], None]
+# The files that a rank has written, and the tensors in them with one piece each.
+Written = tuple[dict[str, SavedFile], list[tuple[str, SavedTensor]]]
 
 
 @dataclass(frozen=True)
-class _Box:
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    whole_shape: tuple[int, ...]
+class Snapshot:
+    """All that one rank saves, at one moment."""
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The files of a rank, and where each of its boxes lies in them."""
-
-    files: dict[str, SavedFile]
-    pieces: list[tuple[_Box, SavedPiece]]
+    parts: tuple[NamedPart, ...]
+    facts: dict[str, Json]  # for the manifest
+    objects: dict[str, Json]  # encoded states
 
 
 def objects_file(rank: int) -> str:
     return f"objects-{rank:05d}.json"
 
 
-def write_files(
-    folder: Path,
-    parts: Sequence[NamedPart],
-    objects: dict[str, Json],
+def write_snapshot(
+    snapshot: Snapshot,
+    root: Path,
+    name: str,
+    step: int,
     members: Members,
-    finish: Finish,
-) -> None:
-    """Write and sync every rank's files; then rank 0 calls ``finish`` with all that was written."""
-    filled = [(key, part) for key, part in parts if part.local.numel() or 0 in part.whole_shape]
-    boxes = [
-        _Box(key, tuple(part.offsets), tuple(part.local.shape), part.dtype, part.whole_shape)
-        for key, part in filled
-    ]
-    chosen = members.assign(boxes, _share_out)
-    tensors = {boxes[number]: filled[number][1].local for number in chosen}
+    *,
+    keep_last: int | None = None,
+) -> Path:
+    """Write, sync and show a checkpoint that was begun, or leave nothing of it; a collective."""
+    folder = unfinished(root, name)
+    facts = {
+        "step": step,
+        "num_ranks": members.size,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "objects": members.gather({key: _digest(state) for key, state in snapshot.objects.items()}),
+        **snapshot.facts,
+    }
 
-    def write() -> _Written:
-        with explained(folder.parent):
-            return _write(folder, members.rank, tensors, objects)
+    def write() -> Written:
+        with explained(root):
+            return _write(folder, members.rank, mine, snapshot.objects)
 
-    def list_all(everyone: list[_Written]) -> list[None]:
-        files = {name: file for written in everyone for name, file in written.files.items()}
+    def finish(everyone: list[Written]) -> list[None]:
+        files = {file: saved for written, _ in everyone for file, saved in written.items()}
         _check_files(folder, files)
-        pieces: dict[_Box, list[SavedPiece]] = {}
-        for box, piece in (pair for written in everyone for pair in written.pieces):
-            whole = _Box(box.key, (), (), box.dtype, box.whole_shape)
-            pieces.setdefault(whole, []).append(piece)
-        finish(
-            files,
-            {w.key: SavedTensor(w.dtype, w.whole_shape, tuple(p)) for w, p in pieces.items()},
-        )
+        tensors: dict[str, list[SavedTensor]] = {}
+        for key, saved in (pair for _, pairs in everyone for pair in pairs):
+            tensors.setdefault(key, []).append(saved)
+        merged = {
+            key: replace(cut[0], pieces=tuple(piece for one in cut for piece in one.pieces))
+            for key, cut in tensors.items()
+        }
+        commit(root, name, Manifest(facts, files, merged), keep_last)
         return [None for _ in everyone]
 
-    members.assign(members.together(write), list_all)
+    try:
+        mine = share_out(snapshot.parts, members)
+        members.assign(members.together(write), finish)
+    except CheckpointError:
+        if members.rank == 0:
+            give_up(root, name)
+        raise
+    return root / name
 
 
-def _share_out(offers: list[list[_Box]]) -> list[list[int]]:
-    """Return the numbers of the boxes that each rank writes: each once, where least is written."""
+def _digest(state: Json) -> str:
+    text = json.dumps(state, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def share_out(parts: Sequence[NamedPart], members: Members) -> list[NamedPart]:
+    """Return which of its parts this rank gives: each is given by one that has it."""
+    filled = [(key, part) for key, part in parts if part.local.numel() or 0 in part.whole_shape]
+    offers = [(key, describe_part(part)) for key, part in filled]
+    return [filled[number] for number in members.assign(offers, _choose)]
+
+
+def describe_part(
+    part: Part, file: str = "", start: int = 0, crc32: tuple[int, ...] = ()
+) -> SavedTensor:
+    """Return what the manifest will say of a part; without a file, so much as is known before."""
+    piece = SavedPiece(part.offsets, tuple(part.local.shape), file, start, crc32)
+    return SavedTensor(part.dtype, part.whole_shape, (piece,))
+
+
+def _choose(offers: list[list[tuple[str, SavedTensor]]]) -> list[list[int]]:
+    """Return the numbers of the parts that each rank gives, most where least is given so far."""
     holders: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-    for rank, boxes in enumerate(offers):
-        for number, box in enumerate(boxes):
-            holders.setdefault((box.key, box.offsets), {}).setdefault(rank, number)
+    for rank, tensors in enumerate(offers):
+        for number, (key, tensor) in enumerate(tensors):
+            place = (key, tensor.pieces[0].offsets)
+            holders.setdefault(place, {}).setdefault(rank, number)
     chosen: list[list[int]] = [[] for _ in offers]
     num_bytes = [0 for _ in offers]
     missing: dict[str, int] = {}
     for places in sorted(holders.values(), key=len):  # first those of which nobody has a copy
         rank = min(places, key=lambda rank: num_bytes[rank])
-        box = offers[rank][places[rank]]
+        key, tensor = offers[rank][places[rank]]
+        numel = math.prod(tensor.pieces[0].sizes)
         chosen[rank].append(places[rank])
-        num_bytes[rank] += box.num_bytes
-        whole = missing.setdefault(box.key, math.prod(box.whole_shape))
-        missing[box.key] = whole - math.prod(box.sizes)
+        num_bytes[rank] += numel * tensor.dtype.itemsize
+        missing[key] = missing.get(key, math.prod(tensor.shape)) - numel
     wrong = sorted(key for key, numel in missing.items() if numel)
     if wrong:
         raise CheckpointError(
@@ -120,29 +148,30 @@ def _share_out(offers: list[list[_Box]]) -> list[list[int]]:
 
 
 def _write(
-    folder: Path, rank: int, tensors: Mapping[_Box, Tensor], objects: dict[str, Json]
-) -> _Written:
-    written = _Written({}, [])
-    if tensors:
-        named = {_name_of(box): tensor for box, tensor in tensors.items()}
+    folder: Path, rank: int, parts: Sequence[NamedPart], objects: dict[str, Json]
+) -> Written:
+    files: dict[str, SavedFile] = {}
+    tensors: list[tuple[str, SavedTensor]] = []
+    if parts:
+        labels = [_label(key, part) for key, part in parts]
+        named = {label: part.local for label, (_, part) in zip(labels, parts, strict=True)}
         order = order_of(named)
         begin, starts = make_header(named, order, {"format": "pt"})
         name = f"data-{rank:05d}.safetensors"
         with (folder / name).open("xb") as file:
             file.write(begin)
-            checksums = _write_tensors(file, [named[name] for name in order])
+            checksums = _write_tensors(file, [named[label] for label in order])
             size = file.tell()
-        written.files[name] = SavedFile(size, len(begin), zlib.crc32(begin))
+        files[name] = SavedFile(size, len(begin), zlib.crc32(begin))
         crc32 = dict(zip(order, checksums, strict=True))
-        for box in tensors:
-            place = (name, starts[_name_of(box)], crc32[_name_of(box)])
-            written.pieces.append((box, SavedPiece(box.offsets, box.sizes, *place)))
+        for label, (key, part) in zip(labels, parts, strict=True):
+            tensors.append((key, describe_part(part, name, starts[label], crc32[label])))
     content = json.dumps(objects, allow_nan=False).encode()
     with (folder / objects_file(rank)).open("xb") as file:
         file.write(content)
         _sync(file)
-    written.files[objects_file(rank)] = SavedFile(len(content), len(content), zlib.crc32(content))
-    return written
+    files[objects_file(rank)] = SavedFile(len(content), len(content), zlib.crc32(content))
+    return files, tensors
 
 
 def _write_tensors(file: BinaryIO, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -174,12 +203,11 @@ def _write_tensors(file: BinaryIO, tensors: Sequence[Tensor]) -> list[tuple[int,
     return found
 
 
-def _name_of(box: _Box) -> str:
-    """Return a box's name in the file; of a box that is not all, with its place."""
-    if box.whole_shape == box.sizes:
-        return box.key
-    ranges = (f"{first}:{first + n}" for first, n in zip(box.offsets, box.sizes, strict=True))
-    return f"{box.key}[{','.join(ranges)}]"
+def _label(key: str, part: Part) -> str:
+    """Return a part's name in the file; of a part that is not all, with its place."""
+    if part.local.shape == part.whole_shape:
+        return key
+    return f"{key}[{','.join(f'{place.start}:{place.stop}' for place in part.box)}]"
 
 
 def _check_files(folder: Path, files: Mapping[str, SavedFile]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from graphfsdp.command_line import Parser, print_line, require
 from graphfsdp.config import ShardingStrategy
-from graphfsdp.flags import Parser, require
 from graphfsdp.planning.model_plan import Collective
 from graphfsdp.planning.pool_rehearsal import PlannedMesh
 from graphfsdp.planning.training_plan import Speeds, TrainingPlan, plan_training
@@ -34,7 +34,7 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
     for table in (_memory_table(plan), _collective_table(plan)):
         console.print(table)
     for line in _summary(plan):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _make_parser() -> Parser:

@@ -1,6 +1,7 @@
 """The plan of a training run of the command line: memory, collectives, time."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,11 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
 from graphfsdp.planning.pool_rehearsal import RunForward
+from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
-from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.data import BYTES_VOCAB_SIZE
 from graphfsdp.training.metrics import flops_per_token
 
-_BYTES_VOCABULARY = 256  # of a run whose data are read as bytes
 _TOKEN_BYTES = 8
 _PROBED_LAYERS = (2, 3)  # every further layer takes as much as the third
 _MICRO = 1e-6
@@ -160,11 +161,11 @@ def plan_training(
     ``num_ranks`` counts all machines; ``rank`` is the one whose optimizer state is counted.
     """
     batch = config.batch(num_ranks)
-    shape = config.gpt(config.vocab_size or _BYTES_VOCABULARY)
-    model = _on_meta(shape, config.main_dtype)
+    vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
+    model = make_model(config, vocab_size, torch.device("meta"), config.main_dtype)
     plan = plan_model(
         model,
-        [f"blocks.{index}" for index in range(shape.num_layers)],
+        [f"blocks.{index}" for index in range(config.num_layers)],
         num_ranks=num_ranks,
         num_outer=config.num_distributed_optimizer_instances,
         cuts_outside=config.outer_dp_sharding_strategy == "optim",
@@ -181,34 +182,21 @@ def plan_training(
         batch=batch,
         rank=rank,
         state_bytes=plan.state_bytes(rank),
-        activations=_activations(config, shape),
+        activations=_activations(config, vocab_size),
         flops=flops,
         speeds=used,
         time=estimate_time(flops, plan.collectives(), used),
     )
 
 
-def _on_meta(shape: GPTConfig, dtype: torch.dtype) -> GPT:
-    with torch.device("meta"):
-        model = GPT(shape)
-    # Parameters alone: buffers such as RoPE's tables stay in float32.
-    for param in model.parameters():
-        param.data = param.data.to(dtype)
-    return model
-
-
-def _activations(config: TrainConfig, shape: GPTConfig) -> Activations:
-    few, more = (
-        _activations_of(config, dataclasses.replace(shape, num_layers=layers))
-        for layers in _PROBED_LAYERS
-    )
-    return more.extended(few, shape.num_layers - _PROBED_LAYERS[1])
-
-
-def _activations_of(config: TrainConfig, shape: GPTConfig) -> Activations:
-    model = _on_meta(shape, config.param_dtype)
-    run = _forward_of(config)
-    return measure_activations(model, lambda: run(model))
+def _activations(config: TrainConfig, vocab_size: int) -> Activations:
+    found = []
+    for layers in _PROBED_LAYERS:
+        probe = dataclasses.replace(config, num_layers=layers)
+        model = make_model(probe, vocab_size, torch.device("meta"), config.param_dtype)
+        found.append(measure_activations(model, functools.partial(_forward_of(config), model)))
+    few, more = found
+    return more.extended(few, config.num_layers - _PROBED_LAYERS[1])
 
 
 def _forward_of(config: TrainConfig) -> RunForward:

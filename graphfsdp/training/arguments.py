@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import get_args
 
+from graphfsdp.command_line import Parser, add_flags
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.flags import Parser, add_flags
 from graphfsdp.training.config import ScopeName, TrainConfig
 
 _SECTIONS: Mapping[str, str] = MappingProxyType(

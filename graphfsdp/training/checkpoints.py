@@ -11,20 +11,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.ranks import Ranks
-
-# Flags that change what is seen or kept of a run, or how it is computed, but not its numbers.
-_FREE = frozenset(
-    {
-        *("preset", "out", "no_progress", "log_interval", "eval_interval", "eval_iters"),
-        *("sample_tokens", "save", "load", "save_interval", "async_save", "keep_last"),
-        *("cuda_graph_scope", "cuda_graph_warmup_steps", "device", "micro_batch_size"),
-        *("data_parallel_sharding_strategy", "distributed_timeout_minutes", "target_loss"),
-        *("num_distributed_optimizer_instances", "outer_dp_sharding_strategy"),
-        "init_model_with_meta_device",
-        *("mllog", "mllog_benchmark", "mllog_org", "mllog_platform", "mllog_division"),
-        *("mllog_status", "mllog_cache_cleared"),
-    }
-)
+from graphfsdp.training.run_directory import in_the_words_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +28,7 @@ class RunState:
 
     def __init__(self, run: TrainingRun) -> None:
         self._facts: dict[str, Any] = {
-            **{name: value for name, value in asdict(run.config).items() if name not in _FREE},
+            **run.config.numbers(),
             "global_batch_size": run.batch.num_sequences,
             "corpus": [len(run.corpus.train), run.corpus.unigram_entropy],
         }
@@ -132,12 +119,6 @@ class RunCheckpoints:
 
 def refuse_unusable_folder(config: TrainConfig, ranks: Ranks) -> None:
     """Make the folder for checkpoints now, rather than after the first interval."""
-    if config.save is None or not ranks.is_first:
-        return
-    try:
-        Path(config.save).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--save {config.save} cannot be made ({error.strerror or error}); give a directory "
-            "that can"
-        ) from None
+    if config.save is not None and ranks.is_first:
+        with in_the_words_of("--save", config.save):
+            Path(config.save).mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,15 @@
 """Everything that decides a training run: its flags, what follows from them, what must fit."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
+from graphfsdp.command_line import flag_name, require
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.flags import flag_name, require
 from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
@@ -167,7 +168,8 @@ class TrainConfig:
     use_precision_aware_optimizer: Annotated[
         bool, "the optimizer reads decoupled gradients, whose dtype need not be that of the weights"
     ] = False
-    # Capture.
+    # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
+    # ``numbers``. Capture.
     cuda_graph_scope: Annotated[
         ScopeName,
         "what is captured and then replayed with one launch: nothing, forward and backward "
@@ -260,21 +262,18 @@ class TrainConfig:
     ] = False
 
     def __post_init__(self) -> None:
-        self._check_model()
-        self._check_counts()
-        self._check_schedule()
-        self._check_offload()
-        self._check_precision()
-        self._check_sharding()
-        self._check_checkpoints()
-        self._check_mllog()
+        self._check_ranges()
+        self._check_shape_and_schedule()
+        self._check_together()
 
     def gpt(self, vocab_size: int) -> GPTConfig:
-        shared = {field.name for field in fields(GPTConfig)} & {
-            field.name for field in fields(self)
-        }
-        values = {name: getattr(self, name) for name in shared - {"vocab_size"}}
-        return GPTConfig(vocab_size=vocab_size, **values)
+        return GPTConfig(**{**self._shared_with(GPTConfig), "vocab_size": vocab_size})
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the flags that decide a run's numbers."""
+        names = [field.name for field in fields(self)]
+        decide = set(names[: names.index("cuda_graph_scope")]) - {"preset", "micro_batch_size"}
+        return {name: getattr(self, name) for name in names if name in decide}
 
     @property
     def scope(self) -> Scope:
@@ -315,21 +314,17 @@ class TrainConfig:
         The numbers are Megatron's, but that each iteration of the warm-up has the rate of
         Megatron's next one unless ``--lr-warmup-init`` is given: its first one has a rate of 0.
         """
-        return ParamSchedule(
-            lr_decay_iters=self.lr_decay_iters or self.train_iters,
-            lr_decay_style=self.lr_decay_style,
+        chosen = {
+            "lr_decay_iters": self.lr_decay_iters or self.train_iters,
             # A fraction that was given counts more than a preset's number.
-            lr_warmup_iters=0 if self.lr_warmup_fraction is not None else self.lr_warmup_iters,
-            lr_warmup_fraction=self.lr_warmup_fraction,
-            lr_warmup_init=self.lr_warmup_init,
-            min_lr=self.min_lr,
-            lr_wsd_decay_style=self.lr_wsd_decay_style,
-            lr_wsd_decay_iters=self.lr_wsd_decay_iters,
-            weight_decay_incr_style=self.weight_decay_incr_style,
-            start_weight_decay=self.start_weight_decay,
-            end_weight_decay=self.end_weight_decay,
-            weight_decay_incr_iters=self.train_iters,
-        )
+            "lr_warmup_iters": 0 if self.lr_warmup_fraction is not None else self.lr_warmup_iters,
+            "weight_decay_incr_iters": self.train_iters,
+        }
+        return ParamSchedule(**{**self._shared_with(ParamSchedule), **chosen})
+
+    def _shared_with(self, kind: type[GPTConfig | ParamSchedule]) -> dict[str, Any]:
+        """Return what is a field there as well."""
+        return {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -356,48 +351,42 @@ class TrainConfig:
             use_decoupled_grad=self.use_precision_aware_optimizer,
         )
 
-    def _check_model(self) -> None:
-        try:
-            self.gpt(self.vocab_size if self.vocab_size is not None else 256)
-        except ConfigError as error:
-            raise ConfigError(_in_flags(str(error))) from None
-
-    def _check_counts(self) -> None:
-        for name in ("micro_batch_size", "train_iters", "log_interval", "eval_iters"):
+    def _check_ranges(self) -> None:
+        for name in (
+            *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
+            *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
+            "num_distributed_optimizer_instances",
+        ):
             self._at_least(name, 1)
-        for name in ("seed", "lr_warmup_iters", "eval_interval", "sample_tokens"):
+        for name in (
+            *("seed", "lr_warmup_iters", "eval_interval", "sample_tokens", "save_interval"),
+            *("weight_decay", "adam_eps"),
+        ):
             self._at_least(name, 0)
         self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)
-        if self.global_batch_size is not None:
-            self._at_least("global_batch_size", 1)
-            self.batch(num_ranks=1)
+        self._in_range("lr", lambda lr: lr > 0, "greater than 0")
+        self._in_range("target_loss", lambda loss: loss > 0, "greater than 0")
+        for name in ("min_lr", "lr_warmup_init"):
+            self._in_range(name, lambda rate: 0 <= rate <= self.lr, f"in [0, --lr {self.lr}]")
+        for name in ("adam_beta1", "adam_beta2"):
+            self._in_range(name, lambda beta: 0 <= beta < 1, "in [0, 1)")
+        self._in_range("optimizer_offload_fraction", lambda share: 0 <= share <= 1, "in [0, 1]")
+        self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
 
-    def _check_schedule(self) -> None:
-        self._in_range("lr", self.lr > 0, "greater than 0")
-        self._in_range("min_lr", 0 <= self.min_lr <= self.lr, f"in [0, --lr {self.lr}]")
-        self._in_range("weight_decay", self.weight_decay >= 0, "at least 0")
-        self._in_range("adam_beta1", 0 <= self.adam_beta1 < 1, "in [0, 1)")
-        self._in_range("adam_beta2", 0 <= self.adam_beta2 < 1, "in [0, 1)")
-        self._in_range("adam_eps", self.adam_eps >= 0, "at least 0")
-        self._in_range("clip_grad", self.clip_grad >= 0, "at least 0 (0 turns clipping off)")
-        if self.lr_warmup_init is not None:
-            in_range = 0 <= self.lr_warmup_init <= self.lr
-            self._in_range("lr_warmup_init", in_range, f"in [0, --lr {self.lr}]")
-        if self.lr_decay_iters is not None:
-            self._at_least("lr_decay_iters", 1)
+    def _check_shape_and_schedule(self) -> None:
         if self.warmup_iters >= self.train_iters and self.warmup_iters > 0:
             raise ConfigError(
                 f"--lr-warmup-iters {self.warmup_iters:g} leaves nothing of --train-iters "
                 f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
             )
         try:
-            _ = self.schedule
+            self.gpt(self.vocab_size if self.vocab_size is not None else 256)
+            _ = self.schedule, self.sharding
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
+        self.batch(num_ranks=1)
 
-    def _check_offload(self) -> None:
-        fraction = self.optimizer_offload_fraction
-        self._in_range("optimizer_offload_fraction", 0 <= fraction <= 1, "in [0, 1]")
+    def _check_together(self) -> None:
         if self.optimizer_cpu_offload and self.scope is Scope.FULL_ITERATION:
             raise ConfigError(
                 "--optimizer-cpu-offload steps on the CPU, which waits for the gradients, so that "
@@ -406,34 +395,14 @@ class TrainConfig:
         for name in ("pin_cpu_grads", "pin_cpu_params"):
             if getattr(self, name) and not self.optimizer_cpu_offload:
                 raise ConfigError(f"{flag_name(name)} needs --optimizer-cpu-offload")
-
-    def _check_precision(self) -> None:
+        for name in ("save_interval", "async_save", "keep_last"):
+            if getattr(self, name) and self.save is None:
+                raise ConfigError(f"{flag_name(name)} needs --save DIR, which says where to")
         if self.main_params_dtype == "bf16" and not self.bf16:
             raise ConfigError(
                 "--main-params-dtype bf16 asks for main weights that are narrower than the "
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
             )
-
-    def _check_sharding(self) -> None:
-        self._at_least("distributed_timeout_minutes", 1)
-        self._at_least("num_distributed_optimizer_instances", 1)
-        for name in ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"):
-            try:
-                ShardingStrategy.parse(getattr(self, name))
-            except ConfigError as error:
-                raise ConfigError(f"{flag_name(name)}: {error}") from None
-
-    def _check_checkpoints(self) -> None:
-        self._at_least("save_interval", 0)
-        if self.keep_last is not None:
-            self._at_least("keep_last", 1)
-        for name in ("save_interval", "async_save", "keep_last"):
-            if getattr(self, name) and self.save is None:
-                raise ConfigError(f"{flag_name(name)} needs --save DIR, which says where to")
-
-    def _check_mllog(self) -> None:
-        if self.target_loss is not None:
-            self._in_range("target_loss", self.target_loss > 0, "greater than 0")
         if self.mllog is not None and self.load is not None:
             raise ConfigError(
                 "--mllog times a run from its first iteration, and --load goes on with another "
@@ -441,10 +410,13 @@ class TrainConfig:
             )
 
     def _at_least(self, name: str, minimum: int) -> None:
-        self._in_range(name, getattr(self, name) >= minimum, f"at least {minimum}")
+        self._in_range(name, lambda value: value >= minimum, f"at least {minimum}")
 
-    def _in_range(self, name: str, holds: bool, expected: str) -> None:
-        require(name, getattr(self, name), holds, expected)
+    def _in_range(self, name: str, holds: Callable[[Any], bool], expected: str) -> None:
+        """Refuse a value out of its range; None is one that was not given."""
+        value = getattr(self, name)
+        if value is not None:
+            require(name, value, holds(value), expected)
 
 
 def _in_flags(message: str) -> str:

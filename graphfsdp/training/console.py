@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import graphfsdp
+from graphfsdp.command_line import print_line
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
@@ -71,8 +72,7 @@ class TrainingConsole:
         self._console.print(Panel(text, title="sample (prompt from the held-out part)"))
 
     def line(self, text: str) -> None:
-        """Print one line, not wrapped and not coloured."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
 
 
 def _facts(run: TrainingRun) -> list[tuple[str, str]]:

@@ -1,8 +1,6 @@
 """Validation loss and a generated sample, neither of which disturbs the training."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,25 +12,13 @@ from graphfsdp.training.ranks import Ranks
 _PROMPT_TOKENS = 32
 
 
-@contextmanager
-def _undisturbed(model: GPT, device: torch.device) -> Iterator[None]:
-    """Run the body without dropout and without gradients, then put modes and generators back."""
-    was_training = model.training
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(was_training)
-
-
+@torch.no_grad()
 def validation_loss(
     model: GPT,
     sampler: BatchSampler,
     *,
     num_batches: int,
     batch_size: int,
-    device: torch.device,
     ranks: Ranks | None = None,
 ) -> float:
     """Mean loss in nats per token over fixed batches of the held-out part.
@@ -45,13 +31,16 @@ def validation_loss(
     # Sharded weights are gathered by all ranks together, so each runs equally many batches; one
     # that has none left runs the last again, which is then not counted.
     mine = [min(turn * ranks.size + ranks.rank, num_batches - 1) for turn in range(num_rounds)]
-    with _undisturbed(model, device):
+    model.eval()  # without dropout, so that nothing is drawn from the generators
+    try:
         losses: list[Tensor] = [
             model(tokens, targets)
             for tokens, targets in sampler.validation_batches(num_batches, batch_size, mine)
         ]
-        in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
-        return float(in_order.double().mean())
+    finally:
+        model.train()
+    in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
+    return float(in_order.double().mean())
 
 
 def generate_sample(
@@ -61,7 +50,6 @@ def generate_sample(
     *,
     num_tokens: int,
     seed: int,
-    device: torch.device,
 ) -> tuple[str, str]:
     """Continue the start of the held-out part; ranks with a sharded model must all call this.
 
@@ -69,8 +57,7 @@ def generate_sample(
     """
     generator = torch.Generator().manual_seed(seed)
     prompt = sampler.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
-    with _undisturbed(model, device):
-        tokens = model.generate(prompt, num_tokens, generator=generator)[0].tolist()
+    tokens = model.generate(prompt, num_tokens, generator=generator)[0].tolist()
     border = prompt.shape[1]
     return _show(tokens[:border], corpus), _show(tokens[border:], corpus)
 

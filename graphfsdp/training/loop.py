@@ -90,7 +90,6 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
                     run.corpus,
                     num_tokens=config.sample_tokens,
                     seed=config.seed,
-                    device=run.device,
                 )
             )
         if directory is not None:
@@ -184,7 +183,6 @@ def _validate(run: TrainingRun, done: int, log: RunLog) -> float:
         run.sampler,
         num_batches=run.config.eval_iters,
         batch_size=run.config.micro_batch_size,
-        device=run.device,
         ranks=run.ranks,
     )
     log.validated(num_samples, loss)

@@ -27,6 +27,7 @@ from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.ranks import Ranks
+from graphfsdp.training.run_directory import in_the_words_of
 
 UNVERIFIED = "result not verified by MLCommons Association"
 RULESET = "6.1.0"
@@ -155,13 +156,9 @@ def _open_file(name: str) -> _LogFile:
         raise ConfigError(
             f"--mllog {name} {what}; nothing is overwritten: give the name of a new file"
         )
-    try:
+    with in_the_words_of("--mllog", name, "file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         return _LogFile(name, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--mllog {name} cannot be made ({error.strerror or error}); give a file that can"
-        ) from None
 
 
 def is_success(config: TrainConfig, loss: float) -> bool:
@@ -264,7 +261,7 @@ def _optimizer_settings(config: TrainConfig, num_sequences: int) -> dict[str, ob
 def _precision_settings(
     config: TrainConfig, ranks: Ranks, device: torch.device
 ) -> dict[str, object]:
-    products = _precision_name(config.param_dtype)
+    products = "bfloat16" if config.bf16 else "fp32"
     if products == "fp32" and device.type == "cuda":
         tf32 = torch.get_float32_matmul_precision() != "highest"
         products = "tf32" if tf32 else "fp32"
@@ -277,10 +274,6 @@ def _precision_settings(
         "lowest_numerical_precision_in_attn": products,
         "lowest_numerical_precision_in_comm": "bfloat16" if "bf16" in sent else "fp32",
     }
-
-
-def _precision_name(dtype: torch.dtype) -> str:
-    return "bfloat16" if dtype == torch.bfloat16 else "fp32"
 
 
 def _platform(ranks: Ranks, device: torch.device) -> str:

@@ -1,11 +1,11 @@
 """The directory that keeps a run: configuration, metrics, picture, parameters."""
 
+import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
@@ -23,12 +23,10 @@ def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
     path = Path(out)
     if resumes and (path / "config.json").is_file():
         return
-    try:
+    with in_the_words_of("--out", out):
         held: Path | None = path if path.exists() else None
         if path.is_dir():
             held = next(path.iterdir(), None)
-    except OSError as error:
-        raise _cannot_use(out, error) from None
     if held is not None:
         what = "is not a directory" if held == path else f"holds another run ({held.name})"
         raise ConfigError(
@@ -39,16 +37,21 @@ def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
 def make_new_directory(out: str) -> Path:
     """Make a directory in which nothing would be overwritten, or refuse it (ConfigError)."""
     refuse_used_directory(out)
-    try:
+    with in_the_words_of("--out", out):
         Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_use(out, error) from None
     return Path(out)
 
 
-def _cannot_use(out: str, error: OSError) -> ConfigError:
-    reason = error.strerror or str(error)
-    return ConfigError(f"--out {out} cannot be made ({reason}); give a directory that can")
+@contextlib.contextmanager
+def in_the_words_of(flag: str, name: str, kind: str = "directory") -> Iterator[None]:
+    """Say of a failure of the file system which flag has asked for what cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"{flag} {name} cannot be made ({reason}); give a {kind} that can"
+        ) from None
 
 
 class RunDirectory:
@@ -71,7 +74,7 @@ class RunDirectory:
         self.path = Path(out)
         self._unigram_entropy = unigram_entropy
         self._history: list[Metrics] = []
-        try:
+        with in_the_words_of("--out", out):
             self.path.mkdir(parents=True, exist_ok=True)
             if resumed_at is not None:
                 self._history = _kept_until(self.path / "metrics.jsonl", resumed_at)
@@ -79,8 +82,6 @@ class RunDirectory:
             _replace(self.path / "config.json", json.dumps(facts, indent=2) + "\n")
             _replace(self.path / "metrics.jsonl", lines)
             self._metrics_file = (self.path / "metrics.jsonl").open("a")
-        except OSError as error:
-            raise _cannot_use(out, error) from None
         self._tensorboard = _open_tensorboard(self.path)
 
     def add(self, metrics: Metrics) -> None:
@@ -108,12 +109,7 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

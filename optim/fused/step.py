@@ -204,14 +204,34 @@ def _update(
 
 def _scaled(grads: list[Tensor], scale: float, scratch: Tensor) -> list[Tensor]:
     """Return scaled gradients of the scratch's dtype, in its memory."""
-    # Memory order: a permuted tensor would be copied in the order of its indices.
-    grads = [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
-    memory = scratch[: sum(grad.numel() for grad in grads)]
-    scaled = list(_unflatten_dense_tensors(memory, grads))
-    torch._foreach_copy_(scaled, grads)
+    sizes = [grad.numel() for grad in grads]
+    memory = scratch[: sum(sizes)]
+    if _are_neighbours(grads, sizes):  # one operator for all of them
+        joined = flat_view(grads[0], sum(sizes))
+        if joined.dtype == memory.dtype:
+            torch.mul(joined, scale, out=memory)
+            return list(memory.split_with_sizes(sizes))
+        scaled = list(memory.split_with_sizes(sizes))
+        memory.copy_(joined)
+    else:
+        # Memory order: a permuted tensor would be copied in the order of its indices.
+        grads = [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
+        scaled = list(_unflatten_dense_tensors(memory, grads))
+        torch._foreach_copy_(scaled, grads)
     if scale != 1.0:
         memory.mul_(scale)
     return scaled
+
+
+def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
+    """Tell whether dense tensors follow one another in one storage, as persistent gradients do."""
+    end = grads[0].data_ptr()
+    for grad, size in zip(grads, sizes, strict=True):
+        if grad.data_ptr() != end:
+            return False
+        end += size * grad.element_size()
+    # Addresses rise between these two, so that all lie in their storage.
+    return bool(grads[0].untyped_storage()._cdata == grads[-1].untyped_storage()._cdata)
 
 
 def _chunks(columns: Columns) -> Iterator[Columns]:

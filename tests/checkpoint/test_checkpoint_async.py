@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import graphfsdp
 from checkpoint_helpers import Setup, contents, digests, make, train_plainly
-from kill_saves import model_of, numbers
+from kill_saves import is_all, model_of, numbers
 from ranks import RankPool
 
 
@@ -42,7 +42,7 @@ def test_training_goes_on_while_one_moment_is_written(
         assert {tensor.data_ptr() for tensor in saver._memory.values()} == memory
     other, its_optimizer = model_of(-1)
     graphfsdp.load(tmp_path, other, its_optimizer, step=1)
-    assert all(bool((tensor == 1).all()) for tensor in numbers(other, its_optimizer))
+    assert is_all(1, other, its_optimizer)
     graphfsdp.load(tmp_path, other, its_optimizer)
     pairs = zip(numbers(model, optimizer), numbers(other, its_optimizer), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import graphfsdp
-from kill_saves import UNFINISHED, loaded_step, model_of, numbers
+from checkpoint_helpers import Setup, contents, digests, make, train_plainly
+from kill_saves import UNFINISHED, is_all, loaded_step, model_of
 from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +79,7 @@ def test_an_end_before_any_operation_leaves_a_checkpoint_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file operation in turn is the one that does not happen any more."""
-    model, optimizer = model_of(1)
-    graphfsdp.save(tmp_path / "root", model, optimizer, step=1, keep_last=1)
+    graphfsdp.save(tmp_path / "root", *model_of(1), step=1, keep_last=1)
     seen = []
     for stop_at in range(1000):
         root = tmp_path / f"at{stop_at}"
@@ -98,8 +99,8 @@ def test_an_end_before_any_operation_leaves_a_checkpoint_that_loads(
             except Stop as stop:
                 seen.append(str(stop))
         assert loaded_step(root) in (1, 2), seen[-1]
-        model, optimizer = model_of(3)  # the next save is not hindered by what is left
-        graphfsdp.save(root, model, optimizer, step=3, keep_last=1)
+        # The next save is not hindered by what is left.
+        graphfsdp.save(root, *model_of(3), step=3, keep_last=1)
         assert loaded_step(root) == 3, seen[-1]
         assert sorted(p.name for p in root.iterdir()) == ["latest", "step-00000003"]
     assert len(seen) >= 12
@@ -139,18 +140,16 @@ def test_files_are_synced_before_they_are_shown(
 def test_a_full_disk_is_explained_and_leaves_the_checkpoint_before(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = model_of(1)
-    graphfsdp.save(tmp_path, model, optimizer, step=1)
+    graphfsdp.save(tmp_path, *model_of(1), step=1)
 
     def act(name: str, path: str) -> None:
         if name == what:
             raise OSError(28, "No space left on device", path)
 
-    other, its_optimizer = model_of(2)
     with monkeypatch.context() as patch:
         file_operations(patch, act)
         with pytest.raises(graphfsdp.CheckpointError, match=r"No space left on device.*untouched"):
-            graphfsdp.save(tmp_path, other, its_optimizer, step=2)
+            graphfsdp.save(tmp_path, *model_of(2), step=2)
     assert loaded_step(tmp_path) == 1
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(UNFINISHED)]
 
@@ -159,8 +158,7 @@ def test_a_failure_of_a_sync_that_began_early_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system tells it once: the last sync of the same file succeeds."""
-    model, optimizer = model_of(1)
-    graphfsdp.save(tmp_path, model, optimizer, step=1)
+    graphfsdp.save(tmp_path, *model_of(1), step=1)
     monkeypatch.setattr("graphfsdp.checkpoint.writing._SYNC_BYTES", 1)
     answers: list[OSError | None] = []
 
@@ -184,9 +182,8 @@ def test_a_failure_of_a_sync_that_began_early_is_not_lost(
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    model, optimizer = model_of(1)
     with pytest.raises(graphfsdp.CheckpointError, match=r"cannot be written: .*file"):
-        graphfsdp.save(tmp_path / "file" / "below", model, optimizer)
+        graphfsdp.save(tmp_path / "file" / "below", *model_of(1))
 
 
 def flip(path: Path, place: int) -> None:
@@ -200,8 +197,7 @@ def flip(path: Path, place: int) -> None:
 def test_damage_is_found_and_named_before_anything_is_written(
     how: str, name: str, tmp_path: Path
 ) -> None:
-    model, optimizer = model_of(1)
-    graphfsdp.save(tmp_path, model, optimizer, step=1)
+    graphfsdp.save(tmp_path, *model_of(1), step=1)
     folder = graphfsdp.save(tmp_path, *model_of(2), step=2)
     path, content = folder / name, (folder / name).read_bytes()
     places = random.sample(range(len(content)), 25) if how == "flipped" else [0]
@@ -219,7 +215,7 @@ def test_damage_is_found_and_named_before_anything_is_written(
             assert isinstance(caught.value, graphfsdp.CheckpointDamagedError), place
             assert name in str(caught.value)
             assert f"step=1 of {tmp_path}" in str(caught.value)
-        assert all(bool((t == -1).all()) for t in numbers(other, its_optimizer)), place
+        assert is_all(-1, other, its_optimizer), place
         path.write_bytes(content)
     shutil.rmtree(folder)
     (tmp_path / "latest").write_text("step-00000001")
@@ -240,7 +236,7 @@ def test_the_newest_checkpoint_without_damage_is_named(tmp_path: Path) -> None:
             graphfsdp.load(tmp_path, model, optimizer)
     with pytest.raises(graphfsdp.CheckpointDamagedError, match="There is none before it"):
         graphfsdp.load(folders[0], model, optimizer)
-    assert all(bool((tensor == -1).all()) for tensor in numbers(model, optimizer))
+    assert is_all(-1, model, optimizer)
 
 
 def test_a_damaged_tensor_is_named_and_only_what_is_read_is_checked(tmp_path: Path) -> None:
@@ -253,35 +249,27 @@ def test_a_damaged_tensor_is_named_and_only_what_is_read_is_checked(tmp_path: Pa
     graphfsdp.load(tmp_path, model)
 
 
-def fail_on_one_rank(path: Path, how: str) -> str:
-    import torch.distributed as dist
-
-    from checkpoint_helpers import Setup, contents, digests, make, train_plainly
-
+def fail_on_one_rank(path: Path, act: str) -> str:
     model, optimizer = make(Setup("optim_grads_params"))
     train_plainly(model, optimizer, 1)
     folder = graphfsdp.save(path, model, optimizer, step=1)
-    if how == "load":
-        if dist.get_rank() == 1:
-            flip(folder / "data-00001.safetensors", -1)
-        dist.barrier()
+    fsync = _no_space if dist.get_rank() == 1 and act == "save" else os.fsync
+    if dist.get_rank() == 1 and act == "load":
+        flip(folder / "data-00001.safetensors", -1)
+    dist.barrier()
     train_plainly(model, optimizer, 1)
     before = digests(contents(model, optimizer))
-    try:
-        if how == "load":
-            graphfsdp.load(path, model, optimizer)
-        else:
-            fsync = _no_space if dist.get_rank() == 1 else os.fsync
-            with unittest.mock.patch.object(os, "fsync", fsync):
-                graphfsdp.save(path, model, optimizer, step=2)
-    except graphfsdp.CheckpointError as error:
-        if how == "save":
-            graphfsdp.load(path, model, optimizer)  # the one before
-            assert (path / "latest").read_text() == "step-00000001\n"
-        else:
-            assert digests(contents(model, optimizer)) == before
-        return f"{type(error).__name__} {error}"
-    raise AssertionError("nothing was raised")
+    step = 2 if act == "save" else 1
+    with (
+        unittest.mock.patch.object(os, "fsync", fsync),
+        pytest.raises(graphfsdp.CheckpointError) as caught,
+    ):
+        getattr(graphfsdp, act)(path, model, optimizer, step=step)
+    assert digests(contents(model, optimizer)) == before
+    if act == "save":
+        graphfsdp.load(path, model, optimizer)  # the one before
+        assert (path / "latest").read_text() == "step-00000001\n"
+    return f"{caught.typename} {caught.value}"
 
 
 def _no_space(handle: int) -> None:

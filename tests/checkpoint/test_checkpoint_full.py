@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,19 @@ from ranks import RankPool
 
 SHARDED = Setup("optim_grads_params", "bf16")
 ALONE = Setup(None)
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """``graphfsdp checkpoint``: asks for an exit code, returns what was printed."""
+
+    def call(*words: object, code: int = 0) -> str:
+        assert main(["checkpoint", *map(str, words)]) == code
+        said = capsys.readouterr()
+        return said.err if code and said.err else said.out
+
+    return call
 
 
 def full_out_and_in(folder: Path) -> list[dict[str, str]]:
@@ -82,15 +96,13 @@ def load_weights(path: Path) -> dict[str, str]:
     return digests(contents(model, optimizer))
 
 
-def test_conversions_keep_every_bit(
-    tmp_path: Path, ranks1: RankPool, ranks2: RankPool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversions_keep_every_bit(tmp_path: Path, ranks2: RankPool, command: Command) -> None:
     """Sharded to full, safetensors and a single checkpoint, and back onto ranks."""
     source = tmp_path / "sharded"
     expected = ranks2.run(save_on_ranks, source, SHARDED)[0]
     for target in ("full.pt", "model.safetensors", "single"):
-        assert main(["checkpoint", "convert", str(source), str(tmp_path / target)]) == 0
-    assert main(["checkpoint", "convert", str(tmp_path / "full.pt"), str(tmp_path / "back")]) == 0
+        command("convert", source, tmp_path / target)
+    command("convert", tmp_path / "full.pt", tmp_path / "back")
     for name in ("full.pt", "back", "single"):
         assert ranks2.run(load_on_ranks, [tmp_path / name], SHARDED)[0] == [expected], name
     weights = ranks2.run(load_weights, tmp_path / "model.safetensors")[0]
@@ -104,15 +116,12 @@ def test_conversions_keep_every_bit(
     assert bits == {name: expected[name] for name in bits}
     safetensors.save_model(plain, str(tmp_path / "theirs.safetensors"))
     assert ranks2.run(load_weights, tmp_path / "theirs.safetensors")[0] == weights
-    capsys.readouterr()
-    assert main(["checkpoint", "diff", str(source), str(tmp_path / "single")]) == 1
+    said = command("diff", source, tmp_path / "single", code=1)
     # Each rank had generators of its own, so there are none in a checkpoint without ranks.
-    assert capsys.readouterr().out == "objects: the state of 'random' differs\n"
-    assert main(["checkpoint", "diff", str(tmp_path / "single"), str(tmp_path / "back")]) == 0
-    assert capsys.readouterr().out == "equal, bit for bit\n"
-    again = ["checkpoint", "convert", str(source), str(tmp_path / "full.pt")]
-    assert main(again) == 1
-    assert "exists; nothing is overwritten" in capsys.readouterr().err
+    assert said == "objects: the state of 'random' differs\n"
+    assert command("diff", tmp_path / "single", tmp_path / "back") == "equal, bit for bit\n"
+    again = command("convert", source, tmp_path / "full.pt", code=1)
+    assert "exists; nothing is overwritten" in again
 
 
 def saved(folder: Path, value: float = 1.0, step: int = 3) -> Path:
@@ -126,11 +135,10 @@ def saved(folder: Path, value: float = 1.0, step: int = 3) -> Path:
     return graphfsdp.save(folder, model, optimizer, step=step, rng=False)
 
 
-def test_show_says_what_is_inside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_what_is_inside(tmp_path: Path, command: Command) -> None:
     saved(tmp_path)
     folder = saved(tmp_path, step=7)
-    assert main(["checkpoint", "show", str(tmp_path), "--tensors", "--verify"]) == 0
-    shown = capsys.readouterr().out
+    shown = command("show", tmp_path, "--tensors", "--verify")
     for expected in (
         "step:      7 (in this folder: 3, 7)",
         "saved by:  1 rank(s), ",
@@ -148,28 +156,28 @@ def test_show_says_what_is_inside(tmp_path: Path, capsys: pytest.CaptureFixture[
     content = bytearray(data.read_bytes())
     content[-1] ^= 1
     data.write_bytes(content)
-    assert main(["checkpoint", "show", str(tmp_path)]) == 0
-    assert main(["checkpoint", "show", str(tmp_path), "--step", "3", "--verify"]) == 0
-    assert main(["checkpoint", "show", str(tmp_path), "--verify"]) == 1
-    assert "optimizer/weight/exp_avg_sq is damaged" in capsys.readouterr().err
+    command("show", tmp_path)
+    command("show", tmp_path, "--step", 3, "--verify")
+    said = command("show", tmp_path, "--verify", code=1)
+    assert "optimizer/weight/exp_avg_sq is damaged" in said
 
 
-def test_diff_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_what_differs(tmp_path: Path, command: Command) -> None:
     saved(tmp_path / "a")
     saved(tmp_path / "b", value=1.25)
     saved(tmp_path / "c", step=4)
-    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert capsys.readouterr().out == ("model/weight: 1 of 12 elements differ, by at most 0.25\n")
-    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
-    assert capsys.readouterr().out == "step: 3 and 4\n"
-    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
-    capsys.readouterr()
-    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
-    assert "is no folder of checkpoints" in capsys.readouterr().err
+    for other, code, said in (
+        ("b", 1, "model/weight: 1 of 12 elements differ, by at most 0.25\n"),
+        ("c", 1, "step: 3 and 4\n"),
+        ("a", 0, "equal, bit for bit\n"),
+    ):
+        assert command("diff", tmp_path / "a", tmp_path / other, code=code) == said
+    said = command("diff", tmp_path / "a", tmp_path / "nothing", code=2)
+    assert "is no folder of checkpoints" in said
 
 
 def test_diff_names_the_numbers_of_an_optimizer_that_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     paths = [str(tmp_path / name) for name in ("a.pt", "b.pt")]
     model = nn.Linear(4, 3)
@@ -181,16 +189,14 @@ def test_diff_names_the_numbers_of_an_optimizer_that_differ(
     optimizer.param_groups[1].update(lr=0.25, betas=(0.5, 0.75))
     optimizer.state[model.bias]["step"] += 1
     torch.save(full_state_dict(model, optimizer), paths[1])
-    assert main(["checkpoint", "diff", *paths]) == 1
-    said = capsys.readouterr().out.splitlines()
+    said = command("diff", *paths, code=1).splitlines()
     assert said[:2] == [
         "optimizer group 1: lr: 0.5 and 0.25",
         "optimizer group 1: betas: (0.9, 0.999) and (0.5, 0.75)",
     ]
     (step,) = said[2:]
     assert step.startswith("optimizer state of 'bias': step: 1")
-    assert main(["checkpoint", "show", paths[0]]) == 0
-    assert "betas=(0.9, 0.999)" in capsys.readouterr().out
+    assert "betas=(0.9, 0.999)" in command("show", paths[0])
 
 
 @pytest.mark.parametrize(
@@ -209,12 +215,11 @@ def test_bad_words_are_answered_in_one_line(
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "a")
-    assert main(["checkpoint", *words]) == code
-    errors = capsys.readouterr().err
+    errors = command(*words, code=code)
     assert said in errors
     assert errors.count("\n") == 1
 
@@ -237,12 +242,12 @@ def test_a_file_that_would_run_code_is_refused(
 
 
 def test_a_safetensors_file_needs_the_package_and_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     pytest.importorskip("safetensors")
     saved(tmp_path / "a")
     path = tmp_path / "model.safetensors"
-    assert main(["checkpoint", "convert", str(tmp_path / "a"), str(path)]) == 0
+    command("convert", tmp_path / "a", path)
     content = path.read_bytes()
     for damaged in (content[:-1], b"\xff" * 8 + content[8:], content[:9] + b"x" + content[10:]):
         path.write_bytes(damaged)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import graphfsdp
 from checkpoint_helpers import whole_numbers
@@ -25,8 +24,8 @@ class Wide(nn.Module):
         self.last = nn.Linear(13, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.last(self.first(x).tanh()).square().mean()
-        return loss
+        out: Tensor = self.last(self.first(x).tanh())
+        return out
 
 
 def wide_run(
@@ -41,11 +40,13 @@ def wide_run(
     return model, optimizer
 
 
-def step_on(model: nn.Module, optimizer: FusedAdam, num_steps: int) -> None:
+def step_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, width: int = 300
+) -> None:
     for index in range(num_steps):
         generator = torch.Generator().manual_seed(index)
         optimizer.zero_grad()
-        model(torch.randn(4, 300, generator=generator)).backward()
+        model(torch.randn(4, width, generator=generator)).square().sum().backward()
         optimizer.step()
 
 
@@ -73,10 +74,8 @@ def scaled_into_float32(path: Path) -> list[float]:
     exact, its_optimizer = wide_run(0, torch.float32, torch.float32, sharded=True, num_steps=3)
     errors = []
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
-        a, b = optimizer.state[ours]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]
-        assert isinstance(a, DTensor)
-        assert isinstance(b, DTensor)
-        x, y = a.full_tensor(), b.full_tensor()
+        x = optimizer.state[ours]["exp_avg"].full_tensor()
+        y = its_optimizer.state[theirs]["exp_avg"].full_tensor()
         errors.append(float((x - y).abs().max() / y.abs().max()))
     return errors
 
@@ -204,12 +203,8 @@ def unsharded_by_hand(path: Path) -> None:
     assert isinstance(model, graphfsdp.FSDPModule)
     model.unshard()
     for act in (graphfsdp.save, graphfsdp.load):
-        try:
+        with pytest.raises(graphfsdp.CheckpointError):
             act(path, model)
-        except graphfsdp.CheckpointError:
-            pass
-        else:
-            raise AssertionError("whole weights are no shards")
     model.reshard()
     graphfsdp.save(path, model)
     graphfsdp.load(path, model)
@@ -226,21 +221,14 @@ def test_other_optimizers_of_torch_come_back(name: str, tmp_path: Path) -> None:
         model = nn.Linear(4, 3)
         options = {"momentum": 0.9} if name == "SGD" else {}
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
-        go_on(model, optimizer, num_steps)
+        step_on(model, optimizer, num_steps, width=4)
         return model, optimizer
-
-    def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-        for index in range(num_steps):
-            generator = torch.Generator().manual_seed(index)
-            optimizer.zero_grad()
-            model(torch.randn(2, 4, generator=generator)).square().sum().backward()
-            optimizer.step()
 
     model, optimizer = run(0, 3)
     graphfsdp.save(tmp_path, model, optimizer)
     other, its_optimizer = run(1, 1)
     graphfsdp.load(tmp_path, other, its_optimizer)
     for each in ((model, optimizer), (other, its_optimizer)):
-        go_on(*each, 3)
+        step_on(*each, 3, width=4)
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

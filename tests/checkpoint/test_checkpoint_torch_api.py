@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,8 @@ def all_options() -> list[StateDictOptions]:
     """Every combination that torch itself can load again."""
     found = []
     for chosen in itertools.product((False, True), repeat=len(OPTIONS)):
-        options = StateDictOptions()
-        for name, value in zip(OPTIONS, chosen, strict=True):
-            setattr(options, name, value)
+        flags: dict[str, Any] = dict(zip(OPTIONS, chosen, strict=True))
+        options = StateDictOptions(**flags)
         options.strict = not options.ignore_frozen_params  # a frozen one would be missing
         if options.full_state_dict or not options.broadcast_from_rank0:
             found.append(options)
@@ -113,10 +113,6 @@ def check_options_of_models() -> None:
             assert not torch.equal(expected["frozen"], weights["frozen"])
         assert differing(other, its_optimizer, expected) == [], asdict(options)
         assert addresses(other, its_optimizer) == before, asdict(options)
-
-
-def test_models_load_what_torch_gives_with_any_options(ranks2: RankPool) -> None:
-    ranks2.run(check_options_of_models)
 
 
 def check_options_of_optimizers() -> None:
@@ -151,10 +147,6 @@ def check_options_of_optimizers() -> None:
     assert differing(other, its_optimizer, states) == []
 
 
-def test_optimizers_load_what_torch_gives_with_any_options(ranks2: RankPool) -> None:
-    ranks2.run(check_options_of_optimizers)
-
-
 def check_submodules() -> None:
     model, optimizer = make(SHARDED)
     assert isinstance(model.blocks, nn.ModuleList)
@@ -177,8 +169,11 @@ def check_submodules() -> None:
         other.load_state_dict({"scale": torch.zeros(3)}, strict=False)
 
 
-def test_parts_of_a_model_load_alone(ranks2: RankPool) -> None:
-    ranks2.run(check_submodules)
+@pytest.mark.parametrize(
+    "check", [check_options_of_models, check_options_of_optimizers, check_submodules]
+)
+def test_whatever_torch_gives_is_loaded(check: Callable[[], None], ranks2: RankPool) -> None:
+    ranks2.run(check)
 
 
 def check_reordered_rows() -> None:

@@ -1,10 +1,5 @@
 """A run that is killed and resumed has the bits of one that was not."""
 
-import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +9,23 @@ import torch
 from graphfsdp.cli import main
 from graphfsdp.training.data import BatchSampler
 from ranks import RankPool
-from train_on_ranks import TEXT, Plan, Run
+from train_on_ranks import Plan, Run
+from training_helpers import DROPOUT, SMALL, assert_same_run, lines_of, started
+from training_helpers import numbers as numbers_of
 
-ROOT = Path(__file__).parents[2]
 # All that a resumed run must take up: dropout, warm-up and decay, clipping, micro-batches.
-SMALL = (  # noqa: SIM905
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.2 --attention-dropout 0.1 "
-    "--train-iters 40 --lr 1e-2 --lr-warmup-iters 6 --clip-grad 0.5 --log-interval 1 "
-    "--eval-interval 8 --eval-iters 2 --sample-tokens 0 --no-progress"
-).split()
+RUN = [*SMALL, *DROPOUT, "--num-layers", "1", "--train-iters", "40", "--eval-interval", "8"]
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 Numbers = list[tuple[Any, ...]]
 
 
 def arguments(device: torch.device, out: Path, *flags: str) -> list[str]:
-    common = ["--data", TEXT, "--device", device.type, "--out", str(out)]
-    return ["train", *SMALL, *common, *flags]
+    return ["train", *RUN, "--device", device.type, "--out", str(out), *flags]
 
 
 def numbers(out: Path) -> Numbers:
-    """What must be equal bit for bit: everything but speed, memory and phase."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    names = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
-    return [tuple(line.get(name) for name in names) for line in lines]
+    return numbers_of(lines_of(out))
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +35,6 @@ def reference(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
-def assert_same_run(out: Path, reference: Path) -> None:
-    assert numbers(out) == numbers(reference)
-    model = "model.safetensors"
-    assert (out / model).read_bytes() == (reference / model).read_bytes()
-
-
 def test_forty_iterations_are_twenty_and_a_kill_and_twenty_more(
     device: torch.device, reference: Path, tmp_path: Path
 ) -> None:
@@ -61,26 +42,17 @@ def test_forty_iterations_are_twenty_and_a_kill_and_twenty_more(
     out, folder = tmp_path / "run", tmp_path / "checkpoints"
     command = arguments(device, out, "--save", str(folder), "--load", str(folder))
     command += ["--save-interval", "4", "--keep-last", "2", "--async-save"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "graphfsdp", *command],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 100
-        latest = folder / "latest"
-        while not latest.exists() or int(latest.read_text().strip()[-2:]) < 20:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-    finally:
-        process.kill()
-        process.wait()
-    saved = int((folder / "latest").read_text().strip()[-2:])
+    latest = folder / "latest"
+
+    def has_saved() -> bool:
+        return latest.exists() and int(latest.read_text().strip()[-2:]) >= 20
+
+    with started(command, has_saved):  # and killed
+        pass
+    saved = int(latest.read_text().strip()[-2:])
     assert 20 <= saved <= 40
     if saved == 40:  # a machine that is much faster than the test
-        (folder / "latest").write_text("step-00000036\n")
+        latest.write_text("step-00000036\n")
     assert main(command) == 0
     assert_same_run(out, reference)
     names = sorted(path.name for path in folder.iterdir())
@@ -162,9 +134,8 @@ def test_what_cannot_be_resumed_is_said(
 
 def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: RankPool) -> None:
     """Saved by two ranks: two ranks go on bit for bit, one within the rounding of sums."""
-    device = torch.device("cpu")
     plan, folder = Plan(tmp_path), tmp_path / "checkpoints"
-    common = [*arguments(device, tmp_path)[1:-2], "--train-iters", "16"]
+    common = [*RUN, "--device", "cpu", "--train-iters", "16"]
     strategy = ["--data-parallel-sharding-strategy", "3"]
     for name, flags in (
         ("whole", ["--save", str(folder), "--save-interval", "8", *strategy]),

@@ -6,32 +6,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_planning import POLICIES, SHAPE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
-from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy
+from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.model_plan import plan_model
 from graphfsdp.planning.pool_rehearsal import PlannedPool
 from graphfsdp.sharding.module import unit_of
-from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.gpt import GPT
 from overlap_helpers import patient_pools
 from ranks import RankPool
 from sharding_helpers import STRATEGIES
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 NUM_ITERATIONS = 5
-SHAPE = GPTConfig(
-    vocab_size=37,
-    seq_length=5,
-    num_layers=2,
-    hidden_size=12,
-    num_attention_heads=2,
-    ffn_hidden_size=29,
-)
 FORWARD_ONLY = OverlapPolicy(backward_prefetch=False, reduce_grads=False)
 Case = tuple[str, str, bool | OverlapPolicy, int]  # strategy, policy, overlap, microbatches
 CASES: list[Case] = [
@@ -78,22 +69,17 @@ class Odd(nn.Module):
         return loss
 
 
-def make_gpt() -> nn.Module:
-    return GPT(SHAPE)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "gpt": (make_gpt, tuple(f"blocks.{index}" for index in range(2))),
+    "gpt": (lambda: GPT(SHAPE), tuple(f"blocks.{index}" for index in range(2))),
     "stack": (Stack, tuple(f"blocks.{index}" for index in range(3))),
     "odd": (Odd, tuple(f"blocks.{index}" for index in range(4))),
 }
 
 
 @patient_pools()
-def real_pools(
-    name: str, cases: list[Case], outer: str | None = None, *, reshards: bool = True
-) -> list[tuple[int, int]]:
+def real_pools(name: str, cases: list[Case], options: dict[str, Any]) -> list[tuple[int, int]]:
     """Train with each setting, and return what the pools have come to."""
+    outer = options.get("outer")
     num_outer = 1 if outer is None else 2
     shape = (num_outer, dist.get_world_size() // num_outer)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -110,7 +96,7 @@ def real_pools(
                 mp_policy=POLICIES[policy],
                 outer_strategy=outer or "no_shard",
                 overlap=overlap,
-                reshard_after_forward=reshards,
+                reshard_after_forward=options.get("reshard_after_forward", True),
                 buffer_pool=True,
             )
         optimizer = FusedAdam(model.parameters())
@@ -126,8 +112,9 @@ def real_pools(
 
 
 def planned_pools(
-    name: str, cases: list[Case], num_ranks: int, outer: str | None = None, **options: Any
+    name: str, cases: list[Case], num_ranks: int, options: dict[str, Any]
 ) -> list[tuple[int, int]]:
+    outer = options.get("outer")
     make, units = MODELS[name]
     with torch.device("meta"):
         model = make()
@@ -145,7 +132,7 @@ def planned_pools(
             num_microbatches=microbatches,
             overlap=overlap,
             run=lambda copy: copy(tokens, tokens),
-            **options,
+            reshard_after_forward=options.get("reshard_after_forward", True),
         )
         assert plan.pool is not None
         found.append((plan.pool.num_bytes, plan.pool.peak_bytes))
@@ -155,8 +142,8 @@ def planned_pools(
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_planned_pools_are_those_of_two_ranks(ranks2: RankPool, microbatches: int) -> None:
     cases = [case for case in CASES if case[-1] == microbatches]
-    planned = planned_pools("stack", cases, 2)
-    for real in ranks2.run(real_pools, "stack", cases):
+    planned = planned_pools("stack", cases, 2, {})
+    for real in ranks2.run(real_pools, "stack", cases, {}):
         assert dict(zip(cases, planned, strict=True)) == dict(zip(cases, real, strict=True))
     by_kind = {case[::2]: pool for case, pool in zip(cases, planned, strict=True)}
     assert by_kind["no_shard", True] == (0, 0)
@@ -164,44 +151,35 @@ def test_planned_pools_are_those_of_two_ranks(ranks2: RankPool, microbatches: in
     assert by_kind["optim_grads_params", False] < whole < by_kind["optim", True]
 
 
-def test_planned_pools_of_a_gpt_with_tied_embeddings(ranks2: RankPool) -> None:
-    cases: list[Case] = [("optim_grads_params", "bf16", True, 3), ("optim", "bf16", False, 1)]
-    planned = planned_pools("gpt", cases, 2)
-    for real in ranks2.run(real_pools, "gpt", cases):
-        assert planned == real
+GATHERED: Case = ("optim_grads_params", "bf16", True, 3)
+ALONE: Case = ("optim_grads_params", "fp32", False, 1)
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_planned_pools_are_those_of_two_instances(ranks4: RankPool, outer: str) -> None:
-    cases: list[Case] = [
-        ("optim_grads_params", "bf16", True, 3),
-        ("optim_grads_params", "fp32", False, 1),
-        ("optim", "fp32", True, 3),
-    ]
-    planned = planned_pools("stack", cases, 4, outer)
-    for real in ranks4.run(real_pools, "stack", cases, outer):
-        assert planned == real
-
-
-def test_odd_orders_of_units_are_planned_as_they_run(ranks2: RankPool) -> None:
-    cases: list[Case] = [
-        ("optim_grads_params", "fp32", True, 1),
-        ("optim_grads_params", "bf16", True, 3),
-        ("optim_grads", "fp32", False, 3),
-    ]
-    planned = planned_pools("odd", cases, 2)
-    for real in ranks2.run(real_pools, "odd", cases):
-        assert planned == real
-
-
-def keeping_whole(cases: list[Case]) -> list[tuple[int, int]]:
-    return real_pools("stack", cases, reshards=False)
-
-
-def test_weights_that_stay_whole_are_planned(ranks2: RankPool) -> None:
-    cases: list[Case] = [("optim_grads_params", "fp32", False, 1)]
-    planned = planned_pools("stack", cases, 2, reshard_after_forward=False)
-    for real in ranks2.run(keeping_whole, cases):
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "cases", "options"),
+    [
+        (2, "gpt", [GATHERED, ("optim", "bf16", False, 1)], {}),
+        (4, "stack", [GATHERED, ALONE, ("optim", "fp32", True, 3)], {"outer": "no_shard"}),
+        (4, "stack", [GATHERED, ALONE, ("optim", "fp32", True, 3)], {"outer": "optim"}),
+        (
+            *(2, "odd"),
+            [("optim_grads_params", "fp32", True, 1), GATHERED, ("optim_grads", "fp32", False, 3)],
+            {},
+        ),
+        (2, "stack", [ALONE], {"reshard_after_forward": False}),
+    ],
+    ids=["tied embeddings", "instances", "cut twice", "odd orders of units", "weights stay whole"],
+)
+def test_planned_pools_are_those_of_other_worlds(
+    ranks2: RankPool,
+    ranks4: RankPool,
+    num_ranks: int,
+    name: str,
+    cases: list[Case],
+    options: dict[str, Any],
+) -> None:
+    planned = planned_pools(name, cases, num_ranks, options)
+    for real in (ranks2 if num_ranks == 2 else ranks4).run(real_pools, name, cases, options):
         assert planned == real
 
 
@@ -222,5 +200,5 @@ def test_a_plan_touches_neither_the_model_nor_torch() -> None:
 
 
 def test_more_microbatches_than_three_change_nothing() -> None:
-    few: Case = ("optim_grads_params", "bf16", True, 3)
-    assert planned_pools("stack", [few], 2) == planned_pools("stack", [(*few[:3], 50)], 2)
+    few, many = ([(*GATHERED[:3], count)] for count in (3, 50))
+    assert planned_pools("stack", few, 2, {}) == planned_pools("stack", many, 2, {})

@@ -58,6 +58,8 @@ def test_the_package_runs_as_a_module() -> None:
         ("train --data {tmp}/absent", "--data {tmp}/absent: cannot be read"),
         ("train --data {tmp}/empty", "--data {tmp}/empty: holds no text"),
         ("train --data {tmp}/odd.bin", "has 3 bytes"),
+        ("train --data {tmp}/none.bin", "has 0 bytes"),
+        ("train --data {tmp}/folder", "holds no text file"),
         ("train --data {tmp}/short", "--seq-length 256 needs 257 tokens in a row"),
         ("train --data {tmp}", "--seq-length 256 needs"),
         ("train --data {text} --seq-length 100000", "--seq-length 100000 needs"),
@@ -69,6 +71,8 @@ def test_bad_input_is_one_line_with_exit_code_2_and_no_directory(
 ) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "odd.bin").write_bytes(b"123")
+    (tmp_path / "none.bin").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
     (tmp_path / "short").write_bytes(b"too short")
     out = tmp_path / "run"
     arguments = line.format(tmp=tmp_path, text=TEXT).split()

@@ -1,10 +1,8 @@
 """``graphfsdp train --mllog``: lines that the official checker accepts, and an honest clock."""
 
-import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 import graphfsdp
-from graphfsdp.cli import main
+import training_helpers
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training import build, loop
 from graphfsdp.training.arguments import find_preset
@@ -24,17 +22,13 @@ from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.data import load_corpus
 from graphfsdp.training.mllog import is_success, open_run_log
 from graphfsdp.training.ranks import Ranks
+from training_helpers import ROOT, SMALL, assert_same_run, ended, lines_of, started
 
-ROOT = Path(__file__).parents[2]
-TEXT = argparse.__file__  # real text that every Python has
 RULES = ROOT / "graphfsdp" / "training" / "mllog_rules.yaml"
 # Dropout, clipping and micro-batches, which a capture on made-up data could disturb.
-SMALL = (  # noqa: SIM905
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.2 --train-iters 12 --lr 1e-2 "
-    "--lr-warmup-iters 4 --clip-grad 0.5 --log-interval 1 --eval-interval 4 --eval-iters 2 "
-    "--sample-tokens 0 --no-progress"
-).split()
+RUN = ["--num-layers", "1", "--hidden-dropout", "0.2", "--lr-warmup-iters", "4"]
+RUN += ["--train-iters", "12", "--eval-interval", "4"]
+CPU = torch.device("cpu")
 
 Event = tuple[str, Any, dict[str, Any]]
 
@@ -44,7 +38,7 @@ needs_mllog = pytest.mark.skipif(
 
 
 def train(device: torch.device, *flags: str) -> int:
-    return main(["train", *SMALL, "--data", TEXT, "--device", device.type, *flags])
+    return training_helpers.train(device, *RUN, *flags)
 
 
 def events(path: Path) -> list[Event]:
@@ -94,16 +88,9 @@ def test_the_checker_accepts_a_run_whose_numbers_are_those_without_a_log(
     assert train(device, "--out", str(tmp_path / "logged"), "--mllog", str(log)) == 0
     # No data before the clock runs, and the capture has left nothing behind.
     assert seen_at_first_touch[-2:] == ["init_stop", "run_start"]
-    lines = [
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("logged", "plain")
-    ]
-    names = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
-    kept = [[[line.get(name) for name in names] for line in run] for run in lines]
-    assert kept[0] == kept[1]
-    assert {line["phase"] for line in lines[0]} == {"replay"}
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("logged", "plain")]
-    assert models[0] == models[1]
+    logged = lines_of(tmp_path / "logged")
+    assert_same_run(tmp_path / "logged", tmp_path / "plain")
+    assert {line["phase"] for line in logged} == {"replay"}
 
     verdict = command_line_verdict(log, "--config", str(RULES))
     assert verdict.returncode == 0, verdict.stderr
@@ -113,7 +100,7 @@ def test_the_checker_accepts_a_run_whose_numbers_are_those_without_a_log(
         *("cache_clear", "init_start", "init_stop", "run_start"), *3 * block, "run_stop"
     ]  # fmt: skip
     losses = [value for key, value, _ in events(log) if key == "eval_accuracy"]
-    assert losses == [line["val_loss"] for line in lines[0] if "val_loss" in line]
+    assert losses == [line["val_loss"] for line in logged if "val_loss" in line]
     facts = {key: value for key, value, _ in events(log)}
     assert (facts["global_batch_size"], facts["gradient_accumulation_steps"]) == (4, 2)
     assert (facts["train_samples"], facts["eval_samples"]) == (48, 4)
@@ -126,9 +113,9 @@ def test_the_checker_accepts_a_run_whose_numbers_are_those_without_a_log(
 def test_a_target_ends_the_run_or_is_missed(
     target: str, success: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, cpu = tmp_path / "log", torch.device("cpu")
+    log = tmp_path / "log"
     flags = ["--save", str(tmp_path / "saved"), "--mllog", str(log), "--target-loss", target]
-    assert train(cpu, *flags) == 0
+    assert train(CPU, *flags) == 0
     found = events(log)
     stop = [metadata for key, _, metadata in found if key == "run_stop"]
     losses = [value for key, value, _ in found if key == "eval_accuracy"]
@@ -147,13 +134,6 @@ def test_a_target_ends_the_run_or_is_missed(
     assert "result not verified by MLCommons Association" in printed
 
 
-def closed_llama(path: Path, **changed: Any) -> TrainConfig:
-    preset = find_preset("llama31-8b-mlperf")
-    return dataclasses.replace(
-        preset, mllog=str(path), mllog_org="us", mllog_status="onprem", **changed
-    )
-
-
 def write_made_up_run(config: TrainConfig, losses: list[float]) -> None:
     """Tell a log of a run that no test can train: the settings are real, the losses are not."""
     model = torch.nn.Linear(4, 1)
@@ -168,7 +148,7 @@ def write_made_up_run(config: TrainConfig, losses: list[float]) -> None:
     began_ms = time.time_ns() // 1_000_000
     with (
         graphfsdp.capture(model, optimizer, loss_fn=loss_fn, example_batch=batch) as step,
-        open_run_log(config, ranks, torch.device("cpu"), began_ms=began_ms) as log,
+        open_run_log(config, ranks, CPU, began_ms=began_ms) as log,
     ):
         log.run_starts(step)
         for number, loss in enumerate(losses):
@@ -193,7 +173,8 @@ def write_made_up_run(config: TrainConfig, losses: list[float]) -> None:
 def test_the_checker_judges_closed_llama31_8b(
     changed: dict[str, Any], losses: list[float], complaint: str | None, tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(closed_llama(tmp_path / "log"), **changed)
+    closed = {"mllog": str(tmp_path / "log"), "mllog_org": "us", "mllog_status": "onprem"}
+    config = dataclasses.replace(find_preset("llama31-8b-mlperf"), **(closed | changed))
     write_made_up_run(config, losses)
     if complaint is None:
         assert complaints(tmp_path / "log") == ""
@@ -252,10 +233,10 @@ def test_our_rules_refuse_a_log_out_of_order_or_untrue(
     assert complaint in complaints(log, str(RULES))
 
 
+@needs_mllog
 def test_a_failure_after_the_clock_has_started_is_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("mlperf_logging")
     calls = list[int]()
 
     def fails_at_the_second(*args: Any, **options: Any) -> float:
@@ -265,7 +246,7 @@ def test_a_failure_after_the_clock_has_started_is_in_the_log(
         return 4.0
 
     monkeypatch.setattr(loop, "validation_loss", fails_at_the_second)
-    assert train(torch.device("cpu"), "--mllog", str(tmp_path / "log")) == 1
+    assert train(CPU, "--mllog", str(tmp_path / "log")) == 1
     assert "the disk is gone" in capsys.readouterr().err
     found = events(tmp_path / "log")
     stops = [metadata for key, _, metadata in found if key == "run_stop"]
@@ -276,29 +257,20 @@ def test_a_failure_after_the_clock_has_started_is_in_the_log(
 @needs_mllog
 def test_a_run_ended_by_sigterm_says_so(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    flags = ["--data", TEXT, "--device", "cpu", "--train-iters", "100000", "--mllog", str(log)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "graphfsdp", "train", *SMALL, *flags, "--eval-interval", "0"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 60
-        while not (log.exists() and "block_start" in log.read_text()):
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-        process.wait()
+    flags = ["--device", "cpu", "--train-iters", "100000", "--mllog", str(log)]
+
+    def has_begun() -> bool:
+        return log.exists() and "block_start" in log.read_text()
+
+    with started(["train", *SMALL, *RUN, *flags, "--eval-interval", "0"], has_begun) as process:
+        assert ended(process, signal.SIGTERM)[0] == 128 + signal.SIGTERM
     assert [(k, m.get("status")) for k, _, m in events(log)[-2:]] == [
         ("run_stop", "aborted"), ("train_samples", None)
     ]  # fmt: skip
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert train(torch.device("cpu"), *flags) == 2
+    assert train(CPU, *flags) == 2
     return capsys.readouterr().err
 
 

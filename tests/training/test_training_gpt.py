@@ -27,31 +27,21 @@ def random_tokens(device: torch.device, *, seq_length: int = 16) -> torch.Tensor
     return torch.randint(50, (3, seq_length), device=device)
 
 
-def make_rotary() -> RotaryEmbedding:
-    return RotaryEmbedding(head_size=LLAMA.head_size, seq_length=LLAMA.seq_length, base=10_000.0)
-
-
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-def test_loss_is_the_cross_entropy_of_the_logits(config: GPTConfig, device: torch.device) -> None:
-    model = GPT(config).to(device)
+def test_the_loss_is_of_logits_that_see_earlier_tokens_alone(
+    config: GPTConfig, device: torch.device
+) -> None:
+    model = GPT(config).to(device).eval()
     tokens, targets = random_tokens(device), random_tokens(device)
     logits = model(tokens)
     assert logits.shape == (3, 16, 50)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(tokens, targets), expected)
-
-
-@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-def test_a_later_token_does_not_change_earlier_logits(
-    config: GPTConfig, device: torch.device
-) -> None:
-    model = GPT(config).to(device).eval()
-    tokens = random_tokens(device)
     changed = tokens.clone()
     changed[:, 10] = (tokens[:, 10] + 1) % 50
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :10], after[:, :10])
-    assert (before[:, 10:] - after[:, 10:]).abs().amax(dim=(0, 2)).min() > 1e-6
+    after = model(changed)
+    torch.testing.assert_close(logits[:, :10], after[:, :10])
+    assert (logits[:, 10:] - after[:, 10:]).abs().amax(dim=(0, 2)).min() > 1e-6
 
 
 @pytest.mark.parametrize("kind", ["learned_absolute", "rope"])
@@ -64,8 +54,11 @@ def test_the_order_of_earlier_tokens_matters(
     assert (first - second).abs().max() > 1e-5
 
 
-def test_rotary_scores_depend_on_the_distance_alone(device: torch.device) -> None:
-    rotary = make_rotary().to(device)
+def test_rotary_turns_by_the_distance_and_keeps_lengths(device: torch.device) -> None:
+    config = LLAMA
+    rotary = RotaryEmbedding(
+        head_size=config.head_size, seq_length=config.seq_length, base=config.rotary_base
+    ).to(device)
     query, key = torch.randn(2, 1, 1, 1, 8, device=device)
     everywhere = [vector.expand(1, 1, 16, 8) for vector in (query, key)]
     scores = rotary(everywhere[0])[0, 0] @ rotary(everywhere[1])[0, 0].T
@@ -73,17 +66,11 @@ def test_rotary_scores_depend_on_the_distance_alone(device: torch.device) -> Non
         diagonal = scores.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
     assert scores[:, 0].std() > 1e-2
-
-
-def test_rotary_keeps_lengths_and_position_zero(device: torch.device) -> None:
     x = torch.randn(2, 4, 16, 8, device=device)
-    rotated = make_rotary().to(device)(x)
+    rotated = rotary(x)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(rotated[:, :, 0], x[:, :, 0])
-
-
-def test_rotary_tables_are_not_saved() -> None:
-    assert not [name for name in GPT(LLAMA).state_dict() if "rotary" in name]
+    assert not rotary.state_dict()  # its tables can be computed again
 
 
 def test_output_weights_are_the_embedding_unless_untied() -> None:

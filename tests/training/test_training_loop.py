@@ -1,54 +1,42 @@
 """A whole run through the command line's ``main``: equal bits in every scope, and what is kept."""
 
-import argparse
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from graphfsdp.cli import main
+from training_helpers import (
+    DROPOUT,
+    SMALL,
+    TEXT,
+    Lines,
+    assert_same_run,
+    ended,
+    lines_of,
+    started,
+    train,
+)
+from training_helpers import numbers as all_numbers
 
-ROOT = Path(__file__).parents[2]
-# Real text that every Python has; 16 KiB or more of it are held out of training.
-TEXT = argparse.__file__
 # Clipping, schedule, dropout and several micro-batches, each of which a capture could freeze.
-SMALL = (  # noqa: SIM905
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.2 --attention-dropout 0.1 "
-    "--train-iters 20 --lr 1e-2 --lr-warmup-iters 6 --clip-grad 0.5 --log-interval 1 "
-    "--eval-interval 6 --eval-iters 2 --sample-tokens 0 --no-progress"
-).split()
-
-Lines = list[dict[str, Any]]
+RUN = [*DROPOUT, "--train-iters", "20", "--eval-interval", "6"]
 
 
 def run(device: torch.device, out: Path, *flags: str) -> Lines:
-    arguments = ["train", *SMALL, "--data", TEXT, "--device", device.type, "--out", str(out)]
-    assert main([*arguments, *flags]) == 0
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert train(device, *RUN, "--out", str(out), *flags) == 0
+    return lines_of(out)
 
 
 def numbers(lines: Lines) -> list[tuple[float, ...]]:
-    """What must be equal bit for bit: everything but speed, memory and phase."""
-    names = ("step", "loss", "lr", "grad_norm", "tokens")
-    return [tuple(line[name] for name in names) for line in lines]
+    return all_numbers(lines, validated=False)
 
 
 @pytest.mark.parametrize(
     "precision",
-    [
-        "--no-bf16",
-        "--bf16",
-        "--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer",
-    ],
+    ["--no-bf16", "--bf16", "--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer"],
     ids=["fp32", "bf16", "decoupled"],
 )
 @pytest.mark.parametrize("scope", ["forward_backward", "full_iteration"])
@@ -58,10 +46,7 @@ def test_a_captured_run_has_the_bits_of_an_eager_one(
     flags = precision.split()
     eager = run(device, tmp_path / "none", *flags, "--cuda-graph-scope", "none")
     captured = run(device, tmp_path / scope, *flags, "--cuda-graph-scope", scope)
-    assert numbers(captured) == numbers(eager)
-    assert [line.get("val_loss") for line in captured] == [line.get("val_loss") for line in eager]
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("none", scope)]
-    assert models[0] == models[1]
+    assert_same_run(tmp_path / scope, tmp_path / "none")
     # The run did what could have been frozen, and was captured.
     assert [line["phase"] for line in captured] == ["warmup"] * 3 + ["capture"] + ["replay"] * 16
     assert {line["phase"] for line in eager} == {"eager"}
@@ -108,7 +93,7 @@ def test_validation_loss_is_that_of_the_kept_parameters(
     model = GPT(GPTConfig(vocab_size=256, **{name: kept[name] for name in names})).to(device)
     safetensors.load_model(model, tmp_path / "run" / "model.safetensors", device=str(device))
     sampler = BatchSampler(load_corpus(TEXT), seq_length=16, batch_size=4, seed=0, device=device)
-    loss = validation_loss(model, sampler, num_batches=2, batch_size=2, device=device)
+    loss = validation_loss(model, sampler, num_batches=2, batch_size=2)
     assert loss == lines[-1]["val_loss"]
 
 
@@ -116,10 +101,9 @@ def test_training_learns_what_comes_next(device: torch.device, tmp_path: Path) -
     """A text in which each byte follows from the one before, though all are equally frequent."""
     text = tmp_path / "text"
     text.write_bytes(bytes((7 * i) % 64 for i in range(20_000)))
-    arguments = f"train {' '.join(SMALL)} --data {text} --device {device.type} --out {tmp_path}/run"
-    flags = "--train-iters 60 --log-interval 20 --hidden-dropout 0 --attention-dropout 0"
-    assert main([*arguments.split(), *flags.split()]) == 0
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    flags = f"--data {text} --train-iters 60 --log-interval 20 --out {tmp_path}/run"
+    assert train(device, *flags.split()) == 0
+    last = lines_of(tmp_path / "run")[-1]
     resolved = json.loads((tmp_path / "run" / "config.json").read_text())["resolved"]
     assert resolved["unigram_entropy"] == pytest.approx(math.log(64), rel=1e-3)
     assert last["val_loss"] < 0.2 * math.log(64)
@@ -162,43 +146,23 @@ def test_without_out_nothing_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *SMALL, "--data", TEXT, "--device", device.type]) == 0
+    assert train(device, *RUN) == 0
     assert list(tmp_path.iterdir()) == []
     assert "nothing of this run is kept" in capsys.readouterr().out
 
 
 def test_ctrl_c_keeps_what_was_logged(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ["train", *SMALL, "--data", TEXT, "--device", "cpu", "--out", str(out)]
-    arguments += ["--train-iters", "1000000"]
-    # A parent that ignores SIGINT, as a shell's background job does, would pass that on.
-    program = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"from graphfsdp.cli import main; sys.exit(main({arguments!r}))"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        metrics = out / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while not metrics.exists() or metrics.read_text().count("\n") < 8:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert errors == "interrupted; what was logged so far is kept\n"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics = out / "metrics.jsonl"
+    arguments = ["train", *SMALL, *RUN, "--device", "cpu", "--train-iters", "1000000"]
+
+    def has_lines() -> bool:
+        return metrics.exists() and metrics.read_text().count("\n") >= 8
+
+    with started([*arguments, "--out", str(out)], has_lines) as process:
+        said = ended(process, signal.SIGINT)
+    assert said == (130, "interrupted; what was logged so far is kept\n")
+    lines = lines_of(out)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert json.loads((out / "config.json").read_text())["train_iters"] == 1_000_000
     assert not (out / "model.safetensors").exists()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from rich.console import Console
+
 from graphfsdp.errors import ConfigError
 
 
@@ -67,3 +69,8 @@ def _add_flag(
         metavar = extra or {int: "N", float: "X", str: "PATH"}[kind]
         options |= {"type": kind, "metavar": metavar}
     group.add_argument(flag_name(field.name), **options)
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print one line, not wrapped, and with nothing in it taken for markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
