@@ -33,7 +33,7 @@ def twins() -> Results:
     wanted += [("with_capture", name) for name in UNSEEN]
 
     def run_one(arguments: tuple[str, str]) -> dict[str, Any]:
-        here = Path(__file__).parent
+        here = Path(__file__).parents[2]
         done = subprocess.run(
             [sys.executable, str(here / "cuda_twin.py"), *arguments],
             capture_output=True,
