@@ -1,16 +1,117 @@
-"""Inputs at fixed addresses, into which every batch is copied."""
+"""Inputs at fixed addresses, into which every batch like the first one is copied."""
 
-from collections.abc import Iterator
+import copy
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphfsdp._capture.signature import BatchSignature, PlainLeaf, TensorLeaf, flatten
 from graphfsdp.errors import ConfigError
 
 _NUM_STAGES = 2  # batches that may be on their way to the GPU before the host waits
+_Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorLeaf":
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    def matches(self, leaf: object) -> bool:
+        return (
+            isinstance(leaf, Tensor)
+            and leaf.shape == self.shape
+            and leaf.dtype == self.dtype
+            and leaf.device == self.device
+        )
+
+    def __str__(self) -> str:
+        return f"a {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}"
+
+
+@dataclass(frozen=True)
+class PlainLeaf:
+    """A value of a batch that is no tensor: the graph has it baked in."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> "PlainLeaf":
+        """Return a leaf that goes on being what the value is now, should it change in place."""
+        try:
+            kept = cls(copy.deepcopy(value))
+        except Exception:
+            return cls(value)
+        # What is not equal to its copy can only be told by being the same object.
+        return kept if kept.matches(value) else cls(value)
+
+    def matches(self, leaf: object) -> bool:
+        if leaf is self.value:
+            return True
+        if type(leaf) is not type(self.value):
+            return False
+        try:
+            return bool(leaf == self.value)
+        except (TypeError, ValueError, RuntimeError):
+            return False
+
+    def __str__(self) -> str:
+        return f"{reprlib.repr(self.value)} ({type(self.value).__name__})"
+
+
+class BatchForm:
+    """Takes the leaves out of batches that are nested like the first one.
+
+    Most batches are a tensor, or a dict or tuple of some. pytree, which knows many more containers,
+    takes as long for them as a small graph for its replay. Only what is nested in exactly these
+    types, with keys in the same order, is walked here; ``leaves`` leaves the rest to pytree.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._type = type(batch)
+        self._keys = list(batch) if self._type is dict else None
+        values = batch.values() if self._type is dict else batch
+        # By item; None for one that is a leaf, or a container that only pytree knows.
+        self._inner = [
+            BatchForm(item) if type(item) in (tuple, list, dict) else None for item in values
+        ]
+
+    @classmethod
+    def of(cls, batch: _Batch, leaves: Sequence[Any]) -> "BatchForm | None":
+        """Return the form of a batch, or None where pytree finds other leaves in it."""
+        form = cls(batch)
+        found = form.leaves(batch)
+        return form if found is not None and [*map(id, found)] == [*map(id, leaves)] else None
+
+    def leaves(self, batch: Any) -> list[Any] | None:
+        """Return the leaves of a batch in pytree's order, or None if it is nested otherwise."""
+        found: list[Any] = []
+        return found if self._walk(batch, found) else None
+
+    def _walk(self, batch: Any, found: list[Any]) -> bool:
+        if type(batch) is not self._type or len(batch) != len(self._inner):
+            return False
+        values = batch
+        if self._keys is not None:
+            if list(batch) != self._keys:
+                return False
+            values = batch.values()
+        for form, item in zip(self._inner, values, strict=True):
+            if form is None:
+                found.append(item)
+            elif not form._walk(item, found):
+                return False
+        return True
 
 
 class _PinnedStages:
@@ -37,7 +138,11 @@ class _PinnedStages:
 
 
 class StaticInputs:
-    """The batch as the graph sees it: same addresses in every iteration."""
+    """The batch as the graph sees it: same addresses in every iteration.
+
+    A batch of another structure, shape, dtype or device than the first, or with other values that
+    are no tensors, is not accepted.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -51,36 +156,80 @@ class StaticInputs:
         num_microbatches: int,
     ) -> None:
         """ConfigError if a leaf cannot be a static input or be split."""
-        leaves, spec = flatten(args, kwargs)
-        self._signature = BatchSignature(leaves, spec)
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._form = BatchForm.of((args, kwargs), leaves)
+        self._names = _leaf_names((args, kwargs))
+        self._leaves: list[TensorLeaf | PlainLeaf] = []
         self._targets: list[tuple[int, Tensor, _PinnedStages | None]] = []
         static = list(leaves)
-        for index, name in enumerate(self._signature.names):
-            if isinstance(self._signature.leaves[index], PlainLeaf):
+        for index, (name, leaf) in enumerate(zip(self._names, leaves, strict=True)):
+            if not isinstance(leaf, Tensor):
+                _check_plain(name, leaf)
+                self._leaves.append(PlainLeaf.of(leaf))
                 continue
-            leaf: Tensor = leaves[index]
+            _check_tensor(name, leaf)
             _check_divides(name, leaf, num_microbatches)
+            self._leaves.append(TensorLeaf.of(leaf))
             static[index] = torch.empty_like(leaf, device=device, requires_grad=False)
             pageable = device.type == "cuda" and leaf.device.type == "cpu" and not leaf.is_pinned()
             stages = _PinnedStages(leaf, device) if pageable else None
             self._targets.append((index, static[index], stages))
-        self.args, self.kwargs = pytree.tree_unflatten(static, spec)
+        self.args, self.kwargs = pytree.tree_unflatten(static, self._spec)
         self._copy(leaves)
 
-    def load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy a batch in; BatchMismatchError, and nothing copied, if it is not like the first."""
-        # copy_ would broadcast a batch of 1 and cast another dtype without a word.
-        self._copy(self._signature.match(args, kwargs))
-
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        leaves = self._signature.accept(args, kwargs)
-        if leaves is None:
-            return False
+        """Copy a batch in; False, and nothing copied, if it is not like the first."""
+        batch = (args, kwargs)
+        leaves = None if self._form is None else self._form.leaves(batch)
+        if leaves is None or not self._match(leaves):
+            leaves = self._flatten(batch)
+            if leaves is None or not self._match(leaves):
+                return False
+        # Only now: copy_ would broadcast a batch of 1 and cast another dtype without a word.
         self._copy(leaves)
         return True
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return self._signature.difference(args, kwargs)
+        """Say what it is about a batch that is not accepted, and what to do."""
+        leaves = self._flatten((args, kwargs))
+        if leaves is None:
+            return self._other_structure((args, kwargs))
+        return next(
+            _other_leaf(name, expected, leaf)
+            for name, expected, leaf in zip(self._names, self._leaves, leaves, strict=True)
+            if not expected.matches(leaf)
+        )
+
+    def _flatten(self, batch: _Batch) -> list[Any] | None:
+        """Return a batch's leaves in the order of the first one's; keys may come in any order."""
+        leaves, spec = pytree.tree_flatten(batch)
+        if spec == self._spec:
+            return leaves
+        if sorted(_leaf_names(batch)) != sorted(self._names):
+            return None
+        try:
+            return self._spec.flatten_up_to(batch)
+        except ValueError:
+            return None
+
+    def _match(self, leaves: Sequence[Any]) -> bool:
+        for expected, leaf in zip(self._leaves, leaves, strict=True):
+            if not expected.matches(leaf):
+                return False
+        return True
+
+    def _other_structure(self, batch: _Batch) -> str:
+        names = _leaf_names(batch)
+        missing = [f"{name} is missing" for name in self._names if name not in names]
+        extra = [f"{name} is new" for name in names if name not in self._names]
+        containers = (
+            f"the containers differ: expected {self._spec}, got {pytree.tree_structure(batch)}"
+        )
+        return (
+            "the batch has another structure than the one that was captured: "
+            f"{', '.join([*missing, *extra]) or containers}. "
+            "Remedy: pass every batch with the same arguments, keys and lengths"
+        )
 
     def _copy(self, leaves: list[Any]) -> None:
         with torch.no_grad():
@@ -95,15 +244,39 @@ class StaticInputs:
         return [target for _, target, _ in self._targets]
 
     def describe(self) -> dict[str, str]:
-        pairs = zip(self._signature.names, self._signature.leaves, strict=True)
-        return {name: str(leaf) for name, leaf in pairs}
+        return dict(zip(self._names, map(str, self._leaves), strict=True))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((self._signature.names[index], target) for index, target, _ in self._targets)
+        return ((self._names[index], target) for index, target, _ in self._targets)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for _, t, _ in self._targets)
+        return sum(target.nbytes for target in self.tensors())
+
+
+def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> str:
+    got = TensorLeaf.of(leaf) if isinstance(leaf, Tensor) else PlainLeaf(leaf)
+    remedy = (
+        "pad the batch that differs (graphfsdp.Buckets) or drop it (drop_last=True in a "
+        "DataLoader), or have a graph for each shape (on_change='recapture')"
+        if isinstance(expected, TensorLeaf)
+        else "a value that is no tensor is baked into the graph: keep it equal, or pass it as a "
+        "tensor"
+    )
+    return f"batch leaf {name}: expected {expected}, got {got}. Remedy: {remedy}"
+
+
+def _check_tensor(name: str, leaf: Tensor) -> None:
+    if leaf.layout is not torch.strided or type(leaf) not in (Tensor, torch.nn.Parameter):
+        raise ConfigError(
+            f"batch leaf {name} is a {type(leaf).__name__} of layout {leaf.layout}; a static "
+            "input must be a plain strided tensor. Remedy: pass its dense parts"
+        )
+    if leaf.requires_grad:
+        raise ConfigError(
+            f"batch leaf {name} requires a gradient, which would be left in a copy that you "
+            "never see. Remedy: detach it, or make it a parameter"
+        )
 
 
 def _check_divides(name: str, leaf: Tensor, num_microbatches: int) -> None:
@@ -115,3 +288,38 @@ def _check_divides(name: str, leaf: Tensor, num_microbatches: int) -> None:
             f"{num_microbatches} equal microbatches. Remedy: a batch size that "
             f"{num_microbatches} divides, or another number of microbatches"
         )
+
+
+def _check_plain(name: str, leaf: object) -> None:
+    if isinstance(leaf, np.ndarray):
+        raise ConfigError(
+            f"batch leaf {name} is a numpy array, which a graph would never read again. Remedy: "
+            "pass a tensor (torch.as_tensor)"
+        )
+    if not isinstance(leaf, nn.Module) and any(isinstance(v, Tensor) for v in _inside(leaf)):
+        raise ConfigError(
+            f"batch leaf {name} is a {type(leaf).__name__}, whose tensors cannot be seen: a graph "
+            "would go on with those of this batch. Remedy: pass its tensors, in a dict, list or "
+            "tuple (**batch), or register the class with torch.utils._pytree"
+        )
+
+
+def _inside(leaf: object) -> Iterator[object]:
+    if isinstance(leaf, Mapping):
+        yield from leaf.values()
+    yield from getattr(leaf, "__dict__", {}).values()
+    for slot in getattr(type(leaf), "__slots__", ()):
+        yield getattr(leaf, slot, None)
+
+
+def _leaf_names(batch: _Batch) -> list[str]:
+    return [_render(path) for path, _ in pytree.tree_leaves_with_path(batch)]
+
+
+def _render(path: Sequence[Any]) -> str:
+    """Write a path as the caller wrote the argument: args[0]['ids'], mask."""
+    which, first, *rest = path
+    tail = pytree.keystr(tuple(rest))
+    if which.idx == 0:
+        return f"args[{first.idx}]{tail}"
+    return f"{first.key}{tail}"

@@ -95,7 +95,6 @@ class Recording:
         self.landed: Landed = []
         self.kept: list[Kept] = []
         self.results = Results()
-        self.capture_ms: float | None = None
 
     def again(self) -> "Recording":
         """Return one with the same inputs and no graph, for a run beside this one's."""

@@ -18,7 +18,7 @@ from graphfsdp._capture.ranks.agreement import Agreement
 from graphfsdp._capture.ranks.failure import RankFailures
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.step_report import Tally, latest_graph, make_report
+from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp._capture.verify import Verifier
@@ -26,7 +26,7 @@ from graphfsdp.base.changes import Change, refuse
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.errors import VerificationError
+from graphfsdp.errors import PhaseError, VerificationError
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -79,7 +79,7 @@ class StepRunner:
         return self._engine.skipped_steps
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.phase is Phase.EAGER:
+        if self.phase is Phase.EAGER or not self._failures.is_collective:
             return self._run(args, kwargs)
         try:
             with self._failures.call():
@@ -175,8 +175,13 @@ class StepRunner:
 
     def graph_to(self, do: str) -> Graph:
         """Return the graph that was used last; PhaseError says what it was wanted for (``do``)."""
-        num_calls = self._options.warmup_steps + 1
-        return latest_graph(self._recordings, do, self.phase.value, num_calls)
+        latest = self._recordings.latest
+        if latest is None or latest.graph is None:
+            raise PhaseError(
+                f"there is no graph to {do} in phase {self.phase.value}. Remedy: call the step "
+                f"until it has captured ({self._options.warmup_steps + 1} calls)"
+            )
+        return latest.graph
 
     def release(self) -> None:
         """Give everything back, the graphs first, then their pool and inputs."""
@@ -237,7 +242,7 @@ class StepRunner:
             self._go_to(Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP)
         self._num_warm_ups += recording.graph is None
         took_ms = (time.perf_counter() - started) * 1e3
-        self._tally.add(recording.graph, took_ms, True)
+        self._tally.add(recording.graph, took_ms)
         return results
 
     def _capture_follows(self, recording: Recording, num_more: int = 0) -> bool:
@@ -250,7 +255,8 @@ class StepRunner:
         return is_warm and recording.num_eager + num_more >= min(num_wanted, 1)
 
     def _replay(self, recording: Recording, graph: Graph) -> list[Tensor]:
-        self._failures.note_replay()
+        if self._failures.is_collective:
+            self._failures.note_replay()
         self._engine.before_replay(recording)
         verifies = recording.num_verified < self._options.verify
         try:

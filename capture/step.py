@@ -1,19 +1,24 @@
-"""The captured step: what users hold."""
+"""The captured step: what users hold, and who may call it, when, and where."""
 
 import os
+import threading
 import weakref
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.lifetime import CallGate, refuse_copy, refuse_surroundings
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report.report import CaptureReport
+from graphfsdp._capture.rules.watcher import is_watching_mode
 from graphfsdp._capture.runner import StepRunner
+from graphfsdp._capture.undo.copy_on_write import is_undo_mode
 from graphfsdp.config import CaptureOptions, at_least
-from graphfsdp.errors import PhaseError, broken
+from graphfsdp.errors import NotCopyableError, PhaseError, broken
 
 ExampleBatch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -34,7 +39,7 @@ class CapturedStep:
             except BaseException:  # nobody will ever hold this step, so nobody can close it
                 self._runner.release()
                 raise
-        self._gate = CallGate()
+        self._gate = _CallGate(self._runner)
         # Runs once: at close(), when nobody holds the step any more, or when Python ends.
         self._release = weakref.finalize(self, self._runner.release)
 
@@ -64,12 +69,8 @@ class CapturedStep:
         fails later leaves the step broken, and the way back is the last checkpoint. Signals that
         Python handles, Ctrl-C among them, wait until a replay is over.
         """
-        self._gate.enter("called")
-        try:
-            self._refuse_misuse()
+        with self._gate:
             return self._runner.run(args, kwargs)
-        finally:
-            self._gate.leave()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass alone, in evaluation mode, without gradients.
@@ -92,12 +93,8 @@ class CapturedStep:
             CaptureError: the forward pass cannot be captured, or another rank failed.
             PhaseError: as for a training step.
         """
-        self._gate.enter("called")
-        try:
-            self._refuse_misuse()
+        with self._gate:
             return self._runner.evaluate(args, kwargs)
-        finally:
-            self._gate.leave()
 
     def verify(self, num_iterations: int = 1) -> None:
         """Prove that a replay does what the same Python does eagerly, and change nothing.
@@ -117,12 +114,8 @@ class CapturedStep:
             PhaseError: there is no graph yet.
         """
         at_least("num_iterations", num_iterations, 1)
-        self._gate.enter("called")
-        try:
-            self._refuse_misuse()
+        with self._gate:
             self._runner.verify(num_iterations)
-        finally:
-            self._gate.leave()
 
     @property
     def phase(self) -> Phase:
@@ -197,7 +190,11 @@ class CapturedStep:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be pickled or copied."""
-        raise refuse_copy()
+        raise NotCopyableError(
+            "a captured step cannot be pickled or copied: its graph is bound to the addresses of "
+            "this model in this process. Remedy: save or copy the model and the optimizer "
+            "(state_dict()), and capture the copy"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -210,9 +207,82 @@ class CapturedStep:
     ) -> None:
         self.close()
 
+
+class _CallGate:
+    """Lets one call at a time into a captured step, where it may be called at all."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        self.enter("called")
+        try:
+            self._refuse_misuse()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self, *error: object) -> None:
+        self._owner = None
+        self._lock.release()
+
+    __exit__ = leave
+
+    def enter(self, what: str) -> None:
+        """PhaseError if another call is under way, or this is a forked child."""
+        if self.is_elsewhere:
+            raise PhaseError(
+                f"the captured step of process {self._pid} was {what} in its forked child "
+                f"{os.getpid()}; a graph belongs to the process that made it. Remedy: make the "
+                "step in the process that trains, after the fork"
+            )
+        if not self._lock.acquire(blocking=False):
+            if self._owner == threading.get_ident():
+                raise PhaseError(
+                    f"the captured step was {what} inside its own iteration. Remedy: loss_fn and "
+                    "the model must not call the step"
+                )
+            raise PhaseError(
+                f"the captured step was {what} on one thread while it runs on another; both would "
+                "write the same inputs, gradients and weights. Remedy: one thread trains, or a "
+                "lock around the call"
+            )
+        self._owner = threading.get_ident()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is another process than the one that made the step: a forked child."""
+        return os.getpid() != self._pid
+
     def _refuse_misuse(self) -> None:
-        if self._runner.phase is Phase.CLOSED:
+        """Refuse a step that is closed or broken, inference mode, a capture, a destroyed group."""
+        runner = self._runner
+        if runner.phase is Phase.CLOSED:
             raise PhaseError("this captured step is closed. Remedy: capture again")
-        if self._runner.phase is Phase.BROKEN:
-            raise broken(self._runner.breakage)
-        refuse_surroundings(self._runner.device, self._runner.groups)
+        if runner.phase is Phase.BROKEN:
+            raise broken(runner.breakage)
+        known = dist.distributed_c10d._world.pg_names if runner.groups else ()
+        if runner.groups and any(group not in known for group in runner.groups):
+            raise PhaseError(
+                "the captured step was called after destroy_process_group, and the model is "
+                "sharded over a group that was destroyed. Remedy: step.close() first, then "
+                "destroy_process_group(); for another group shard the model and capture anew"
+            )
+        if torch.is_inference_mode_enabled():
+            raise PhaseError(
+                "the captured step was called under torch.inference_mode, where nothing can be "
+                "trained. Remedy: call it outside (torch.no_grad is fine)"
+            )
+        inside = runner.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if torch._C._len_torch_dispatch_stack():
+            modes = _get_current_dispatch_mode_stack()
+            inside = inside or any(is_undo_mode(mode) or is_watching_mode(mode) for mode in modes)
+        if inside:
+            raise PhaseError(
+                "the captured step was called inside the iteration of another one, or while a CUDA "
+                "graph is captured; an iteration cannot hold another. Remedy: call the steps one "
+                "after the other"
+            )

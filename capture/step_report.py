@@ -13,7 +13,6 @@ from graphfsdp._capture.recording import Recordings
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.report.tables import MemoryNames, Role
 from graphfsdp._capture.trace.backend import Graph, GraphFacts
-from graphfsdp.errors import PhaseError
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -33,29 +32,15 @@ class Tally:
     capture_ms: float | None = None
     facts: GraphFacts | None = None
 
-    def add(self, graph: Graph | None, took_ms: float, is_own: bool) -> None:
-        """Count a capture, or a warm-up, that has succeeded.
-
-        ``graph`` is None after a warm-up; ``is_own``: the step keeps recordings of such batches.
-        """
+    def add(self, graph: Graph | None, took_ms: float) -> None:
+        """Count a capture, or a warm-up (no graph), that has succeeded."""
         if graph is None:
-            self.num_calls["warmup" if is_own else "eager"] += 1
+            self.num_calls["warmup"] += 1
             return
         self.facts, self.capture_ms = graph.facts, took_ms
         self.num_captures += 1
         self.num_calls["capture"] += 1
         _LOG.info("captured %s nodes", graph.facts.num_nodes)
-
-
-def latest_graph(recordings: Recordings, do: str, phase: str, num_calls: int) -> Graph:
-    """PhaseError says what it is wanted for (``do``) and after how many calls there is one."""
-    latest = recordings.latest
-    if latest is None or latest.graph is None:
-        raise PhaseError(
-            f"there is no graph to {do} in phase {phase}. Remedy: call the step until it has "
-            f"captured ({num_calls} calls)"
-        )
-    return latest.graph
 
 
 def make_report(

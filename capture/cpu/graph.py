@@ -2,27 +2,117 @@
 
 import ctypes
 import gc
+import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.cpu.measure import measure_replay
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import ProgramBuilder, Replay
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
-from graphfsdp._capture.trace.values import Value, materialise, refuse_dropped_tensors
-from graphfsdp._capture.undo.commit_point import ReplayUndo, find_commit_point
+from graphfsdp._capture.trace.program_facts import NodeFacts
+from graphfsdp._capture.trace.values import (
+    Node,
+    Value,
+    materialise,
+    refuse_dropped_tensors,
+    values_among,
+)
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import without_collector
+from graphfsdp.base.op_tensors import OperatorMode, written_arguments, written_tensors
 from graphfsdp.errors import CaptureError, PhaseError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
 _RELEASE_S = 0.1
+_NUM_MEASURED = 5  # replays, of which the median counts
+_MAX_KEPT_BYTES = 1 << 20
+_MIN_KEPT = 8
+_NODES_PER_KEPT = 8  # a copy costs less than a tenth of what eight operators do
+# Namespaces whose operators draw from a generator only where their tags say so.
+_QUIET = ("aten", "prims", "graphfsdp", "_c10d_functional")
+
+
+@dataclass(frozen=True)
+class CommitPoint:
+    """Where a replay can no longer be undone.
+
+    Note [Undo of a replay]: copies of everything that an iteration writes would cost a replay as
+    much time and memory as the optimizer itself. But weights and optimizer state are written at
+    the end, gradients belong to an iteration that did not happen, and what else is written before
+    is small: running statistics and the state of generators. These are kept, and with them every
+    failure before the optimizer step is undone. After a later one the way back is a checkpoint.
+
+    Attributes:
+        node: Index of the first node that writes what is not kept; None if no node does.
+    """
+
+    node: int | None
+    kept: list[Value]
+    generators: list[torch.Generator]
+
+
+def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> CommitPoint:
+    """Find the first write that cannot be put back; nobody needs old contents of ``scratch``."""
+    max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
+    free = {tensor.untyped_storage()._cdata for tensor in scratch}
+    kept: dict[int, Value] = {}
+    generators: dict[int, torch.Generator] = {}
+    num_bytes = 0
+    for index, node in enumerate(nodes):
+        found: dict[int, Value] = {}
+        for value in values_among(written_arguments(node.op, node.args, node.kwargs)):
+            info = value.storage
+            if info.external and id(value) not in kept and info.get()._cdata not in free:
+                found[id(value)] = value
+        num_bytes += sum(map(_num_bytes, found.values()))
+        if found and (num_bytes > _MAX_KEPT_BYTES or len(kept) + len(found) > max_kept):
+            # None of what it writes is kept: a part of it could not undo it.
+            return CommitPoint(index, list(kept.values()), list(generators.values()))
+        kept.update(found)
+        if torch.Tag.nondeterministic_seeded in node.op.tags or node.op.namespace not in _QUIET:
+            for generator in _generators(node):
+                generators[id(generator)] = generator
+    return CommitPoint(None, list(kept.values()), list(generators.values()))
+
+
+class ReplayUndo:
+    """What a replay writes before its commit point, as it was (see Note [Undo of a replay])."""
+
+    effect: Effect
+
+    def __init__(self, kept: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
+        self._kept = list(kept)
+        self._copies = [torch.empty_like(tensor) for tensor in kept]
+        self._generators = list(generators)
+        self._states: list[Tensor] = []
+        self.effect = Effect.NONE
+
+    def begin(self) -> None:
+        self.effect = Effect.NONE
+        if self._kept:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self._kept)
+        self._states = list(map(torch.Generator.get_state, self._generators))
+
+    def commit(self) -> None:
+        """Note that from here on nothing can be put back; called before the first such write."""
+        self.effect = Effect.PART
+
+    def roll_back(self) -> None:
+        if self.effect is not Effect.NONE:
+            return
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._copies)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
 
 class CpuGraph:
@@ -47,8 +137,22 @@ class CpuGraph:
         return results
 
     def measure(self) -> tuple[float, ...]:
+        """Run a few replays, undo each bit for bit, and return the median times of each node.
+
+        A node that replays do not call takes 0.
+        """
         assert self.facts.program is not None
-        return measure_replay(self._run, self.facts.program)
+        runs = [_by_node(self.facts.program.nodes, self._timed()) for _ in range(_NUM_MEASURED)]
+        return tuple(statistics.median(times) for times in zip(*runs, strict=True))
+
+    def _timed(self) -> list[float]:
+        clock = _Clock()
+        try:
+            with clock:
+                self._run()
+        finally:
+            clock.undo.roll_back()
+        return clock.times_us
 
     def debug_dump(self, path: str) -> None:
         raise PhaseError(
@@ -65,6 +169,27 @@ class CpuGraph:
     def close(self) -> None:
         self._replay = None
         self._undo = ReplayUndo([], [])
+
+
+class _Clock(OperatorMode):
+    """Times each operator, and keeps the old contents of what it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undo = CopyOnWrite()
+        self.times_us: list[float] = []
+
+    def on_op(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        for tensor in written_tensors(op, args, kwargs):
+            self.undo.save(tensor)
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            self.undo.save_generators(args, kwargs)
+        start = time.perf_counter_ns()
+        result = op(*args, **kwargs)
+        self.times_us.append((time.perf_counter_ns() - start) / 1e3)
+        return result
 
 
 class CpuGraphBackend:
@@ -165,3 +290,33 @@ def _await_release(recorder: Recorder) -> None:
             made_here = [info for info in node.touched if not info.external]
             while any(info.alive for info in made_here) and time.monotonic() < deadline:
                 time.sleep(_RELEASE_S / 100)
+
+
+def _by_node(nodes: Sequence[NodeFacts], times_us: Sequence[float]) -> tuple[float, ...]:
+    """Give each node the time of its operator.
+
+    A replay calls one operator for each node that is not over before it, in the order of the
+    nodes, and then copies what the model keeps. Which operator may be another than was recorded
+    (``add.out`` for ``add.Tensor``, ``fill_`` for ``ones_like``).
+    """
+    called = [node.index for node in nodes if node.called]
+    if len(times_us) < len(called):
+        raise CaptureError(
+            f"a replay called {len(times_us)} operators for {len(called)} nodes, so their times "
+            "cannot be told apart. Remedy: report() without measure, and report this as a bug"
+        )
+    found = [0.0] * len(nodes)
+    for index, time_us in zip(called, times_us, strict=False):
+        found[index] = time_us
+    return tuple(found)
+
+
+def _generators(node: Node) -> list[torch.Generator]:
+    items = (*node.args, *node.kwargs.values())
+    given = [item for item in items if isinstance(item, torch.Generator)]
+    return given or [torch.default_generator]
+
+
+def _num_bytes(value: Value) -> int:
+    _, shape, _, dtype, *_ = value.geometry
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -177,17 +177,17 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 
 def values_in(node: Node) -> Iterable[Value]:
-    yield from _values(node.args)
-    yield from _values(node.kwargs.values())
+    yield from values_among(node.args)
+    yield from values_among(node.kwargs.values())
 
 
-def _values(items: Iterable[Any]) -> Iterable[Value]:
-    # Not inside the other function: one that calls itself is a cycle, freed by the collector only.
+def values_among(items: Iterable[Any]) -> Iterable[Value]:
+    """Yield the Values in arguments, lists opened."""
     for item in items:
         if isinstance(item, Value):
             yield item
         elif isinstance(item, list):
-            yield from _values(item)
+            yield from values_among(item)
 
 
 def span_bytes(value: Value) -> int:

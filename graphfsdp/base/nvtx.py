@@ -10,21 +10,18 @@ from torch._C._profiler import _RecordFunctionFast
 
 # Before each name in torch's profiler, where operators are events like any other.
 RANGE_PREFIX = "graphfsdp: "
+_NO_RANGE = nullcontext()  # may be entered any number of times
 
 
 class _RangeFactory(Protocol):
     def __call__(self, name: str) -> AbstractContextManager[object]: ...
 
 
-def _no_range(name: str) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 @cache
-def _factory() -> _RangeFactory:
+def _factory() -> _RangeFactory | None:
     # A range costs microseconds even when no profiler listens, and a CPU-only machine has none.
     if not torch.cuda.is_available():
-        return _no_range
+        return None
     try:
         import nvtx
     except ImportError:
@@ -35,7 +32,8 @@ def _factory() -> _RangeFactory:
 @contextmanager
 def _profiled(name: str) -> Iterator[None]:
     # Not torch.profiler.record_function, which is an operator: a recording would hold it.
-    with _factory()(name), _RecordFunctionFast(RANGE_PREFIX + name):
+    factory = _factory()
+    with factory(name) if factory else _NO_RANGE, _RecordFunctionFast(RANGE_PREFIX + name):
         yield
 
 
@@ -43,4 +41,5 @@ def nvtx_range(name: str) -> AbstractContextManager[object]:
     """Capture: host side only; inside a recording it marks the host's time, not the kernels'."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _profiled(name)
-    return _factory()(name)
+    factory = _factory()
+    return factory(name) if factory else _NO_RANGE

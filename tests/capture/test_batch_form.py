@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphfsdp
-from graphfsdp._capture.signature import BatchForm
+from graphfsdp._capture.inputs import BatchForm
 from graphfsdp.optim import FusedAdam
 
 Pair = namedtuple("Pair", ["left", "right"])

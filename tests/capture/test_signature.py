@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import BatchMismatchError, ConfigError
-from graphfsdp._capture.signature import BatchSignature, flatten
+from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
 
@@ -237,8 +237,8 @@ def test_a_tensor_that_requires_a_gradient_later_is_only_copied(device: torch.de
 def test_names_are_written_as_the_caller_wrote_the_arguments() -> None:
     args = ([torch.ones(1), {"a": 1}], (2,))
     kwargs = {"mask": {"b": torch.ones(1)}, "flag": True}
-    leaves, spec = flatten(args, kwargs)
-    assert BatchSignature(leaves, spec).names == [
+    inputs = StaticInputs(args, kwargs, device=CPU, num_microbatches=1)
+    assert list(inputs.describe()) == [
         "args[0][0]",
         "args[0][1]['a']",
         "args[1][0]",

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphfsdp._capture.cpu.graph import find_commit_point
 from graphfsdp._capture.trace.values import Node, StorageInfo, Value, geometry_of
-from graphfsdp._capture.undo.commit_point import find_commit_point
 
 
 def writes(*tensors: Tensor) -> Node:
