@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import Tensor, nn
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.ranks.agreement import Agreement, WarmUpAgainError
+from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
-from graphfsdp._capture.undo.attempt import Attempt
+from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.nvtx import nvtx_range
 
@@ -20,10 +20,10 @@ class Attempts:
     """Runs iterations so that everything is undone if one fails, here or on another rank."""
 
     def __init__(
-        self, engine: Engine, agreement: Agreement, recordings: Recordings, *, trains: bool
+        self, engine: Engine, ranks: Ranks, recordings: Recordings, *, trains: bool
     ) -> None:
         self._engine = engine
-        self._agreement = agreement
+        self._ranks = ranks
         self._recordings = recordings
         self._trains = trains
 
@@ -44,10 +44,10 @@ class Attempts:
                 engine.grad_norm, recording.results = grad_norm, results
                 recording.drop_graph()
             refused = recording.refused_values(first)
-            error = self._agreement.repeat(first) if refused and not recording.has_waited else first
+            error = self._ranks.repeat(first) if refused and not recording.has_waited else first
             waits = isinstance(error, WarmUpAgainError) and recording.wait_once()
             # Where there are others, the ones that were not refused keep theirs.
-            begins_anew = refused and not self._agreement.is_collective
+            begins_anew = refused and not self._ranks.is_collective
             if not waits and (begins_anew or not recording.num_eager):
                 self._recordings.remove(recording)
             if not waits and error is first:
@@ -62,7 +62,7 @@ class Attempts:
         watch = recording.noting(engine.constant_watch(trains=self._trains)) if notes else None
         with nvtx_range("warm-up"), engine.backend.on_capture_stream():
             results = self._iterate(recording, watch)
-        self._agreement.settle()
+        self._ranks.settle()
         self._step_outside()
         recording.num_eager += 1
         return results
@@ -78,7 +78,7 @@ class Attempts:
             recording.check_memory()
             own_modes()  # those that every later call will find
             guards.arm(was_read)
-            self._agreement.settle()
+            self._ranks.settle()
 
         scratch = recording.inputs.tensors()
         if self._trains:
@@ -90,7 +90,7 @@ class Attempts:
                 lambda: self._iterate(recording, recording.comparing()),
                 engine.model,
                 check,
-                collective=self._agreement.is_collective,
+                collective=self._ranks.is_collective,
                 scratch=scratch,
             )
         recording.constants = None
@@ -110,7 +110,7 @@ class Attempts:
         """Step an optimizer that is not in the graph; a rank that captures does so at once."""
         if self._trains and not self._engine.full:
             self._engine.step_outside()
-            self._agreement.settle()
+            self._ranks.settle()
 
     @contextmanager
     def _modes(self) -> Iterator[Callable[[], None]]:

@@ -8,8 +8,7 @@ from torch import Tensor
 from graphfsdp._capture.attempts import Attempts
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.inputs import StaticInputs
-from graphfsdp._capture.ranks.agreement import Agreement
-from graphfsdp._capture.ranks.failure import RankFailures
+from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
@@ -26,13 +25,11 @@ class Evaluator:
     every generator the state that it had.
     """
 
-    def __init__(
-        self, engine: Engine, failures: RankFailures, agreement: Agreement, max_graphs: int
-    ) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks, max_graphs: int) -> None:
         self._engine = engine
-        self._failures = failures
+        self._ranks = ranks
         self._recordings = Recordings(max_graphs)
-        self._attempts = Attempts(engine, agreement, self._recordings, trains=False)
+        self._attempts = Attempts(engine, ranks, self._recordings, trains=False)
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int, *, eager: bool
@@ -41,7 +38,7 @@ class Evaluator:
         try:
             with nvtx_range("evaluate"):
                 recording = self._recording_for(args, kwargs, num_microbatches)
-                with self._failures.call("evaluation"):
+                with self._ranks.call("evaluation"):
                     results = self._results(recording, eager=eager)
         finally:
             restore()

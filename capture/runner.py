@@ -14,8 +14,7 @@ from graphfsdp._capture.attempts import Attempts
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.ranks.agreement import Agreement
-from graphfsdp._capture.ranks.failure import RankFailures
+from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import Tally, make_report
@@ -57,13 +56,12 @@ class StepRunner:
         self._backend = engine.backend
         self._options = options
         self.groups = [g for root in sharded_roots(engine.model) for g in root.process_groups()]
-        self._failures = RankFailures(self.groups)
-        agreement = Agreement(self._failures)
+        self._ranks = Ranks(self.groups)
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs)
-        self._attempts = Attempts(engine, agreement, self._recordings, trains=True)
-        self._evaluator = Evaluator(engine, self._failures, agreement, options.max_graphs)
-        self._verifier = Verifier(engine, agreement)
+        self._attempts = Attempts(engine, self._ranks, self._recordings, trains=True)
+        self._evaluator = Evaluator(engine, self._ranks, options.max_graphs)
+        self._verifier = Verifier(engine, self._ranks)
         self._tally = Tally()
         self._num_warm_ups = 0  # that have taken effect
         self._first_states: FirstStates | None = None
@@ -79,13 +77,13 @@ class StepRunner:
         return self._engine.skipped_steps
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.phase is Phase.EAGER or not self._failures.is_collective:
+        if self.phase is Phase.EAGER or not self._ranks.is_collective:
             return self._run(args, kwargs)
         try:
-            with self._failures.call():
+            with self._ranks.call():
                 return self._run(args, kwargs)
         finally:
-            self._break(self._failures.lost)
+            self._break(self._ranks.lost)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = self._prepare(args, kwargs)
@@ -150,7 +148,7 @@ class StepRunner:
         try:
             return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
         finally:
-            self._break(self._failures.lost)
+            self._break(self._ranks.lost)
 
     def verify(self, num_iterations: int) -> None:
         self.graph_to("verify")
@@ -158,10 +156,10 @@ class StepRunner:
         assert recording is not None
         refuse(self._engine.changes(recording))
         try:
-            with self._failures.call("verification"):
+            with self._ranks.call("verification"):
                 self._verifier.run(recording, num_iterations)
         finally:
-            self._break(self._failures.lost)
+            self._break(self._ranks.lost)
 
     def report(self, *, measure: bool) -> CaptureReport:
         return make_report(
@@ -188,7 +186,7 @@ class StepRunner:
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
         self._go_to(Phase.CLOSED)
-        self._failures.close()
+        self._ranks.close()
         self._evaluator.close()
         self._recordings.close()
         self._engine.close()
@@ -228,7 +226,7 @@ class StepRunner:
         return results
 
     def _attempt(self, recording: Recording) -> list[Tensor]:
-        self._failures.begin_attempt()
+        self._ranks.begin_attempt()
         started = time.perf_counter()
         captures = self._capture_follows(recording)
         is_last = self._capture_follows(recording, 1) or len(self._recordings) > 1
@@ -255,8 +253,8 @@ class StepRunner:
         return is_warm and recording.num_eager + num_more >= min(num_wanted, 1)
 
     def _replay(self, recording: Recording, graph: Graph) -> list[Tensor]:
-        if self._failures.is_collective:
-            self._failures.note_replay()
+        if self._ranks.is_collective:
+            self._ranks.note_replay()
         self._engine.before_replay(recording)
         verifies = recording.num_verified < self._options.verify
         try:
@@ -276,7 +274,7 @@ class StepRunner:
         again = ""
         if effect is Effect.NONE:
             self._engine.gradients.drop()
-            again = "" if self._failures.is_collective else ". The step can be called again"
+            again = "" if self._ranks.is_collective else ". The step can be called again"
         elif effect is Effect.PART:
             self._break(f"{type(error).__name__}: {effect.value}")
         error.add_note(f"graphfsdp: {effect.value}{again}")

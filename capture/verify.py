@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.ranks.agreement import Agreement
+from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.trace.backend import Graph
 from graphfsdp._capture.trace.op_digests import OpDigest, OpDigests, base_name, first_other
@@ -52,9 +52,9 @@ class Verifier:
     computed something else; then everything is put back.
     """
 
-    def __init__(self, engine: Engine, agreement: Agreement) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self._engine = engine
-        self._agreement = agreement
+        self._ranks = ranks
 
     def replay(self, recording: Recording) -> list[Tensor]:
         """Replay the batch in the static inputs, after an eager run that is undone.
@@ -70,7 +70,7 @@ class Verifier:
                 results = graph.replay()
             difference = first_difference(expected, _state_of(self._engine, results))
             if difference is None:
-                self._agreement.settle()
+                self._ranks.settle()
                 return results
             attempt.roll_back()
             raise _error(difference, self._first_other_node(recording, graph))

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
-from graphfsdp._capture.rules.refusals import Refusal
-from graphfsdp._capture.rules.remedies import running_optimizer
+from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
     SiteTable,

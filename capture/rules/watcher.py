@@ -16,10 +16,10 @@ from graphfsdp._capture.rules.refusals import (
     HIGHER_ORDER,
     NO_STORAGE,
     Refusal,
+    for_this_place,
     is_fixed_result,
     refuse_op,
 )
-from graphfsdp._capture.rules.remedies import for_this_place
 from graphfsdp._capture.rules.streams import StreamWatch
 from graphfsdp._capture.trace.source import (
     ModuleTracker,

@@ -1,13 +1,15 @@
-"""The host side of an iteration's state: what Python objects point at which tensors."""
+"""An iteration that can be undone: what Python objects point at which tensors, and the rest."""
 
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.trace.backend import Undo
 from graphfsdp._capture.trace.source import assignment_of, definition_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
@@ -225,6 +227,37 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
         for key, value in values.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+class Attempt:
+    """A warm-up or a capture: everything that it may change, as it was before."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        undo: Undo,
+        *,
+        device: torch.device,
+        restore_gradients: Callable[[], None],
+    ) -> None:
+        self.host_state = HostState(model, optimizers, restore_gradients)
+        self._restore_random_states = save_random_states(model, device)
+        self._undo = undo
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Run the body so that it can be undone, also when it is over."""
+        return self._undo.watching()
+
+    def roll_back(self) -> None:
+        """Put everything back.
+
+        What Python objects refer to comes first: memory is written at the addresses that the
+        model, the gradients and the optimizer had.
+        """
+        self.host_state.restore()
+        self._undo.roll_back()
+        self._restore_random_states()
 
 
 def save_random_states(model: nn.Module, device: torch.device) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphfsdp._capture.ranks import gloo_threads
+from graphfsdp._capture.ranks import ranks
 from ranks import RankPool
 
 
@@ -25,16 +25,16 @@ def test_it_waits_until_all_workers_were_idle_twice(
     looks: list[list[str]], num_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = iter(looks)
-    monkeypatch.setattr(gloo_threads, "_states", lambda: iter(next(left)))
-    gloo_threads.await_gloo_threads()
+    monkeypatch.setattr(ranks, "_gloo_states", lambda: iter(next(left)))
+    ranks.await_gloo_threads()
     assert len(looks) - len(list(left)) == num_looks
 
 
 def find_workers() -> tuple[int, bool]:
     value = torch.ones(100_000)
     dist.all_reduce(value)
-    gloo_threads.await_gloo_threads()
-    states = list(gloo_threads._states())
+    ranks.await_gloo_threads()
+    states = list(ranks._gloo_states())
     return len(states), set(states) == {"S"}
 
 

@@ -1,4 +1,7 @@
-"""A rank that fails: the others hear who and why within seconds, also in a collective."""
+"""Ranks that share a model keep an iteration together or not at all.
+
+If one fails, the others hear who and why within seconds, also in a collective.
+"""
 
 import datetime
 import json
@@ -7,14 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphfsdp._capture.ranks.gloo_threads import await_gloo_threads
 from graphfsdp.base.collectives import interruptible
-from graphfsdp.base.rank_agreement import RankStore
+from graphfsdp.base.rank_agreement import RankAgreement, RankStore
 from graphfsdp.errors import CaptureError, RankFailedError
 
 _PAUSE_S = 0.05
@@ -23,14 +26,29 @@ _CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to
 _GRACE_S = 2.0  # after a failure, for the other ranks to come out of the call as well
 _AFTERWARDS = datetime.timedelta(seconds=1)
 _ITERATION = "iteration"
+_AGAIN = "again"
+# Of gloo's worker threads: their name, where Linux lists them, and how they are waited for.
+_GLOO = "pt_gloo_runloop"
+_TASKS = Path("/proc/self/task")
+_GLOO_PAUSE_S = 0.001
+_GLOO_LIMIT_S = 1.0
+_NUM_LOOKS = 2
 _LOST = (
     "The process groups were aborted. Remedy: mend the cause, start all ranks again, and load the "
     "last checkpoint"
 )
 
 
-class RankFailures:
-    """One rank's ear for the failures of the others, and its voice.
+class WarmUpAgainError(Exception):
+    """A rank wants this attempt undone and repeated, with one more warm-up before it."""
+
+
+class Ranks:
+    """One rank's ear for the others, and its voice.
+
+    A rank that captured while another did not would wait for ever in the first collective of its
+    replay; one that stepped while another rolled back would train another model. So in a warm-up
+    or a capture each rank waits until all have come as far, or one has failed (``settle``).
 
     Note [A rank that fails] writes who, why and when into the store. Then it waits a moment for
     the others: if all come out of the same call, because they failed alike, or have heard at the
@@ -54,11 +72,12 @@ class RankFailures:
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
         self._store = RankStore(groups, "failures")
+        self._attempts = RankAgreement(groups, "attempts")
         self.is_collective = self._store.is_shared
         self.lost = ""
         self._heard = ""  # the failure for which the groups were aborted
         self._calls: Counter[str] = Counter()
-        self.name = ""
+        self.name, self._num_settled = "", 0
         self._num_attempted = self._num_replayed = 0  # the last iteration that was
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -70,7 +89,7 @@ class RankFailures:
     @contextmanager
     def _calling(self, kind: str) -> Iterator[None]:
         self._calls[kind] += 1
-        self.name = f"{kind} {self._calls[kind]}"
+        self.name, self._num_settled = f"{kind} {self._calls[kind]}", 0
         try:
             self._listen()
             with interruptible(self.check):
@@ -87,11 +106,35 @@ class RankFailures:
         if self._heard:
             raise RankFailedError(self._heard)
 
-    def refuse_failure(self) -> None:
-        """Raise if another rank has failed in this call.
+    def settle(self, *, again: bool = False) -> None:
+        """Wait until every rank has come as far as this one.
 
-        RankFailedError if the groups were given up as well, else CaptureError, which names it.
+        CaptureError names another rank that failed and says why. RankFailedError: the groups were
+        given up as well. WarmUpAgainError: a rank wants the attempt repeated; all ranks raise it.
         """
+        self._num_settled += 1
+        told = self._attempts.exchange(
+            _AGAIN if again else "",
+            stage=f"{self.name}/{self._num_settled}",
+            heard=self._refuse_failure,
+        )
+        if _AGAIN in told.values():
+            raise WarmUpAgainError("a rank was given other numbers than in the warm-up")
+
+    def repeat(self, error: BaseException) -> BaseException:
+        """Propose to all ranks to repeat an attempt: none does unless all do.
+
+        Returned is a WarmUpAgainError, or what another rank has failed of.
+        """
+        try:
+            self.settle(again=True)
+        except CaptureError as failure:
+            return failure
+        except WarmUpAgainError:
+            return WarmUpAgainError(str(error))
+        return error
+
+    def _refuse_failure(self) -> None:
         self.check()
         failed = self._store.get(f"{self.name}/failure")
         if failed is not None:
@@ -247,3 +290,32 @@ def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
     for device_type in ("cpu", "cuda"):
         with suppress(RuntimeError):  # none for this device
             yield group._get_backend(torch.device(device_type))
+
+
+def await_gloo_threads() -> None:
+    """Return when gloo's worker threads have nothing left to do.
+
+    Note [Gloo at exit]: gloo's worker threads drop the tensors of a collective a little after
+    ``wait`` has returned. A tensor that Python has let go of already needs Python's lock for that.
+    If Python is being taken apart by then, it ends the thread in the middle of C++ code that must
+    not be left so, and the process dies of SIGABRT ("terminate called without an active
+    exception"). So whoever is the last to use a process group waits here, while Python is whole.
+
+    On Linux the threads are looked at; elsewhere this waits a few milliseconds.
+    """
+    deadline = time.monotonic() + _GLOO_LIMIT_S
+    num_idle = 0
+    while num_idle < _NUM_LOOKS and time.monotonic() < deadline:
+        time.sleep(_GLOO_PAUSE_S)  # gives them Python's lock
+        num_idle = num_idle + 1 if all(state == "S" for state in _gloo_states()) else 0
+
+
+def _gloo_states() -> Iterator[str]:
+    """Yield the scheduler's letter for each worker thread: S sleeps until there is work."""
+    for stat in _TASKS.glob("*/stat"):
+        try:
+            head, _, rest = stat.read_text().rpartition(")")
+        except OSError:  # the thread has ended
+            continue
+        if head.partition("(")[2] == _GLOO:
+            yield rest.split()[0]
