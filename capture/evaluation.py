@@ -7,13 +7,13 @@ from torch import Tensor
 
 from graphfsdp._capture.attempts import Attempts
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.nvtx import nvtx_range
+from graphfsdp.config import OnChange
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -28,7 +28,8 @@ class Evaluator:
     def __init__(self, engine: Engine, ranks: Ranks, max_graphs: int) -> None:
         self._engine = engine
         self._ranks = ranks
-        self._recordings = Recordings(max_graphs)
+        device = engine.backend.device
+        self._recordings = Recordings(max_graphs, device, OnChange.RECAPTURE)
         self._attempts = Attempts(engine, ranks, self._recordings, trains=False)
 
     def run(
@@ -37,7 +38,7 @@ class Evaluator:
         restore = save_random_states(self._engine.model, self._engine.backend.device)
         try:
             with nvtx_range("evaluate"):
-                recording = self._recording_for(args, kwargs, num_microbatches)
+                recording = self._recordings.load(args, kwargs, num_microbatches)
                 with self._ranks.call("evaluation"):
                     results = self._results(recording, eager=eager)
         finally:
@@ -56,18 +57,6 @@ class Evaluator:
                 return recording.graph.replay()
         captures = not eager and recording.num_eager > 0
         return self._attempts.run(recording, captures=captures, notes=True)
-
-    def _recording_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
-    ) -> Recording:
-        found = self._recordings.load(args, kwargs, num_microbatches)
-        if found is not None:
-            return found
-        device = self._engine.backend.device
-        inputs = StaticInputs(args, kwargs, device=device, num_microbatches=num_microbatches)
-        recording = Recording(inputs, num_microbatches)
-        self._recordings.add(recording)
-        return recording
 
     def _changes(self, recording: Recording) -> list[Change]:
         """Return what has changed since the recording; modes do not count, they are set here."""

@@ -1,8 +1,9 @@
 """The Python that is captured: forward, backward, norm, clip and step, or the user's own."""
 
+import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,10 @@ def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output if loss is None else loss
 
 
-class AnyIteration(Protocol):
+class AnyIteration(abc.ABC):
     """Something that trains once over static inputs, and can be recorded while it does.
+
+    The same Python runs eagerly and recorded.
 
     Attributes:
         steps_inside: ``forward_backward`` steps the optimizer, too.
@@ -40,21 +43,41 @@ class AnyIteration(Protocol):
     steps_inside: bool
     functions: tuple[Callable[..., Any], ...]
 
+    def __init__(self, models: Any, gradients: PersistentGradients, loss_fn: LossFunction) -> None:
+        self._models = models
+        self._gradients = gradients
+        self._loss_fn = loss_fn
+
+    @abc.abstractmethod
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
         """Run forward and backward; return the results, detached."""
-        ...
 
+    @abc.abstractmethod
     def optimizer_step(self) -> Tensor | None:
         """Step; return the norm of the gradients before clipping, if it is wanted."""
-        ...
 
     def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run the forward pass alone, without gradients; return the results."""
-        ...
+        """Run the forward pass without gradients; merge the microbatches' results as in training.
+
+        Capture: no host sync.
+        """
+        outputs = []
+        with torch.no_grad(), nvtx_range("forward"):
+            _clear_autocast_cache()
+            for index in range(num_microbatches):
+                args, kwargs = microbatch(inputs, index, num_microbatches)
+                output = self._loss_fn(self._models, *args, **kwargs)
+                _check_tensors(output, "loss_fn returned", self._loss_source())
+                outputs.append(pytree.tree_map(own, output))
+        return outputs[0] if len(outputs) == 1 else merge(outputs)
+
+    def _loss_source(self) -> SourceLine | None:
+        is_own = self._loss_fn is not default_loss
+        return definition_of(self._loss_fn if is_own else self._models)
 
 
-class Iteration:
-    """One training iteration over static inputs. The same Python runs eagerly and recorded."""
+class Iteration(AnyIteration):
+    """Forward, backward, norm, clip and step."""
 
     steps_inside = False
 
@@ -68,12 +91,10 @@ class Iteration:
         max_grad_norm: float | None,
         skip_nonfinite: bool = False,
     ) -> None:
-        self._model = model
+        super().__init__(model, gradients, loss_fn)
         self._roots = sharded_roots(model)  # looking through all modules takes a while
         self._optimizer = optimizer
-        self._gradients = gradients
-        self._loss_fn = loss_fn
-        self.functions: tuple[Callable[..., Any], ...] = (loss_fn,)
+        self.functions = (loss_fn,)
         self._max_grad_norm = max_grad_norm
         self._skip_nonfinite = skip_nonfinite
 
@@ -97,21 +118,6 @@ class Iteration:
         self._gradients.finish()
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
-    def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run the forward pass without gradients; merge the microbatches' results as in training.
-
-        Capture: no host sync.
-        """
-        outputs = []
-        with torch.no_grad(), nvtx_range("forward"):
-            _clear_autocast_cache()
-            for index in range(num_microbatches):
-                args, kwargs = microbatch(inputs, index, num_microbatches)
-                output = self._loss_fn(self._model, *args, **kwargs)
-                _check_tensors(output, "loss_fn returned", self._loss_source())
-                outputs.append(pytree.tree_map(own, output))
-        return outputs[0] if len(outputs) == 1 else merge(outputs)
-
     def optimizer_step(self) -> Tensor | None:
         """Step; return [] float32, the global norm before clipping, None if not asked for.
 
@@ -129,7 +135,7 @@ class Iteration:
         args, kwargs = microbatch(inputs, index, num_microbatches)
         with torch.enable_grad():
             with nvtx_range("forward"):
-                output = self._loss_fn(self._model, *args, **kwargs)
+                output = self._loss_fn(self._models, *args, **kwargs)
                 loss = self._loss_of(output)
                 scaled = loss / num_microbatches if num_microbatches > 1 else loss
             with nvtx_range("backward"):
@@ -156,14 +162,11 @@ class Iteration:
         scalar: Tensor = loss
         return scalar
 
-    def _loss_source(self) -> SourceLine | None:
-        return definition_of(self._model if self._loss_fn is default_loss else self._loss_fn)
-
     def _global_norm(self) -> Tensor | None:
         if self._max_grad_norm is None and not self._skip_nonfinite:
             return None
         whole, sharded = self._gradients.landed_views()
-        return global_norm(whole, sharded, _device(self._model))
+        return global_norm(whole, sharded, next(self._models.parameters()).device)
 
     def _clip_coefficient(self, grad_norm: Tensor | None) -> Tensor | None:
         """Return [] float32 by which every gradient is to be multiplied, or None."""
@@ -172,8 +175,8 @@ class Iteration:
         return clip_coefficient(grad_norm, self._max_grad_norm)
 
 
-class CustomIteration:
-    """Runs the user's function over static inputs. The same Python runs eagerly and recorded."""
+class CustomIteration(AnyIteration):
+    """The user's own function."""
 
     steps_inside = True
 
@@ -187,12 +190,10 @@ class CustomIteration:
         loss_fn: LossFunction,
     ) -> None:
         """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them."""
+        super().__init__(models, gradients, loss_fn)
         self._function = function
-        self.functions: tuple[Callable[..., Any], ...] = (function, loss_fn)
-        self._models = models
+        self.functions = (function, loss_fn)
         self._optimizers = optimizers
-        self._gradients = gradients
-        self._loss_fn = loss_fn
 
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
         """Run the whole iteration; return what the function returned, detached.
@@ -207,7 +208,8 @@ class CustomIteration:
         with torch.enable_grad(), nvtx_range("iteration"):
             output = self._run(inputs)
         self._gradients.finish()
-        return self._owned(output)
+        _check_tensors(output, "the iteration returned", definition_of(self._function))
+        return pytree.tree_map(own, output)
 
     def _run(self, inputs: StaticInputs) -> Any:
         try:
@@ -230,15 +232,6 @@ class CustomIteration:
     def optimizer_step(self) -> Tensor | None:
         """Do nothing: the function has stepped."""
         return None
-
-    def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        with torch.no_grad(), nvtx_range("forward"):
-            _clear_autocast_cache()
-            return self._owned(self._loss_fn(self._models, *inputs.args, **inputs.kwargs))
-
-    def _owned(self, output: Any) -> Any:
-        _check_tensors(output, "the iteration returned", definition_of(self._function))
-        return pytree.tree_map(own, output)
 
 
 def _clear_autocast_cache() -> None:
@@ -270,10 +263,6 @@ def microbatch(
 
     args, kwargs = pytree.tree_map(part, (inputs.args, inputs.kwargs))
     return args, kwargs
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def own(leaf: Any) -> Any:

@@ -146,8 +146,10 @@ class Recording:
 class Recordings:
     """The recordings of a step, the least recently used of them first to go."""
 
-    def __init__(self, max_graphs: int) -> None:
+    def __init__(self, max_graphs: int, device: torch.device, on_change: OnChange) -> None:
         self._max_graphs = max_graphs
+        self._device = device
+        self._on_change = on_change
         self._entries: OrderedDict[int, Recording] = OrderedDict()  # oldest use first
         self._num_unused = 0  # that had to go before they had a graph
 
@@ -171,19 +173,33 @@ class Recordings:
 
     def load(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
-    ) -> Recording | None:
-        """Copy a batch to the inputs made for its kind; return None if there are none."""
+    ) -> Recording:
+        """Copy a batch to the inputs made for its kind.
+
+        A kind that is new gets inputs; they are kept only if a graph may follow.
+        """
         for entry in reversed(self._entries.values()):
             if entry.num_microbatches == num_microbatches and entry.inputs.accept(args, kwargs):
                 self._entries.move_to_end(id(entry))
                 return entry
-        return None
+        known = self.latest
+        keeps = known is None or self._on_change is OnChange.RECAPTURE
+        if known is not None:
+            why = _difference(known, args, kwargs, num_microbatches)
+            if self._on_change is OnChange.RAISE:
+                raise BatchMismatchError(why)
+            what = "another graph will be made" if keeps else "running eagerly"
+            _LOG.info("%s: %s", what, split_remedy(why)[0])
+        inputs = StaticInputs(args, kwargs, device=self._device, num_microbatches=num_microbatches)
+        entry = Recording(inputs, num_microbatches)
+        if keeps:
+            self._entries[id(entry)] = entry
+            self._drop_oldest()
+        return entry
 
-    def add(self, entry: Recording) -> Recording | None:
-        """Keep one more; return the one that had to go for it, if any, closed."""
-        self._entries[id(entry)] = entry
+    def _drop_oldest(self) -> None:
         if len(self._entries) <= self._max_graphs:
-            return None
+            return
         _, oldest = self._entries.popitem(last=False)
         self._num_unused += oldest.graph is None
         if oldest.graph is None and self._num_unused == self._max_graphs + 1:
@@ -195,34 +211,11 @@ class Recordings:
                 2 * self._max_graphs,
             )
         oldest.close()
-        return oldest
-
-    def new_kind(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        num_microbatches: int,
-        device: torch.device,
-        on_change: OnChange,
-    ) -> Recording:
-        """Make inputs for a kind of batch that is new; they are kept only if a graph may follow."""
-        known = self.latest
-        keeps = known is None or on_change is OnChange.RECAPTURE
-        if known is not None:
-            why = _difference(known, args, kwargs, num_microbatches)
-            if on_change is OnChange.RAISE:
-                raise BatchMismatchError(why)
-            what = "another graph will be made" if keeps else "running eagerly"
-            _LOG.info("%s: %s", what, split_remedy(why)[0])
-        inputs = StaticInputs(args, kwargs, device=device, num_microbatches=num_microbatches)
-        entry = Recording(inputs, num_microbatches)
-        if keeps and self.add(entry) is not None:
-            _LOG.info(
-                "the graph that was not used for longest is given up: there are more than "
-                "max_graphs=%d kinds of batches",
-                self._max_graphs,
-            )
-        return entry
+        _LOG.info(
+            "the graph that was not used for longest is given up: there are more than "
+            "max_graphs=%d kinds of batches",
+            self._max_graphs,
+        )
 
     def remove(self, entry: Recording) -> None:
         self._entries.pop(id(entry), None)

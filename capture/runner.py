@@ -58,7 +58,7 @@ class StepRunner:
         self.groups = [g for root in sharded_roots(engine.model) for g in root.process_groups()]
         self._ranks = Ranks(self.groups)
         self._pid = os.getpid()
-        self._recordings = Recordings(options.max_graphs)
+        self._recordings = Recordings(options.max_graphs, self.device, options.on_change)
         self._attempts = Attempts(engine, self._ranks, self._recordings, trains=True)
         self._evaluator = Evaluator(engine, self._ranks, options.max_graphs)
         self._verifier = Verifier(engine, self._ranks)
@@ -102,9 +102,6 @@ class StepRunner:
         """Copy the batch in; return what is to be replayed, if it has a graph, or run eagerly."""
         with nvtx_range("copy-in"):
             recording = self._recordings.load(args, kwargs, self.num_microbatches)
-            recording = recording or self._recordings.new_kind(
-                args, kwargs, self.num_microbatches, self.device, self._options.on_change
-            )
         if self._first_states is not None and self._first_states.are_missing:
             return recording
         if recording.graph is not None:

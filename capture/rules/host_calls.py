@@ -23,7 +23,7 @@ from graphfsdp._capture.rules.refusals import (
     THREAD,
     Refusal,
 )
-from graphfsdp._capture.trace.source import is_users_file
+from graphfsdp._capture.trace.source import frames, is_users_file
 
 _ENGINE_FILE = "autograd/graph.py"
 _STREAMS_FILE = "torch/cuda/streams.py"
@@ -246,9 +246,4 @@ class _Hook:
 
 def _imports_a_module() -> bool:
     """Tell whether a module is being imported: what it does then, it does once and for all."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename == "<frozen importlib._bootstrap>" for frame in frames())

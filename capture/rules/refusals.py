@@ -5,16 +5,15 @@ One place for both backends. The CUDA column of the graph contract is enforced b
 """
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from graphfsdp._capture.trace.source import frames
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import draws_numbers, flat_tensors
 
@@ -275,7 +274,7 @@ def _recomputes_randomly(
         return False  # most are none of these
     if torch._C._current_graph_task_id() == -1:
         return False
-    for frame in _frames():
+    for frame in frames():
         code = frame.f_code
         if code.co_name in _RECOMPUTING and code.co_filename.endswith("torch/utils/checkpoint.py"):
             return draws_numbers(op, args, kwargs)
@@ -334,7 +333,7 @@ def for_this_place(refusal: Refusal) -> Refusal:
 
 def running_optimizer() -> torch.optim.Optimizer | None:
     """Return the optimizer whose step is on this thread's stack; for what runs rarely."""
-    for frame in _frames():
+    for frame in frames():
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if isinstance(owner, torch.optim.Optimizer):
             return owner
@@ -355,7 +354,7 @@ def _for_optimizers(refusal: Refusal) -> Refusal:
 
 
 def _for_layers(refusal: Refusal) -> Refusal:
-    for frame in _frames():
+    for frame in frames():
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(owner, _BatchNorm) and owner.momentum is None:
             name = f"{type(owner).__name__}(momentum=None)"
@@ -377,10 +376,3 @@ def _for_layers(refusal: Refusal) -> Refusal:
                 "model its causal part included), which is taken as it is",
             )
     return refusal
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -62,12 +62,20 @@ def user_line_in_backward() -> SourceLine | None:
 
 
 def _innermost(end: str | None) -> SourceLine | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != end:
+    for frame in frames():
+        if frame.f_code.co_name == end:
+            break
         if is_users_file(frame.f_code.co_filename):
             return _line_in(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
     return None
+
+
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of this thread, innermost first; for what runs rarely."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:
@@ -97,10 +105,8 @@ def _line_in(code: CodeType, line: int) -> SourceLine:
 
 def called_by_user() -> bool:
     """Tell whether the innermost frame outside of capture and check is of the user's program."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_CAPTURE):
-        frame = frame.f_back
-    return frame is not None and is_users_file(frame.f_code.co_filename)
+    files = (frame.f_code.co_filename for frame in frames())
+    return is_users_file(next((f for f in files if not f.startswith(_CAPTURE)), "<none>"))
 
 
 def compiled_modules(model: nn.Module) -> Iterator[str]:
