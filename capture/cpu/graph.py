@@ -5,7 +5,7 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import without_collector
-from graphfsdp.base.op_tensors import OperatorMode, written_arguments, written_tensors
+from graphfsdp.base.op_tensors import OpCall, OperatorMode
 from graphfsdp.errors import CaptureError, PhaseError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
@@ -68,7 +68,8 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
     num_bytes = 0
     for index, node in enumerate(nodes):
         found: dict[int, Value] = {}
-        for value in values_among(written_arguments(node.op, node.args, node.kwargs)):
+        call = OpCall(node.op, node.args, node.kwargs)
+        for value in values_among(call.written_arguments()):
             info = value.storage
             if info.external and id(value) not in kept and info.get()._cdata not in free:
                 found[id(value)] = value
@@ -77,7 +78,7 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
             # None of what it writes is kept: a part of it could not undo it.
             return CommitPoint(index, list(kept.values()), list(generators.values()))
         kept.update(found)
-        if torch.Tag.nondeterministic_seeded in node.op.tags or node.op.namespace not in _QUIET:
+        if call.is_random or node.op.namespace not in _QUIET:
             for generator in _generators(node):
                 generators[id(generator)] = generator
     return CommitPoint(None, list(kept.values()), list(generators.values()))
@@ -179,15 +180,12 @@ class _Clock(OperatorMode):
         self.undo = CopyOnWrite()
         self.times_us: list[float] = []
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        for tensor in written_tensors(op, args, kwargs):
+    def on_op(self, call: OpCall) -> Any:
+        for tensor in call.written:
             self.undo.save(tensor)
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            self.undo.save_generators(args, kwargs)
+        self.undo.save_generators(call)
         start = time.perf_counter_ns()
-        result = op(*args, **kwargs)
+        result = call.run()
         self.times_us.append((time.perf_counter_ns() - start) / 1e3)
         return result
 

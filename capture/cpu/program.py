@@ -18,6 +18,7 @@ from graphfsdp._capture.report.description import Description, region
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.source import Site
 from graphfsdp._capture.trace.values import Node, Value, materialise, values_in
+from graphfsdp.base.op_tensors import OpCall
 
 Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
@@ -153,9 +154,8 @@ class ProgramBuilder:
             kwargs = {name: regions(value) for name, value in node.kwargs.items()}
             results = [regions(value) for value in node.outputs if value is not None]
             called = not self.memory.needs_no_call(node)
-            description.add(
-                node.op, regions(node.args), kwargs, results, site=node.site, called=called
-            )
+            described = OpCall(node.op, regions(node.args), kwargs)
+            description.add(described, results, site=node.site, called=called)
         for value in self._outputs:
             description.outlives(id(value.storage), BufferKind.OUTPUT)
         for value, tensor in zip(self.escapes, self.escaped, strict=True):

@@ -1,13 +1,13 @@
 """Records one iteration on a CPU as nodes over values, while it runs for real."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.rules.refusals import NEW_GENERATOR, Refusal
-from graphfsdp._capture.rules.watcher import Run, Watcher
+from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.values import (
     Geometry,
     Node,
@@ -17,12 +17,7 @@ from graphfsdp._capture.trace.values import (
     storage_of,
 )
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import (
-    TRUSTED_NAMESPACES,
-    flat_tensors,
-    is_empty,
-    read_tensors,
-)
+from graphfsdp.base.op_tensors import OpCall, is_empty
 
 
 class Recorder(Watcher):
@@ -44,31 +39,22 @@ class Recorder(Watcher):
         self._first_value: dict[int, Value] = {}  # by id of the StorageInfo
         self._geometries: dict[Geometry, Geometry] = {}  # there are few, so they are shared
 
-    def on_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        written: Sequence[Tensor],
-        run: Run,
-    ) -> Any:
-        name = str(op)
-        if torch.Tag.inplace_view in op.tags:
-            return self._run_inplace_view(name, args, run)
-        if self.is_literal(op):
-            return self._run_literal(args[0], name, run)
-        self._judge_generators(name, (*args, *kwargs.values()))
-        self._keep_unseen_contents(read_tensors(op, args, kwargs), name)
-        node = Node(op, self._template(args, name), self._template_map(kwargs, name), [], "none")
+    def on_op(self, call: OpCall) -> Any:
+        if torch.Tag.inplace_view in call.op.tags:
+            return self._run_inplace_view(call)
+        if call.is_literal:
+            return self._run_literal(call)
+        name = call.name
+        self._judge_generators(call)
+        self._keep_unseen_contents(call.read(), name)
+        kwargs = {key: self._template_of(value, name) for key, value in call.kwargs.items()}
+        node = Node(call.op, self._template_of(call.args, name), kwargs, [], "none")
         node.site = self.site
-        inputs = flat_tensors(args) + flat_tensors(kwargs.values())
-        node.touched = [self._known(tensor, name) for tensor in inputs]
-        for tensor in written:
-            info = self._known(tensor, name)
-            info.filled = True
-        trusted = op.namespace in TRUSTED_NAMESPACES
-        result = run() if trusted else self._run_distrusted(op, inputs, written, run)
-        self._finish(node, result, inputs, written)
+        node.touched = [self._known(tensor, name) for tensor in call.tensors]
+        for tensor in call.written:
+            self._known(tensor, name).filled = True
+        result = call.run() if call.is_trusted else self._run_distrusted(call)
+        self._finish(node, call, result)
         return result
 
     def value_of(self, tensor: Tensor, op: str) -> Value:
@@ -125,12 +111,6 @@ class Recorder(Watcher):
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def _template(self, values: Sequence[Any], op: str) -> list[Any]:
-        return [self._template_of(value, op) for value in values]
-
-    def _template_map(self, values: Mapping[str, Any], op: str) -> dict[str, Any]:
-        return {name: self._template_of(value, op) for name, value in values.items()}
-
     def _template_of(self, value: Any, op: str) -> Any:
         if isinstance(value, Tensor):
             return self.value_of(value, op)
@@ -138,11 +118,9 @@ class Recorder(Watcher):
             return [self._template_of(item, op) for item in value]
         return value
 
-    def _finish(
-        self, node: Node, result: Any, inputs: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> None:
+    def _finish(self, node: Node, call: OpCall, result: Any) -> None:
         """Give the results their Values and append the node, unless it only makes known views."""
-        name = str(node.op)
+        name = call.name
         listed = isinstance(result, list | tuple)
         results = list(result) if listed else [result]
         node.results = "list" if listed else "tensor" if isinstance(result, Tensor) else "none"
@@ -167,17 +145,18 @@ class Recorder(Watcher):
                 news = news or not info.external
             node.outputs.append(value)
             node.touched.append(info)
-        random = torch.Tag.nondeterministic_seeded in node.op.tags
-        trusted = node.op.namespace in ("aten", "prims")
-        node.effects = bool(written) or random or not trusted or node.results == "none"
-        if not node.effects and aliases and not news and inputs:
+        is_torchs = node.op.namespace in ("aten", "prims")
+        writes = bool(call.written) or call.is_random
+        node.effects = writes or not is_torchs or node.results == "none"
+        if not node.effects and aliases and not news and call.tensors:
             return  # a view of fixed storage, or one that exists: nothing to do at replay
         self.nodes.append(node)
 
-    def _run_literal(self, tensor: Tensor, op: str, run: Run) -> Any:
+    def _run_literal(self, call: OpCall) -> Any:
         """Repeat a constant that Python filled in: each replay starts from a fresh copy of it."""
-        info = self._known(tensor, op)
-        key = self._key_of(tensor, op)
+        tensor = call.args[0]
+        info = self._known(tensor, call.name)
+        key = self._key_of(tensor, call.name)
         value = Value(info, key[1], len(self.nodes))
         self._values[key] = value
         self._first_value[id(info)] = value
@@ -185,7 +164,7 @@ class Recorder(Watcher):
         arguments = [tensor.clone()]
         node = Node(copy, arguments, {}, [value], "tensor", [info], effects=False, site=self.site)
         self.nodes.append(node)
-        return run()
+        return call.run()
 
     def _keep_unseen_contents(self, tensors: Sequence[Tensor], op: str) -> None:
         """Make contents that were written below all operators part of the program.
@@ -205,21 +184,21 @@ class Recorder(Watcher):
             node = Node(copy, [value, contents], {}, [value], "tensor", [info], site=self.site)
             self.nodes.append(node)
 
-    def _judge_generators(self, op: str, values: Sequence[Any]) -> None:
-        for generator in values:
+    def _judge_generators(self, call: OpCall) -> None:
+        for generator in (*call.args, *call.kwargs.values()):
             if isinstance(generator, torch.Generator) and _is_new(generator):
-                self.refuse(op, NEW_GENERATOR.of(op))
+                self.refuse(call.name, NEW_GENERATOR.of(call.name))
 
-    def _run_inplace_view(self, op: str, args: Sequence[Any], run: Run) -> Any:
+    def _run_inplace_view(self, call: OpCall) -> Any:
         """Run an operator that changes how its argument looks at its storage, and nothing else.
 
         It makes no node: what uses the tensor later makes the new view of the old storage.
         """
-        before = storage_of(args[0], op).nbytes()
-        result = run()
-        if self.storages.find(args[0], op) is None:
-            self.storages.add(args[0], op, external=True, varies=True)
-        if storage_of(args[0], op).nbytes() > before:
+        op, tensor = call.name, call.args[0]
+        before = storage_of(tensor, op).nbytes()
+        result = call.run()
+        self._known(tensor, op)
+        if storage_of(tensor, op).nbytes() > before:
             self.refuse(
                 op,
                 Refusal(
@@ -230,23 +209,18 @@ class Recorder(Watcher):
             )
         return result
 
-    def _run_distrusted(
-        self,
-        op: torch._ops.OpOverload,
-        inputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-        run: Run,
-    ) -> Any:
+    def _run_distrusted(self, call: OpCall) -> Any:
         """Run an operator of somebody else, and refuse it if it writes without saying so."""
-        declared = {storage_of(tensor, str(op))._cdata for tensor in written}
-        secret = [tensor for tensor in inputs if storage_of(tensor, str(op))._cdata not in declared]
+        op = call.name
+        declared = {storage_of(tensor, op)._cdata for tensor in call.written}
+        secret = [each for each in call.tensors if storage_of(each, op)._cdata not in declared]
         before = [_bytes_of(tensor).clone() for tensor in secret]
-        result = run()
+        result = call.run()
         for tensor, old in zip(secret, before, strict=True):
             if not torch.equal(_bytes_of(tensor), old):
                 shape = tuple(tensor.shape)
                 self.refuse(
-                    str(op),
+                    op,
                     Refusal(
                         f"{op} writes an argument (a {tensor.dtype} tensor of shape {shape}) "
                         "without saying so in its schema, so what it does cannot be repeated "

@@ -1,6 +1,6 @@
 """Writes down which operator of a capture made which nodes of the CUDA graph."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.driver import GraphNodes
 from graphfsdp._capture.report.description import Description, Region, region_of
-from graphfsdp._capture.rules.watcher import Run, Watcher
+from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.values import storage_of
-from graphfsdp.base.op_tensors import flat_tensors
+from graphfsdp.base.op_tensors import OpCall, flat_tensors
 
 
 class CudaRecorder(Watcher):
@@ -36,20 +36,12 @@ class CudaRecorder(Watcher):
         self._num_graph_nodes: list[int] = []  # after each operator
         self._graph: int | None = None
 
-    def on_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        written: Sequence[Tensor],
-        run: Run,
-    ) -> Any:
-        op_name = str(op)
-        inputs = self._regions(args, op_name)
-        named = {name: self._region_in(value, op_name) for name, value in kwargs.items()}
-        result = run()
-        results = [self._region(tensor, op_name) for tensor in flat_tensors([result])]
-        self._description.add(op, inputs, named, results, site=self.site)
+    def on_op(self, call: OpCall) -> Any:
+        inputs = self._regions(call.args, call.name)
+        named = {name: self._region_in(value, call.name) for name, value in call.kwargs.items()}
+        result = call.run()
+        results = [self._region(tensor, call.name) for tensor in flat_tensors([result])]
+        self._description.add(OpCall(call.op, inputs, named), results, site=self.site)
         self._num_graph_nodes.append(self._count())
         return result
 

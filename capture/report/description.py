@@ -1,7 +1,7 @@
 """Describes recorded operators: their kind, plain arguments, and the memory that they touch."""
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,11 +18,7 @@ from graphfsdp._capture.trace.program_facts import (
 )
 from graphfsdp._capture.trace.source import Site
 from graphfsdp._capture.trace.values import span
-from graphfsdp.base.op_tensors import (
-    RUNNING_STATISTICS,
-    SILENT_WRITERS,
-    draws_numbers,
-)
+from graphfsdp.base.op_tensors import OpCall
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVES = ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_")  # ours
@@ -66,29 +62,22 @@ class Description:
         self._shared: dict[Hashable, Any] = {}  # equal texts and arguments are kept once
 
     def add(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        results: Sequence[Region],
-        *,
-        site: int,
-        called: bool = True,
+        self, call: OpCall, results: Sequence[Region], *, site: int, called: bool = True
     ) -> None:
         """Append an operator call, every tensor replaced by its Region.
 
         A tensor that is left is a constant that the recording has made. ``called``: a replay calls
         it; else it was over when the program was built.
         """
-        reads, writes = _operands(op, args, kwargs)
-        written = (*writes, *(() if op.is_view else results))
+        reads, writes = _operands(call)
+        written = (*writes, *(() if call.op.is_view else results))
         self._nodes.append(
             {
-                "op": str(op),
-                "kind": _kind_of(op, args, kwargs),
+                "op": call.name,
+                "kind": _kind_of(call),
                 "site": site,
                 "results": self._share(_joined(region.text for region in results)),
-                "arguments": self._share(tuple(_plain_arguments(op, args, kwargs))),
+                "arguments": self._share(tuple(_plain_arguments(call))),
                 "reads": self._numbers(reads, called),
                 "writes": self._numbers(written, called),
                 "called": called,
@@ -187,13 +176,13 @@ def _joined(texts: Iterable[str]) -> str:
     return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in counted)
 
 
-def _kind_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NodeKind:
-    name = op._schema.name.partition("::")[2]
+def _kind_of(call: OpCall) -> NodeKind:
+    op, name = call.op, call.schema_name.partition("::")[2]
     if op.namespace in _COLLECTIVE_NAMESPACES:
         return NodeKind.COLLECTIVE
     if op.namespace == "graphfsdp" and name in _COLLECTIVES:
         return NodeKind.COLLECTIVE
-    if draws_numbers(op, args, kwargs):
+    if call.draws_numbers():
         return NodeKind.RANDOM
     if op.is_view:
         return NodeKind.VIEW
@@ -202,33 +191,16 @@ def _kind_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     return NodeKind.FILL if name in _FILLS or name in _MORE_FILLS else NodeKind.COMPUTE
 
 
-def _named(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[torch.Argument, Any]]:
-    for index, argument in enumerate(op._schema.arguments):
-        if index < len(args):
-            yield argument, args[index]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def _operands(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[Region], list[Region]]:
-    reads: list[Region] = []
-    writes: list[Region] = []
-    for argument, value in _named(op, args, kwargs):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if written else reads).extend(i for i in _flat(value) if isinstance(i, Region))
-    if op._schema.name in SILENT_WRITERS:
-        writes.extend(item for item in args[RUNNING_STATISTICS] if item is not None)
+def _operands(call: OpCall) -> tuple[list[Region], list[Region]]:
+    """Return what it reads, and what it writes."""
+    read = (v for a, v in call.given() if a.alias_info is None or not a.alias_info.is_write)
+    found = (_flat(list(read)), _flat(call.written_arguments()))
+    reads, writes = ([item for item in items if isinstance(item, Region)] for items in found)
     return reads, writes
 
 
-def _plain_arguments(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[Argument]:
-    for argument, value in _named(op, args, kwargs):
+def _plain_arguments(call: OpCall) -> Iterator[Argument]:
+    for argument, value in call.given():
         items = list(_flat(value))
         if isinstance(value, Tensor):
             yield Argument(argument.name, _constant_text(value), baked=True)

@@ -27,7 +27,7 @@ from graphfsdp._capture.trace.source import (
 )
 from graphfsdp._capture.trace.values import has_storage, storage_of
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import LITERAL_OPS, OperatorMode, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")
@@ -76,27 +76,20 @@ class ConstantLog:
         self.num_steps: Steps = {}
         self._made: set[int] = set()  # storages
 
-    def add(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        site: int = 0,
-    ) -> None:
-        given = [*args, *kwargs.values()]
-        values, places = _values(given), _places(given)
-        if op._schema.name in LITERAL_OPS:
+    def add(self, call: OpCall, site: int = 0) -> None:
+        values, places = _values([*call.args, *call.kwargs.values()]), _places(call.tensors)
+        if call.is_literal:
             # A look at the contents is none of the iteration's operators.
             with _disable_current_modes():
-                values.append(_contents(args[0]))
+                values.append(_contents(call.args[0]))
             self._made.update(places)  # anew in each run
         outside = tuple(0 if place in self._made else place for place in places)
-        self.entries.append(ConstantEntry(str(op), tuple(values), site, outside))
+        self.entries.append(ConstantEntry(call.name, tuple(values), site, outside))
 
-    def add_results(self, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
+    def add_results(self, call: OpCall, results: Any) -> None:
         """Note what the call that was added last has made."""
-        given = _places([*args, *kwargs.values()])
-        self._made.update(set(_places([results])).difference(given))
+        made = _places(flat_tensors([results]))
+        self._made.update(set(made).difference(_places(call.tensors)))
 
     def add_step(self, optimizer: torch.optim.Optimizer, site: int = 0) -> None:
         name = f"{type(optimizer).__name__}.step"
@@ -119,8 +112,8 @@ class ConstantLog:
                 return
 
 
-def _places(items: Sequence[Any]) -> list[int]:
-    return [storage_of(each, "")._cdata for each in flat_tensors(items) if has_storage(each)]
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return [storage_of(each, "")._cdata for each in tensors if has_storage(each)]
 
 
 def _values(items: Sequence[Any]) -> list[Any]:
@@ -356,18 +349,16 @@ class _ConstantMode(OperatorMode):
         self._without_optimizer = without_optimizer
         self._stepping: torch.optim.Optimizer | None = None
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        if op.namespace != "profiler":
+    def on_op(self, call: OpCall) -> Any:
+        if call.op.namespace != "profiler":
             before, self._stepping = self._stepping, self._optimizer_left_out()
             site = 0 if self._sites is None else self._sites.here()
             if self._stepping is None:
-                self.log.add(op, args, kwargs, site)
+                self.log.add(call, site)
             elif self._stepping is not before:
                 self.log.add_step(self._stepping, site)
-        results = op(*args, **kwargs)
-        self.log.add_results(args, kwargs, results)
+        results = call.run()
+        self.log.add_results(call, results)
         return results
 
     def _optimizer_left_out(self) -> torch.optim.Optimizer | None:

@@ -5,9 +5,8 @@ One place for both backends. The CUDA column of the graph contract is enforced b
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from graphfsdp._capture.trace.source import frames
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import draws_numbers, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, flat_tensors
 
 Varies = Callable[[Tensor], bool]  # whether its contents differ from replay to replay
 
@@ -203,37 +202,29 @@ _INDEX_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _RECOMPUTING = frozenset({"recompute_fn", "unpack_hook", "backward"})
 
 
-def refuse_op(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], varies: Varies
-) -> Refusal | None:
+def refuse_op(call: OpCall, varies: Varies) -> Refusal | None:
     """Judge an operator call; None if a graph can hold it."""
-    if op.namespace == "c10d":
-        return SECRET_COLLECTIVE.of(op)
-    inputs = flat_tensors(args) + flat_tensors(kwargs.values())
-    found = (
-        _transfer(op, args, kwargs)
-        or _host_scalar(op, inputs, varies)
-        or _reading_gradient(op, args)
-    )
+    if call.op.namespace == "c10d":
+        return SECRET_COLLECTIVE.of(call.op)
+    found = _transfer(call) or _host_scalar(call, varies) or _reading_gradient(call)
     if found is not None:
         return found
-    if _recomputes_randomly(op, args, kwargs):
-        return RANDOM_RECOMPUTE.of(op)
-    dynamic = _has_dynamic_shape(op, args, kwargs)
-    if not dynamic and torch.Tag.data_dependent_output not in op.tags:
+    if _recomputes_randomly(call):
+        return RANDOM_RECOMPUTE.of(call.op)
+    dynamic = _has_dynamic_shape(call)
+    if not dynamic and torch.Tag.data_dependent_output not in call.op.tags:
         return None
-    if not any(varies(tensor) for tensor in _deciding(op, args, inputs)):
+    if not any(map(varies, _deciding(call))):
         return None  # the same in every replay
-    return DYNAMIC_SHAPE.of(op) if dynamic else HOST_READ.of(op)
+    return DYNAMIC_SHAPE.of(call.op) if dynamic else HOST_READ.of(call.op)
 
 
-def _transfer(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Refusal | None:
+def _transfer(call: OpCall) -> Refusal | None:
     """Judge copies between host and device, which a capture permits from pinned memory only."""
-    if op._schema.name == "aten::_to_copy":
-        source, target, on_host = args[0].device, kwargs.get("device"), args[:1]
-    elif op._schema.name == "aten::copy_":
+    args = call.args
+    if call.schema_name == "aten::_to_copy":
+        source, target, on_host = args[0].device, call.kwargs.get("device"), args[:1]
+    elif call.schema_name == "aten::copy_":
         source, target, on_host = args[1].device, args[0].device, args[:2]
     else:
         return None
@@ -241,88 +232,78 @@ def _transfer(
     if target is None or source.type == torch.device(target).type or pinned:
         return None
     if torch.device(target).type == "cpu":
-        return HOST_READ.of(f"{op} to the host")
-    return PAGEABLE_COPY.of(op)
+        return HOST_READ.of(f"{call.op} to the host")
+    return PAGEABLE_COPY.of(call.op)
 
 
-def _host_scalar(
-    op: torch._ops.OpOverload, inputs: Sequence[Tensor], varies: Varies
-) -> Refusal | None:
+def _host_scalar(call: OpCall, varies: Varies) -> Refusal | None:
     """Judge CPU scalar tensors among device tensors: their value becomes a kernel argument."""
-    if not any(tensor.device.type == "cuda" for tensor in inputs):
+    if not any(tensor.device.type == "cuda" for tensor in call.tensors):
         return None
-    scalars = [each for each in inputs if each.device.type == "cpu" and each.dim() == 0]
-    return HOST_SCALAR.of(op) if any(map(varies, scalars)) else None
+    scalars = [each for each in call.tensors if each.device.type == "cpu" and each.dim() == 0]
+    return HOST_SCALAR.of(call.op) if any(map(varies, scalars)) else None
 
 
-def _reading_gradient(op: torch._ops.OpOverload, args: Sequence[Any]) -> Refusal | None:
+def _reading_gradient(call: OpCall) -> Refusal | None:
     for name, overload, argument, remedy, mended in _READING_GRADIENTS:
-        if op._schema.name != name or (overload and op._overloadname != overload):
+        if call.schema_name != name or (overload and call.op._overloadname != overload):
             continue
-        value = args[argument] if argument < len(args) else None
+        value = call.args[argument] if argument < len(call.args) else None
         reads = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
         if reads and (mended is None or mended > _TORCH):
-            return dataclasses.replace(READING_GRADIENT.of(op), remedy=remedy)
+            return dataclasses.replace(READING_GRADIENT.of(call.op), remedy=remedy)
     return None
 
 
-def _recomputes_randomly(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
+def _recomputes_randomly(call: OpCall) -> bool:
     """Tell whether a backward pass draws numbers anew because it needs activations again."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
+    if not call.is_random or torch._C._current_graph_task_id() == -1:
         return False  # most are none of these
-    if torch._C._current_graph_task_id() == -1:
-        return False
     for frame in frames():
         code = frame.f_code
         if code.co_name in _RECOMPUTING and code.co_filename.endswith("torch/utils/checkpoint.py"):
-            return draws_numbers(op, args, kwargs)
+            return call.draws_numbers()
     return False
 
 
-def _has_dynamic_shape(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    name = op._schema.name
+def _has_dynamic_shape(call: OpCall) -> bool:
+    name, args = call.schema_name, call.args
     if name == "aten::index":
         return _has_bool_mask(args[1])
     if name in _INDEX_PUT:
         # With one value to write, torch fills under the mask and needs no host read.
         return _has_bool_mask(args[1]) and args[2].numel() != 1
     if name == "aten::repeat_interleave":
-        size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
+        size = call.kwargs.get("output_size", args[1] if len(args) > 1 else None)
         return isinstance(args[0], Tensor) and size is None
     if name == "aten::_pack_padded_sequence":
         return True  # though torch has not tagged it
     if name == "aten::nonzero_static":
         return False
-    return torch.Tag.dynamic_output_shape in op.tags
+    return torch.Tag.dynamic_output_shape in call.op.tags
 
 
 def _has_bool_mask(indices: object) -> bool:
     return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in flat_tensors([indices]))
 
 
-def _deciding(
-    op: torch._ops.OpOverload, args: Sequence[Any], inputs: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def _deciding(call: OpCall) -> Sequence[Tensor]:
     """Return the tensors whose values decide a shape, or are read on the host."""
-    if op._schema.name in (*_INDEX_PUT, "aten::index", "aten::masked_select"):
+    name, args = call.schema_name, call.args
+    if name in (*_INDEX_PUT, "aten::index", "aten::masked_select"):
         return flat_tensors([args[1]])  # the masks
-    if op._schema.name == "aten::_pack_padded_sequence":
+    if name == "aten::_pack_padded_sequence":
         return [args[1]]  # the lengths
-    if op._schema.name == "aten::_ctc_loss" and args[0].device.type == "cpu":
+    if name == "aten::_ctc_loss" and args[0].device.type == "cpu":
         return flat_tensors(args[2:4])  # the lengths of inputs and targets, unless numbers
-    return inputs
+    return call.tensors
 
 
-def is_fixed_result(
-    op: torch._ops.OpOverload, args: Sequence[Any], index: int, varies: Varies
-) -> bool:
+def is_fixed_result(call: OpCall, index: int, varies: Varies) -> bool:
     """Tell whether a result derives only from those inputs that are the same in every replay."""
     # The sizes of a packed sequence follow from its lengths alone.
-    return op._schema.name == "aten::_pack_padded_sequence" and index == 1 and not varies(args[1])
+    is_packed = call.schema_name == "aten::_pack_padded_sequence"
+    return is_packed and index == 1 and not varies(call.args[1])
 
 
 def for_this_place(refusal: Refusal) -> Refusal:

@@ -29,15 +29,8 @@ from graphfsdp._capture.trace.source import (
 )
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardLog, SourceLine
-from graphfsdp.base.op_tensors import (
-    LITERAL_OPS,
-    OperatorMode,
-    flat_tensors,
-    written_tensors,
-)
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.errors import CaptureError
-
-Run = Callable[[], Any]
 
 
 class Watcher:
@@ -104,15 +97,8 @@ class Watcher:
         if self.failure is not None:
             raise self.failure
 
-    def on_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        written: Sequence[Tensor],
-        run: Run,
-    ) -> Any:
-        return run()
+    def on_op(self, call: OpCall) -> Any:
+        return call.run()
 
     def varies(self, tensor: Tensor) -> bool:
         """Tell whether a read of a tensor on the host is one of a value that changes.
@@ -220,68 +206,52 @@ class Watcher:
             for use, refusal in self._streams.book.findings():
                 self.refuse_at(use.op, refusal, use.module_path, use.source)
 
-    def dispatch(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        if op.namespace == "profiler":
-            return op(*args, **kwargs)
+    def dispatch(self, call: OpCall) -> Any:
+        if call.op.namespace == "profiler":
+            return call.run()
         if self._follow_thread is not None and threading.get_ident() != self._thread:
             self._follow_thread()
-        name = self.last_op = str(op)
+        name = self.last_op = call.name
         self.num_ops += 1
         self.site = self.sites.here()
-        inputs = flat_tensors(args) + flat_tensors(kwargs.values())
-        for tensor in inputs:
+        for tensor in call.tensors:
             if not has_storage(tensor):
                 self._judge(name, NO_STORAGE.of(tensor.layout))
                 with self.quiet():
-                    return op(*args, **kwargs)
-        external = not self.is_literal(op)
-        infos = [self._info(tensor, name, external=external) for tensor in inputs]
-        self._judge(name, self.judge_op(op, args, kwargs, inputs))
+                    return call.run()
+        infos = [self._info(tensor, name, external=not call.is_literal) for tensor in call.tensors]
+        self._judge(name, self.judge_op(call))
         if self._streams is not None:
             self._streams.on_op(name, *self.place)
-        written = written_tensors(op, args, kwargs)
         try:
             with self.quiet():
-                result = self.on_op(op, args, kwargs, written, lambda: op(*args, **kwargs))
+                result = self.on_op(call)
         except CaptureError as error:
             found = error.located(*self.place)
             self.failure = self.failure or found
             raise found from None
-        self.note_results(op, args, infos, [*flat_tensors([result]), *written])
+        self.note_results(call, infos, [*flat_tensors([result]), *call.written])
         return result
 
-    def judge_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> Refusal | None:
-        return refuse_op(op, args, kwargs, self.varies)
+    def judge_op(self, call: OpCall) -> Refusal | None:
+        return refuse_op(call, self.varies)
 
     def _judge(self, op: str, refusal: Refusal | None) -> None:
         if refusal is not None and not self._num_quiet:
             self.refuse(op, refusal)
 
     def note_results(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        infos: Sequence[StorageInfo],
-        results: Sequence[Tensor],
+        self, call: OpCall, infos: Sequence[StorageInfo], results: Sequence[Tensor]
     ) -> None:
-        name = str(op)
-        varies = torch.Tag.nondeterministic_seeded in op.tags or any(i.varies for i in infos)
+        varies = call.is_random or any(info.varies for info in infos)
         for index, tensor in enumerate(results):
             if not has_storage(tensor):
-                self._judge(name, NO_STORAGE.of(tensor.layout))
+                self._judge(call.name, NO_STORAGE.of(tensor.layout))
                 continue
-            known = self.storages.find(tensor, name)
-            news = varies and not is_fixed_result(op, args, index, self.varies)
+            known = self.storages.find(tensor, call.name)
+            news = varies and not is_fixed_result(call, index, self.varies)
             if known is None:
-                known = self.storages.add(tensor, name, external=False, varies=news)
+                known = self.storages.add(tensor, call.name, external=False, varies=news)
             known.varies = known.varies or news
 
     def _info(self, tensor: Tensor, op: str, *, external: bool) -> StorageInfo:
@@ -292,21 +262,14 @@ class Watcher:
                 info.first_use = user_source_line()
         return info
 
-    @staticmethod
-    def is_literal(op: torch._ops.OpOverload) -> bool:
-        """Tell whether an operator hands over data that Python has filled in (torch.tensor)."""
-        return op._schema.name in LITERAL_OPS
-
 
 class DispatchMode(OperatorMode):
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return self._watcher.dispatch(op, args, kwargs)
+    def on_op(self, call: OpCall) -> Any:
+        return self._watcher.dispatch(call)
 
     def on_higher_order(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

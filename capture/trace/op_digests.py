@@ -1,7 +1,7 @@
 """What every operator of a run has computed, as digests, and where two runs part."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.op_tensors import (
+    OpCall,
     OperatorMode,
     flat_tensors,
     scratch_places,
-    written_tensors,
 )
 
 # What they leave has no contents yet.
@@ -49,12 +49,10 @@ class OpDigests(OperatorMode):
         super().__init__()
         self.calls: list[OpDigest] = []
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        result = op(*args, **kwargs)
-        if op.namespace != "profiler":
-            self.calls.append(_digest_of(op, args, kwargs, result))
+    def on_op(self, call: OpCall) -> Any:
+        result = call.run()
+        if call.op.namespace != "profiler":
+            self.calls.append(_digest_of(call, result))
         return result
 
 
@@ -86,25 +84,18 @@ def base_name(name: str) -> str:
     return name.partition(".")[0].rstrip("_")
 
 
-def _digest_of(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> OpDigest:
-    name = op._schema.name.partition("::")[2]
-    inputs = {_storage(t) for t in flat_tensors(args) + flat_tensors(kwargs.values())}
+def _digest_of(call: OpCall, result: Any) -> OpDigest:
+    inputs = set(map(_storage, call.tensors))
     made = [tensor for tensor in flat_tensors([result]) if _storage(tensor) not in inputs]
-    tensors = [] if name in _EMPTY else [*_results(op, args, kwargs), *made]
+    places = scratch_places(call.op)
+    scratch = None if places is None else call.args[places[0]]
+    written = [tensor for tensor in call.written if tensor is not scratch]
+    name = call.schema_name.partition("::")[2]
+    tensors = [] if name in _EMPTY else [*written, *made]
     # In another order where the results are among the arguments (out=), so sorted.
     parts = sorted((tuple(tensor.shape), _contents(tensor)) for tensor in tensors)
     digest = hashlib.blake2b(b"".join(contents for _, contents in parts)).digest()
     return OpDigest(base_name(name), tuple(shape for shape, _ in parts), digest)
-
-
-def _results(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    places = scratch_places(op)
-    scratch = None if places is None else args[places[0]]
-    return [tensor for tensor in written_tensors(op, args, kwargs) if tensor is not scratch]
 
 
 def _contents(tensor: Tensor) -> bytes:

@@ -1,6 +1,6 @@
 """Undoes an iteration on a CPU: memory as it was before the first write."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.trace.values import identity_of, span, storage_of
-from graphfsdp.base.op_tensors import (
-    TRUSTED_NAMESPACES,
-    OperatorMode,
-    flat_tensors,
-    may_write,
-)
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last
@@ -54,8 +49,12 @@ class CopyOnWrite:
         self._saved.append((reference, start, _as_bytes(storage)[start:end].clone()))
         ranges.add((start, end))  # only when all of it is safe
 
-    def save_generators(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
+    def save_generators(self, call: OpCall) -> None:
+        """Keep the state of what an operator may draw from."""
+        if call.is_trusted and not call.is_random:
+            return
+        items = (*call.args, *call.kwargs.values())
+        given = [item for item in items if isinstance(item, torch.Generator)]
         for generator in given or [torch.default_generator]:
             if id(generator) not in self._generators:
                 self._generators[id(generator)] = (generator, generator.get_state())
@@ -80,30 +79,20 @@ class _UndoMode(OperatorMode):
         # again, for state that an optimizer makes where no mode sees it.
         self._made: dict[int, StorageWeakRef] = {}
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        given = flat_tensors(args) + flat_tensors(kwargs.values())
-        self._save(op, args, kwargs)
-        result = op(*args, **kwargs)
-        before = {identity_of(tensor) for tensor in given}
+    def on_op(self, call: OpCall) -> Any:
+        for tensor in call.may_write():
+            identity = identity_of(tensor)
+            if identity not in self._made and identity not in self._undo.free:
+                with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
+                    self._undo.save(tensor)
+        self._undo.save_generators(call)
+        result = call.run()
+        before = set(map(identity_of, call.tensors))
         for tensor in flat_tensors([result]):
             identity = identity_of(tensor)
             if identity and identity not in before and identity not in self._made:
                 self._made[identity] = StorageWeakRef(tensor.untyped_storage())
         return result
-
-    def _save(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        for tensor in may_write(op, args, kwargs):
-            identity = identity_of(tensor)
-            if identity not in self._made and identity not in self._undo.free:
-                with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
-                    self._undo.save(tensor)
-        trusted = op.namespace in TRUSTED_NAMESPACES
-        if not trusted or torch.Tag.nondeterministic_seeded in op.tags:
-            self._undo.save_generators(args, kwargs)
 
 
 def is_undo_mode(mode: object) -> bool:

@@ -1,7 +1,8 @@
-"""Which tensors an operator call takes, reads and writes, and the mode that sees operator calls."""
+"""Operator calls: which tensors they take, read and write, and the mode that sees them."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,22 +39,6 @@ def is_empty(op: torch._ops.OpOverload) -> bool:
     return op._schema.name in _EMPTY_OPS
 
 
-def draws_numbers(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Tell whether an operator call draws random numbers.
-
-    Attention without dropout has the tag of attention with it.
-    """
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            default = kwargs.get("dropout_p", argument.default_value)
-            return bool((args[index] if index < len(args) else default) != 0.0)
-    return "scaled_dot_product" not in op._schema.name
-
-
 def is_wrapper_subclass(kind: type) -> bool:
     """Tell whether a tensor type handles operators itself (DTensor, async collectives)."""
     handler = getattr(kind, "__torch_dispatch__", None)
@@ -76,17 +61,6 @@ def flat_tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def written_arguments(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """Return the arguments that an operator writes, by its schema or by what is known of it."""
-    places, writes_statistics = _written_places(op)
-    written = [args[index] if index < len(args) else kwargs.get(name) for index, name in places]
-    if writes_statistics:
-        written += args[RUNNING_STATISTICS]
-    return written
-
-
 @functools.cache  # asking a schema takes longer than many operators
 def _written_places(op: torch._ops.OpOverload) -> tuple[list[tuple[int, str]], bool]:
     """Return index and name of what the schema says is written, and whether statistics are too."""
@@ -107,31 +81,101 @@ def scratch_places(op: torch._ops.OpOverload) -> tuple[int, int] | None:
     return (names.index("scratch"), names.index("scratch_bytes")) if "scratch" in names else None
 
 
+@dataclass(frozen=True, eq=False)
+class OpCall:
+    """One call of an operator.
+
+    What stands in for tensors in a program (values, stretches of memory) may stand in ``args`` and
+    ``kwargs`` too; then only what says so looks at it.
+    """
+
+    op: torch._ops.OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def run(self) -> Any:
+        return self.op(*self.args, **self.kwargs)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Full name, such as ``aten.add.Tensor``."""
+        return str(self.op)
+
+    @functools.cached_property
+    def schema_name(self) -> str:
+        """Name without overload, such as ``aten::add``."""
+        return str(self.op._schema.name)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its operator may draw random numbers; see ``draws_numbers``."""
+        return torch.Tag.nondeterministic_seeded in self.op.tags
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether its operator writes, and draws from, what it says and nothing else."""
+        return self.op.namespace in TRUSTED_NAMESPACES
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether it hands over data that Python has filled in (torch.tensor)."""
+        return self.op._schema.name in LITERAL_OPS
+
+    @functools.cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among its arguments, lists opened."""
+        return flat_tensors([*self.args, *self.kwargs.values()])
+
+    @functools.cached_property
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes."""
+        return flat_tensors(self.written_arguments())
+
+    def written_arguments(self) -> list[Any]:
+        """Return what stands where it writes, by its schema or by what is known of it."""
+        places, writes_statistics = _written_places(self.op)
+        args = self.args
+        written = [args[i] if i < len(args) else self.kwargs.get(name) for i, name in places]
+        if writes_statistics:
+            written += args[RUNNING_STATISTICS]
+        return written
+
+    def may_write(self) -> list[Tensor]:
+        """Return the tensors that it may write: of somebody else's operator, all."""
+        return self.written if self.is_trusted else self.tensors
+
+    def given(self) -> Iterator[tuple[torch.Argument, Any]]:
+        """Yield each argument that it was given, as the schema has it, and its value."""
+        for index, argument in enumerate(self.op._schema.arguments):
+            if index < len(self.args):
+                yield argument, self.args[index]
+            elif argument.name in self.kwargs:
+                yield argument, self.kwargs[argument.name]
+
+    def read(self) -> list[Tensor]:
+        """Return the arguments whose contents it reads, and does not just look at anew."""
+        return flat_tensors(
+            value for argument, value in self.given() if argument.alias_info is None
+        )
+
+    def draws_numbers(self) -> bool:
+        """Tell whether it draws random numbers.
+
+        Attention without dropout has the tag of attention with it.
+        """
+        if not self.is_random:
+            return False
+        for argument in self.op._schema.arguments:
+            if argument.name == "dropout_p":
+                given = {argument.name: value for argument, value in self.given()}
+                return bool(given.get("dropout_p", argument.default_value) != 0.0)
+        return "scaled_dot_product" not in self.schema_name
+
+
 def written_tensors(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    return flat_tensors(written_arguments(op, args, kwargs))
-
-
-def may_write(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Return the tensors that an operator may write: of somebody else's operator, all."""
-    if op.namespace in TRUSTED_NAMESPACES:
-        return written_tensors(op, args, kwargs)
-    return flat_tensors(args) + flat_tensors(kwargs.values())
-
-
-def read_tensors(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Return the arguments whose contents an operator reads, and does not just look at anew."""
-    read: list[Tensor] = []
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is None:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            read.extend(flat_tensors([value]))
-    return read
+    return OpCall(op, args, kwargs).written
 
 
 class OperatorMode(TorchDispatchMode):
@@ -156,13 +200,11 @@ class OperatorMode(TorchDispatchMode):
         if any(is_wrapper_subclass(kind) for kind in types):
             return NotImplemented  # it desugars itself; its inner operators come back here
         if isinstance(func, torch._ops.OpOverload):
-            return self.on_op(func, args, kwargs)
+            return self.on_op(OpCall(func, args, kwargs))
         return self.on_higher_order(func, args, kwargs)
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return op(*args, **kwargs)
+    def on_op(self, call: OpCall) -> Any:
+        return call.run()
 
     def on_higher_order(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

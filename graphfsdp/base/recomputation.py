@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphfsdp.base.op_tensors import (
     RUNNING_STATISTICS,
     SILENT_WRITERS,
+    OpCall,
     OperatorMode,
     flat_tensors,
-    written_tensors,
 )
 from graphfsdp.errors import GraphFSDPError
 
@@ -181,19 +181,16 @@ class _Keep(OperatorMode):
                 if kept.is_shared:
                     kept.own()
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        written = written_tensors(op, args, kwargs)
-        if written and self._drawn:
-            storages = {_storage(tensor) for tensor in written}
+    def on_op(self, call: OpCall) -> Any:
+        if call.written and self._drawn:
+            storages = set(map(_storage, call.written))
             for drawn in self._drawn:
                 for kept in drawn.aliases():
                     if kept.storage in storages:
                         kept.own()
-        result = op(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            self._drawn.append(_Drawn(op, result, written))
+        result = call.run()
+        if call.is_random:
+            self._drawn.append(_Drawn(call.op, result, call.written))
         return result
 
 
@@ -212,21 +209,19 @@ class _Repeat(OperatorMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def on_op(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        written = written_tensors(op, args, kwargs)
-        inputs = {_storage(each) for each in flat_tensors((*args, *kwargs.values()))}
-        if torch.Tag.nondeterministic_seeded in op.tags:
+    def on_op(self, call: OpCall) -> Any:
+        op, args, written = call.op, call.args, call.written
+        inputs = set(map(_storage, call.tensors))
+        if call.is_random:
             result = self._next_drawn(op).repeat(written, self._is_own)
         elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
-            result = _arguments_of(op, args, kwargs)
+            result = _arguments_of(op, args, call.kwargs)
         else:
             if op._schema.name in SILENT_WRITERS:
                 stats = [None if s is None else s.clone() for s in args[RUNNING_STATISTICS]]
                 before, behind = RUNNING_STATISTICS.start, RUNNING_STATISTICS.stop
                 args = (*args[:before], *stats, *args[behind:])
-            result = op(*args, **kwargs)
+            result = op(*args, **call.kwargs)
         made = (_storage(each) for each in flat_tensors([result]))
         self._own.update(storage for storage in made if storage and storage not in inputs)
         return result

@@ -11,7 +11,7 @@ from torch.utils import _device as torch_device
 from graphfsdp._capture.rules.refusals import UNSUPPORTED, Refusal
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import flat_tensors
+from graphfsdp.base.op_tensors import OpCall, flat_tensors
 
 _PAGEABLE = Refusal(
     "{}; on a GPU that is a copy from pageable host memory inside the iteration, which a capture "
@@ -81,24 +81,22 @@ class HostTensors:
             else:
                 self._add(flat_tensors([result]))
 
-    def judge_op(
-        self, op: torch._ops.OpOverload, inputs: Sequence[Tensor], varies: Callable[[Tensor], bool]
-    ) -> Refusal | None:
-        on_host = [tensor for tensor in inputs if self.holds(tensor)]
-        if not on_host or len(on_host) == len(inputs):
+    def judge_op(self, call: OpCall, varies: Callable[[Tensor], bool]) -> Refusal | None:
+        on_host = [tensor for tensor in call.tensors if self.holds(tensor)]
+        if not on_host or len(on_host) == len(call.tensors):
             return None
         odd = next((tensor for tensor in on_host if tensor.dim() > 0), None)
-        if odd is not None or op._schema.name == "aten::copy_":
+        if odd is not None or call.schema_name == "aten::copy_":
             self.forget(on_host)  # told once
-            return _PAGEABLE.of(f"{op} takes a tensor that the iteration made in host memory")
+            return _PAGEABLE.of(f"{call.op} takes a tensor that the iteration made in host memory")
         if any(varies(tensor) for tensor in on_host):
             self.forget(on_host)
-            return _DRAWN_ON_HOST.of(op)
+            return _DRAWN_ON_HOST.of(call.op)
         return None
 
-    def note_op(self, inputs: Sequence[Tensor], result: Any, *, is_literal: bool) -> None:
-        if is_literal or (inputs and all(self.holds(tensor) for tensor in inputs)):
-            self._add(flat_tensors([result]))
+    def note_op(self, call: OpCall, results: Sequence[Tensor]) -> None:
+        if call.is_literal or (call.tensors and all(map(self.holds, call.tensors))):
+            self._add(results)
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
         """Take tensors to lie where the model does from now on."""

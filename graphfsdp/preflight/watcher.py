@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.rules.constants import ConstantLog
 from graphfsdp._capture.rules.refusals import Refusal
-from graphfsdp._capture.rules.watcher import Run, Watcher
+from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.values import StorageInfo, has_storage
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.hazards import HazardKind, HazardLog
-from graphfsdp.base.op_tensors import TRUSTED_NAMESPACES, flat_tensors, may_write
+from graphfsdp.base.op_tensors import OpCall
 from graphfsdp.preflight.host_tensors import HostTensors
 
 
@@ -64,39 +64,24 @@ class PreflightWatcher(Watcher):
         self._on_host.note_function(function, args, kwargs, result)
         return result
 
-    def judge_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> Refusal | None:
-        found = super().judge_op(op, args, kwargs, inputs)
+    def judge_op(self, call: OpCall) -> Refusal | None:
+        found = super().judge_op(call)
         if found is None and self._on_host is not None:
-            found = self._on_host.judge_op(op, inputs, super().varies)
+            found = self._on_host.judge_op(call, super().varies)
         return found
 
-    def on_op(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        written: Sequence[Tensor],
-        run: Run,
-    ) -> Any:
-        self.constants.add(op, args, kwargs, self.site)
-        for tensor in flat_tensors(args) + flat_tensors(kwargs.values()):
+    def on_op(self, call: OpCall) -> Any:
+        self.constants.add(call, self.site)
+        for tensor in call.tensors:
             if self._sums is not None and self._sums.has_changed(tensor):
                 whose = f"the memory of a tensor of shape {tuple(tensor.shape)}"
-                super().refuse(str(op), _HIDDEN_WRITE.of(whose))
-        for tensor in may_write(op, args, kwargs):
-            info = self.storages.find(tensor, str(op)) if has_storage(tensor) else None
+                super().refuse(call.name, _HIDDEN_WRITE.of(whose))
+        for tensor in call.may_write():
+            info = self.storages.find(tensor, call.name) if has_storage(tensor) else None
             if info is not None and info.external:
                 self.undo.save(tensor)
-        trusted = op.namespace in TRUSTED_NAMESPACES
-        if torch.Tag.nondeterministic_seeded in op.tags or not trusted:
-            self.undo.save_generators(args, kwargs)
-        return run()
+        self.undo.save_generators(call)
+        return call.run()
 
     def note_hidden_writes(self) -> None:
         """Note memory that was changed without an operator, after the last one that used it."""
@@ -104,16 +89,12 @@ class PreflightWatcher(Watcher):
             super().refuse_at("(none)", _HIDDEN_WRITE.of("memory that it uses"), None, None)
 
     def note_results(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        infos: Sequence[StorageInfo],
-        results: Sequence[Tensor],
+        self, call: OpCall, infos: Sequence[StorageInfo], results: Sequence[Tensor]
     ) -> None:
-        super().note_results(op, args, infos, results)
-        self.constants.add_results(args, {}, results)
+        super().note_results(call, infos, results)
+        self.constants.add_results(call, results)
         if self._on_host is not None:
-            self._on_host.note_op(flat_tensors(args), results, is_literal=self.is_literal(op))
+            self._on_host.note_op(call, results)
 
 
 class MemorySums:
