@@ -83,15 +83,9 @@ def _move(state: _State, target: _State) -> bool:
 def capture_ahead(engine: Engine, capture: Callable[[], None]) -> FirstStates:
     """Run warm-up and capture on made-up data, then put everything back, also after an error."""
     states = FirstStates(engine.optimizer.optimizers)
-    attempt = engine.attempt()
-    try:
-        with attempt.watching():
-            capture()
+    with engine.attempt().undone():
+        capture()
         states.note()
-    except BaseException:  # whatever ends it, it must leave no trace
-        attempt.roll_back()
-        raise
-    attempt.roll_back()
     states.put_back()
     engine.grad_norm = None
     return states

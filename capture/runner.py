@@ -3,16 +3,16 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
-from graphfsdp._capture.attempts import Attempts
+from graphfsdp._capture.attempts import Attempts, Evaluator
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.evaluation import Evaluator
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording, Recordings
@@ -79,9 +79,15 @@ class StepRunner:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.phase is Phase.EAGER or not self._ranks.is_collective:
             return self._run(args, kwargs)
+        with self._together("iteration"):
+            return self._run(args, kwargs)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Run the body, which all ranks run together; break if no rank can go on after it."""
         try:
-            with self._ranks.call():
-                return self._run(args, kwargs)
+            with self._ranks.call(what):
+                yield
         finally:
             self._break(self._ranks.lost)
 
@@ -142,21 +148,16 @@ class StepRunner:
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         eager = self.phase is Phase.EAGER
-        try:
+        with self._together("evaluation"):
             return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
-        finally:
-            self._break(self._ranks.lost)
 
     def verify(self, num_iterations: int) -> None:
         self.graph_to("verify")
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording))
-        try:
-            with self._ranks.call("verification"):
-                self._verifier.run(recording, num_iterations)
-        finally:
-            self._break(self._ranks.lost)
+        with self._together("verification"):
+            self._verifier.run(recording, num_iterations)
 
     def report(self, *, measure: bool) -> CaptureReport:
         return make_report(

@@ -80,23 +80,15 @@ class Verifier:
 
     def run(self, recording: Recording, num_iterations: int) -> None:
         """Verify some iterations, one after the other, on the last batch; then undo them."""
-        attempt = self._engine.attempt()
-        try:
-            with attempt.watching():
-                for _ in range(num_iterations):
-                    self._engine.before_replay(recording)
-                    self.replay(recording)
-                    self._engine.after_replay()
-        finally:
-            attempt.roll_back()
+        with self._engine.attempt().undone():
+            for _ in range(num_iterations):
+                self._engine.before_replay(recording)
+                self.replay(recording)
+                self._engine.after_replay()
 
     def _run_eagerly(self, recording: Recording) -> dict[str, Tensor]:
-        attempt = self._engine.attempt()
-        try:
-            with attempt.watching(), self._engine.backend.on_capture_stream():
-                return _state_of(self._engine, self._engine.iterate(recording.again()))
-        finally:
-            attempt.roll_back()
+        with self._engine.attempt().undone(), self._engine.backend.on_capture_stream():
+            return _state_of(self._engine, self._engine.iterate(recording.again()))
 
     def _first_other_node(self, recording: Recording, graph: Graph) -> NodeFacts | None:
         """Return the first node of the program that computes something else than eager does."""
@@ -104,18 +96,10 @@ class Verifier:
         if program is None or self._engine.backend.name != "cpu":
             return None
         eager, replayed = OpDigests(), OpDigests()
-        attempt = self._engine.attempt()
-        try:
-            with attempt.watching(), eager:
-                self._engine.iterate(recording.again())
-        finally:
-            attempt.roll_back()
-        attempt = self._engine.attempt()
-        try:
-            with attempt.watching(), replayed:
-                graph.replay()
-        finally:
-            attempt.roll_back()
+        with self._engine.attempt().undone(), eager:
+            self._engine.iterate(recording.again())
+        with self._engine.attempt().undone(), replayed:
+            graph.replay()
         return _match(eager.calls, replayed.calls, program)
 
 

@@ -25,7 +25,7 @@ _PAUSE_S_PER_RANK = 0.001  # all ranks together ask the store a thousand times i
 _CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to say so
 _GRACE_S = 2.0  # after a failure, for the other ranks to come out of the call as well
 _AFTERWARDS = datetime.timedelta(seconds=1)
-_ITERATION = "iteration"
+_ITERATION = "iteration"  # what a call of the step is called
 _AGAIN = "again"
 # Of gloo's worker threads: their name, where Linux lists them, and how they are waited for.
 _GLOO = "pt_gloo_runloop"
@@ -82,7 +82,7 @@ class Ranks:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def call(self, kind: str = _ITERATION) -> AbstractContextManager[None]:
+    def call(self, kind: str) -> AbstractContextManager[None]:
         """Run the body, which all ranks run together; tell them if it fails here."""
         return self._calling(kind) if self.is_collective else nullcontext()
 

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -248,6 +248,15 @@ class Attempt:
     def watching(self) -> AbstractContextManager[None]:
         """Run the body so that it can be undone, also when it is over."""
         return self._undo.watching()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Run the body, and put everything back."""
+        try:
+            with self.watching():
+                yield
+        finally:
+            self.roll_back()
 
     def roll_back(self) -> None:
         """Put everything back.
