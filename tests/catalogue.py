@@ -1,6 +1,5 @@
 """Odd training programs that a graph can hold: models, batches, loss functions, set-ups."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,23 +8,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional
 
-from helpers import Batch
+from helpers import Batch, Case
 
 WIDTH = 4
 ROWS = 6
 
-Setup = Callable[[nn.Module, torch.optim.Optimizer], Callable[[], object] | None]
 
-
-@dataclasses.dataclass(frozen=True)
-class Odd:
-    """One program: what trains, on what, and what happens before the first and after each call."""
-
-    make: Callable[[], nn.Module]
-    loss_fn: Callable[..., Any] | None = None
-    batch: Callable[[torch.Generator], Batch] = lambda g: Batch((torch.randn(6, 4, generator=g),))
-    setup: Setup | None = None
-    optimizer: str = "fused_adam"
+def default_batch(generator: torch.Generator) -> Batch:
+    return Batch((torch.randn(ROWS, WIDTH, generator=generator),))
 
 
 class Net(nn.Module):
@@ -36,6 +26,7 @@ class Net(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
         self.program = program
+        self.generator = torch.Generator().manual_seed(4)
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
@@ -44,9 +35,13 @@ class Net(nn.Module):
         return loss
 
 
-def odd(program: Callable[[Any, Tensor], Any], **buffers: Tensor) -> Odd:
+def odd(program: Callable[[Any, Tensor], Any], **buffers: Tensor) -> Case:
     """Return the case of a program over two linear layers and buffers."""
-    return Odd(lambda: Net(program, **{name: b.clone() for name, b in buffers.items()}))
+
+    def make() -> nn.Module:
+        return Net(program, **{name: buffer.clone() for name, buffer in buffers.items()})
+
+    return Case(make, default_batch)
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -117,12 +112,6 @@ def foreach_in_place(net: Any, x: Tensor) -> Any:
     torch._foreach_mul_(parts, [0.5, 2.0])
     torch._foreach_add_(parts, parts)
     return mean_square(net.second(torch.cat(parts, dim=1)))
-
-
-def same_module_twice(net: Any, x: Tensor) -> Any:
-    for _ in range(3):
-        x = net.first(x).tanh()
-    return mean_square(net.second(x) + net.first(x))
 
 
 def expanded(net: Any, x: Tensor) -> Any:
@@ -217,14 +206,6 @@ def ensemble(net: Any, x: Tensor) -> Any:
     return mean_square(vmap(functional.linear, in_dims=(None, 0), randomness="error")(x, stacked))
 
 
-def hessian_vector(net: Any, x: Tensor) -> Any:
-    x = x.detach().requires_grad_()
-    loss = net.first(x).tanh().square().sum()
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
-    return loss / 10 + mean_square(second) + net.second(x).mean()
-
-
 def inner_step(net: Any, x: Tensor) -> Any:
     """One step of gradient descent inside the forward pass (MAML)."""
     names = dict(net.first.named_parameters())
@@ -297,7 +278,7 @@ def in_place_on_leaf_copy(net: Any, x: Tensor) -> Any:
     return mean_square(functional.linear(x, weight, net.first.bias) @ net.second.weight)
 
 
-PROGRAMS: dict[str, Odd] = {
+PROGRAMS: dict[str, Case] = {
     "chain_in_place": odd(chain_in_place),
     "views_of_views": odd(views_of_views),
     "write_through_a_view": odd(write_through_a_view),
@@ -306,7 +287,6 @@ PROGRAMS: dict[str, Odd] = {
     "aliased_operands": odd(aliased_operands),
     "out_arguments": odd(out_arguments),
     "foreach_in_place": odd(foreach_in_place),
-    "same_module_twice": odd(same_module_twice),
     "expanded": odd(expanded, scale=torch.tensor(0.5)),
     "zero_sized": odd(zero_sized, empty=torch.zeros(0, 1)),
     "complex_numbers": odd(complex_numbers, phase=torch.tensor([1 + 1j, 0.5j, -1 + 0j])),
@@ -319,12 +299,12 @@ PROGRAMS: dict[str, Odd] = {
     "ring_buffer": odd(ring_buffer, queue=torch.zeros(3, WIDTH)),
     "momentum_encoder": odd(momentum_encoder, slow=torch.eye(WIDTH)),
     "detached_graph_parts": odd(detached_graph_parts),
+    "named_generators": odd(named_generators),
     "random_of_many_kinds": odd(random_of_many_kinds),
     "per_sample_gradients": odd(per_sample_gradients),
     "forward_mode": odd(forward_mode),
     "reverse_mode": odd(reverse_mode),
     "ensemble": odd(ensemble),
-    "hessian_vector": odd(hessian_vector),
     "inner_step": odd(inner_step),
     "custom_functions": odd(custom_functions),
     "saved_tensor_hooks": odd(saved_tensor_hooks),

@@ -1,17 +1,15 @@
 """Odd modules, hooks, batches, outputs and schedules that a graph can hold."""
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
-from catalogue import ROWS, WIDTH, Net, Odd, mean_square
-from helpers import Batch
+from catalogue import ROWS, WIDTH, Net, default_batch, mean_square
+from helpers import Batch, Case
 
 
 def plain(net: Any, x: Tensor) -> Tensor:
@@ -29,18 +27,8 @@ def net_with(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
     return make
 
 
-class Tied(nn.Module):
-    """Embedding and head share a weight; a slice of it is shared storage for a buffer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, WIDTH)
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return functional.cross_entropy(self.head(self.body(self.embed(ids))), ids)
+def plain_net() -> nn.Module:
+    return Net(plain)
 
 
 class SharedStorage(nn.Module):
@@ -66,26 +54,6 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-class OddParameters(nn.Module):
-    """Parameters of odd forms: scalar, empty, transposed, in a list and a dict, unused, frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.transposed = nn.Parameter(torch.randn(2, WIDTH).t())
-        self.listed = nn.ParameterList([torch.randn(WIDTH), torch.randn(1)])
-        self.named = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH)})
-        self.unused = nn.Parameter(torch.ones(2))
-        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * self.scalar * self.frozen + self.listed[0] * self.listed[1]
-        return (
-            mean_square(h @ self.transposed) + mean_square(self.named["a"] * h) + self.empty.sum()
-        )
-
-
 class KeptActivations(nn.Module):
     """Keeps what it computed, counts in Python, and re-uses the kept one in the same pass."""
 
@@ -100,24 +68,6 @@ class KeptActivations(nn.Module):
         self.calls += 1
         self.kept = self.layer(x).detach()
         return mean_square(self.layer(x) - 0.5 * self.kept)
-
-
-@dataclasses.dataclass
-class Output:
-    """What a model returns; not a pytree."""
-
-    loss: Tensor
-    hidden: tuple[Tensor, ...]
-
-
-class DataclassModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Output:
-        h = self.layer(x)
-        return Output(mean_square(h), (h, x))
 
 
 class Pair(NamedTuple):
@@ -207,16 +157,6 @@ def step_hooks(net: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.register_step_post_hook(bound)
 
 
-def exponential(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], object]:
-    return torch.optim.lr_scheduler.ExponentialLR(optim, 0.9).step
-
-
-def chained(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], object]:
-    warm = torch.optim.lr_scheduler.LinearLR(optim, 0.1, total_iters=5)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 20)
-    return torch.optim.lr_scheduler.SequentialLR(optim, [warm, cosine], [5]).step
-
-
 def averaged(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], object]:
     average = torch.optim.swa_utils.AveragedModel(net)
     return lambda: average.update_parameters(net)
@@ -233,18 +173,10 @@ def noisy_weights(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], 
     return disturb
 
 
-def ids(generator: torch.Generator) -> Batch:
-    return Batch((torch.randint(0, 7, (ROWS,), generator=generator),))
-
-
 def normalized(kind: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         net = Net(plain)
-        if kind == "spectral":
-            parametrizations.spectral_norm(net.first)
-        elif kind == "weight":
-            parametrizations.weight_norm(net.first)
-        elif kind == "orthogonal":
+        if kind == "orthogonal":
             parametrizations.orthogonal(net.first, orthogonal_map="cayley")
         else:
             parametrize.register_parametrization(net.first, "weight", Symmetric())
@@ -265,34 +197,22 @@ def cached_parametrization(model: Any, x: Tensor) -> Tensor:
         return mean_square(model.second(model.first(x)) + model.first(x))
 
 
-def default_batch(generator: torch.Generator) -> Batch:
-    return Batch((torch.randn(ROWS, WIDTH, generator=generator),))
-
-
-MODELS: dict[str, Odd] = {
-    "tied": Odd(Tied, batch=ids),
-    "shared_storage": Odd(SharedStorage),
-    "odd_parameters": Odd(OddParameters),
-    "kept_activations": Odd(KeptActivations),
-    "dataclass_output": Odd(DataclassModel),
-    "nested_batch": Odd(net_with(lambda net: None), nested_loss, nested_batch),
-    "strided_batch": Odd(net_with(lambda net: None), batch=strided_batch),
-    "aliasing_outputs": Odd(net_with(lambda net: None), aliasing_outputs),
-    "mixed_dtypes": Odd(net_with(lambda net: None), mixed_dtypes, half_batch),
-    "autocast_inside": Odd(net_with(lambda net: None), under_autocast),
-    "hooks_on_modules": Odd(net_with(hooks_on_modules)),
-    "hooks_on_parameters": Odd(net_with(hooks_on_parameters)),
-    "hooks_that_keep": Odd(net_with(hooks_that_keep)),
-    "step_hooks": Odd(net_with(lambda net: None), setup=step_hooks),
-    "step_hooks_of_sgd": Odd(net_with(lambda net: None), setup=step_hooks, optimizer="sgd"),
-    "exponential_lr": Odd(net_with(lambda net: None), setup=exponential),
-    "chained_lr": Odd(net_with(lambda net: None), setup=chained),
-    "averaged_model": Odd(net_with(lambda net: None), setup=averaged, optimizer="adamw"),
-    "written_weights": Odd(net_with(lambda net: None), setup=noisy_weights),
-    "spectral_norm": Odd(normalized("spectral")),
-    "weight_norm": Odd(normalized("weight")),
-    "orthogonal": Odd(normalized("orthogonal")),
-    "two_parametrizations": Odd(normalized("both")),
-    "cached_parametrization": Odd(normalized("both"), cached_parametrization),
-    "old_spectral_norm": Odd(old_spectral_norm),
+MODELS: dict[str, Case] = {
+    "shared_storage": Case(SharedStorage, default_batch),
+    "kept_activations": Case(KeptActivations, default_batch),
+    "nested_batch": Case(plain_net, nested_batch, nested_loss),
+    "strided_batch": Case(plain_net, strided_batch),
+    "aliasing_outputs": Case(plain_net, default_batch, aliasing_outputs),
+    "mixed_dtypes": Case(plain_net, half_batch, mixed_dtypes),
+    "autocast_inside": Case(plain_net, default_batch, under_autocast),
+    "hooks_on_modules": Case(net_with(hooks_on_modules), default_batch),
+    "hooks_on_parameters": Case(net_with(hooks_on_parameters), default_batch),
+    "hooks_that_keep": Case(net_with(hooks_that_keep), default_batch),
+    "step_hooks": Case(plain_net, default_batch, setup=step_hooks),
+    "averaged_model": Case(plain_net, default_batch, setup=averaged),
+    "written_weights": Case(plain_net, default_batch, setup=noisy_weights),
+    "orthogonal": Case(normalized("orthogonal"), default_batch),
+    "two_parametrizations": Case(normalized("both"), default_batch),
+    "cached_parametrization": Case(normalized("both"), default_batch, cached_parametrization),
+    "old_spectral_norm": Case(old_spectral_norm, default_batch),
 }

@@ -44,11 +44,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its batches, and how its loss is computed."""
+    """A model, its batches, and how its loss is computed.
+
+    Attributes:
+        setup: Called with model and optimizer before the first call; what it returns, if anything,
+            is called after each call, and then the learning rate is its business.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
     loss_fn: Callable[..., Any] | None = None
+    setup: Callable[[nn.Module, torch.optim.Optimizer], Callable[[], object] | None] | None = None
 
 
 @dataclass
@@ -166,16 +172,20 @@ def run(
     model = case.make().to(device)
     optim = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad], device)
     generator = torch.Generator().manual_seed(seed + 1)
+    after_call = None if case.setup is None else case.setup(model, optim)
     trace = Trace()
     num_forwards = count_forwards(model)
     quick_garbage_collection()
     with graphfsdp.capture(model, optim, scope=scope, loss_fn=case.loss_fn, **options) as step:
         for index in range(num_steps):
-            set_lr(optim, 0.02 / (1 + index))
+            if case.setup is None:
+                set_lr(optim, 0.02 / (1 + index))
             torch.rand((), device=device)  # somebody else draws from the generator in between
             batch = case.batch(generator).to(device)
-            output = step(*batch.args, **batch.kwargs)
-            trace.outputs.append(pytree.tree_leaves(output))
+            leaves = pytree.tree_leaves(step(*batch.args, **batch.kwargs))
+            trace.outputs.append([leaf for leaf in leaves if leaf is not None])
+            if after_call is not None:
+                after_call()
             state = snapshot(model, optim)
             if step.grad_norm is not None:
                 state["norm of the gradients"] = step.grad_norm
