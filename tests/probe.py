@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, same_bits, snapshot
+from helpers import assert_same_state, line_of, quick_garbage_collection, same_bits, snapshot
 
 Program = Callable[["Inner", Tensor, Tensor], Tensor]
 
@@ -73,6 +74,28 @@ def batches(device: torch.device, count: int) -> list[Tensor]:
     """Return batches that are the same in every run."""
     generator = torch.Generator().manual_seed(13)
     return [torch.randn(8, 4, generator=generator).to(device) for _ in range(count)]
+
+
+def refusal_of(
+    step: graphfsdp.CapturedStep,
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    device: torch.device,
+) -> graphfsdp.CaptureError:
+    """Train until the capture is refused; everything is then as it was."""
+    for x in batches(device, 3):
+        step(x)
+    before = snapshot(model, optim)
+    with pytest.raises(graphfsdp.CaptureError) as caught:
+        step(batches(device, 1)[0])
+    assert_same_state(before, snapshot(model, optim), "after the roll-back")
+    return caught.value
+
+
+def assert_refused_in(error: graphfsdp.CaptureError, function: Callable[..., Any]) -> None:
+    """Ask for the line of a function that is marked ``# refused``."""
+    assert error.source is not None
+    assert error.source.line == line_of(function, "# refused")
 
 
 def check_captured(program: Program, device: torch.device, **options: Any) -> None:

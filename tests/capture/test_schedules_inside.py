@@ -77,13 +77,3 @@ def test_a_learning_rate_that_the_iteration_sets_by_hand_is_refused() -> None:
 
     step, model, optim = start(after_step)
     refused(step, model, optim, "changed 'lr' of group 0 of FusedAdam from 0.00125 to 0.000625")
-
-
-def test_a_scheduler_outside_goes_on() -> None:
-    step, _, optim = start(lambda optim: None)
-    scheduler = lr_scheduler.StepLR(optim, 5)
-    for _ in range(14):
-        step(torch.ones(2, 4))
-        scheduler.step()
-    assert step.report().num_calls["replay"] == 10
-    assert optim.param_groups[0]["lr"] == pytest.approx(1e-4)

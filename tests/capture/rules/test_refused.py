@@ -18,7 +18,7 @@ import programs
 from graphfsdp import HazardKind
 from graphfsdp.optim import DeviceGradScaler, FusedAdam
 from helpers import assert_same_state, line_of, quick_garbage_collection, snapshot
-from probe import Probe, Program, batches, check_refused, make_probe
+from probe import Probe, Program, batches, check_refused, make_probe, refusal_of
 from programs import REFUSED, Refused
 
 CPU = torch.device("cpu")
@@ -95,15 +95,7 @@ def checked(program: Program, target: str) -> graphfsdp.CheckReport:
 
 
 def caught_by_capture(program: Program, device: torch.device) -> graphfsdp.CaptureError:
-    """Train a probe until it is refused; everything is then as it was."""
-    step, model, optim = make_probe(program, device)
-    for x in batches(device, 3):
-        step(x)
-    before = snapshot(model, optim)
-    with pytest.raises(graphfsdp.CaptureError) as caught:
-        step(batches(device, 1)[0])
-    assert_same_state(before, snapshot(model, optim), "after the roll-back")
-    return caught.value
+    return refusal_of(*make_probe(program, device), device)
 
 
 def squared(model: nn.Module, x: Tensor) -> Tensor:
