@@ -232,12 +232,14 @@ class StaticInputs:
         )
 
     def _copy(self, leaves: list[Any]) -> None:
-        with torch.no_grad():
-            for index, target, stages in self._targets:
-                if stages is None:
-                    target.copy_(leaves[index], non_blocking=True)
-                else:
-                    stages.copy_to(target, leaves[index])
+        for index, target, stages in self._targets:
+            leaf = leaves[index]
+            if leaf.requires_grad:  # copied, and never linked to the graph
+                leaf = leaf.detach()
+            if stages is None:
+                target.copy_(leaf, non_blocking=True)
+            else:
+                stages.copy_to(target, leaf)
 
     def tensors(self) -> list[Tensor]:
         """Return the static inputs, each once."""

@@ -124,11 +124,16 @@ class Iteration(AnyIteration):
         Capture: no host sync; norm and clip coefficient stay on the device.
         """
         with nvtx_range("optimizer"), torch.no_grad():
-            grad_norm = self._global_norm()
-            found_inf = None
-            if self._skip_nonfinite and grad_norm is not None:
-                found_inf = grad_norm.isfinite().logical_not().to(torch.float32)
-            self._optimizer.step(self._clip_coefficient(grad_norm), found_inf)
+            grad_norm = coefficient = found_inf = None
+            if self._max_grad_norm is not None or self._skip_nonfinite:
+                whole, sharded = self._gradients.landed_views()
+                device = next(self._models.parameters()).device
+                grad_norm = global_norm(whole, sharded, device)
+                if self._skip_nonfinite:
+                    found_inf = grad_norm.isfinite().logical_not().to(torch.float32)
+                if self._max_grad_norm is not None and not math.isinf(self._max_grad_norm):
+                    coefficient = clip_coefficient(grad_norm, self._max_grad_norm)
+            self._optimizer.step(coefficient, found_inf)
         return None if self._max_grad_norm is None else grad_norm
 
     def _microbatch(self, inputs: StaticInputs, index: int, num_microbatches: int) -> Any:
@@ -161,18 +166,6 @@ class Iteration(AnyIteration):
         _check_tensors(output, "loss_fn returned", self._loss_source())
         scalar: Tensor = loss
         return scalar
-
-    def _global_norm(self) -> Tensor | None:
-        if self._max_grad_norm is None and not self._skip_nonfinite:
-            return None
-        whole, sharded = self._gradients.landed_views()
-        return global_norm(whole, sharded, next(self._models.parameters()).device)
-
-    def _clip_coefficient(self, grad_norm: Tensor | None) -> Tensor | None:
-        """Return [] float32 by which every gradient is to be multiplied, or None."""
-        if grad_norm is None or self._max_grad_norm is None or math.isinf(self._max_grad_norm):
-            return None
-        return clip_coefficient(grad_norm, self._max_grad_norm)
 
 
 class CustomIteration(AnyIteration):

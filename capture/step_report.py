@@ -53,7 +53,7 @@ def make_report(
     node_us: tuple[float, ...],
 ) -> CaptureReport:
     """Report on the graph that was used last."""
-    facts, num_calls = tally.facts, dict(tally.num_calls)
+    facts, num_calls = tally.facts or GraphFacts(None, None), dict(tally.num_calls)
     latest = recordings.latest
     if latest is not None and latest.graph is not None:
         facts = latest.graph.facts
@@ -65,18 +65,18 @@ def make_report(
         phase=phase,
         num_calls=num_calls,
         num_captures=tally.num_captures,
-        num_nodes=None if facts is None else facts.num_nodes,
-        num_ops=None if facts is None else facts.num_ops,
-        op_counts={} if facts is None else facts.op_counts,
+        num_nodes=facts.num_nodes,
+        num_ops=facts.num_ops,
+        op_counts=facts.op_counts,
         capture_ms=tally.capture_ms,
         static_input_bytes=sum(entry.inputs.num_bytes for entry in recordings),
         gradient_bytes=engine.gradients.num_bytes,
-        pool_bytes=0 if facts is None else facts.pool_bytes,
-        num_escapes=0 if facts is None else facts.num_escapes,
+        pool_bytes=facts.pool_bytes,
+        num_escapes=facts.num_escapes,
         inputs={} if inputs is None else inputs.describe(),
         without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
         node_us=node_us,
-        program=None if facts is None else facts.program,
+        program=facts.program,
         names=MemoryNames(_named_tensors(engine, inputs)),
     )
 

@@ -13,6 +13,7 @@ from graphfsdp._capture.trace.values import (
     Node,
     StorageInfo,
     Value,
+    as_bytes,
     geometry_of,
     storage_of,
 )
@@ -214,10 +215,10 @@ class Recorder(Watcher):
         op = call.name
         declared = {storage_of(tensor, op)._cdata for tensor in call.written}
         secret = [each for each in call.tensors if storage_of(each, op)._cdata not in declared]
-        before = [_bytes_of(tensor).clone() for tensor in secret]
+        before = [as_bytes(storage_of(tensor, op)).clone() for tensor in secret]
         result = call.run()
         for tensor, old in zip(secret, before, strict=True):
-            if not torch.equal(_bytes_of(tensor), old):
+            if not torch.equal(as_bytes(storage_of(tensor, op)), old):
                 shape = tuple(tensor.shape)
                 self.refuse(
                     op,
@@ -234,8 +235,3 @@ class Recorder(Watcher):
 
 def _is_new(generator: torch.Generator) -> bool:
     return torch.equal(generator.get_state(), torch.Generator(generator.device).get_state())
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -4,7 +4,7 @@ import enum
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -165,10 +165,7 @@ def baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
                     *(site.module, site.source, 1),
                 )
                 counts[key] += 1
-    return tuple(
-        BakedConstant(c.value, c.op, c.argument, c.phase, c.module, c.source, count)
-        for c, count in counts.items()
-    )
+    return tuple(replace(constant, num_nodes=count) for constant, count in counts.items())
 
 
 def buffer_uses(program: ProgramFacts, names: MemoryNames) -> tuple[BufferUse, ...]:

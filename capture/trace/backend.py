@@ -21,14 +21,14 @@ class GraphFacts:
 
     Attributes:
         num_nodes: Nodes of the graph; None where the driver does not tell.
-        num_ops: Operator calls that the iteration made while it was recorded.
+        num_ops: Operator calls that the iteration made while it was recorded; None before that.
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
     """
 
     num_nodes: int | None
-    num_ops: int
+    num_ops: int | None
     op_counts: dict[str, int] = field(default_factory=dict)
     pool_bytes: int = 0
     num_calls: int = 0

@@ -57,6 +57,11 @@ def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
         ) from None
 
 
+def as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """Return all of a storage, [B] uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return how many elements lie from the first to the last that a strided tensor looks at."""
     if 0 in shape:

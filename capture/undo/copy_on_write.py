@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.trace.values import identity_of, span, storage_of
+from graphfsdp._capture.trace.values import as_bytes, identity_of, span, storage_of
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.errors import CaptureError
 
@@ -46,7 +46,7 @@ class CopyOnWrite:
         if any(first <= start and end <= last for first, last in ranges):
             return
         reference = StorageWeakRef(storage)  # keeps the identity from being used again
-        self._saved.append((reference, start, _as_bytes(storage)[start:end].clone()))
+        self._saved.append((reference, start, as_bytes(storage)[start:end].clone()))
         ranges.add((start, end))  # only when all of it is safe
 
     def save_generators(self, call: OpCall) -> None:
@@ -64,7 +64,7 @@ class CopyOnWrite:
         for reference, first, old in reversed(self._saved):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
-                _as_bytes(storage)[first : first + old.numel()].copy_(old)
+                as_bytes(storage)[first : first + old.numel()].copy_(old)
         for generator, state in self._generators.values():
             generator.set_state(state)
 
@@ -105,7 +105,3 @@ def byte_range(tensor: Tensor) -> _Range:
         return (0, 0)
     start = int(tensor.storage_offset()) * tensor.element_size()
     return (start, start + span(tensor.shape, tensor.stride()) * tensor.element_size())
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
