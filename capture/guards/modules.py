@@ -59,17 +59,23 @@ class StructureGuard:
             Slots(path, module, {table: dict(getattr(module, table)) for table, _ in _TABLES})
             for path, module in model.named_modules()
         ]
-        # Containers call their modules in this order.
-        modules = [slots.module._modules for slots in self._slots]
-        self._several = [table for table in modules if len(table) > 1]
 
     def asks(self) -> Iterator[Ask]:
         """Yield a question for each kind of table, and one for the order in containers."""
         holders = [vars(slots.module) for slots in self._slots]
+        all_live = []
         for table, _ in _TABLES:
+            live = [getattr(slots.module, table) for slots in self._slots]
             known = [slots.tables[table] for slots in self._slots]
-            yield Ask((operator.itemgetter(table), holders), known)
-        yield Ask((list, self._several), list(map(list, self._several)))
+            get = operator.itemgetter(table)
+            # Other dicts would have to be watched from then on.
+            yield Ask((get, holders), live, exact=True, dicts=holders)
+            yield Ask((get, holders), known, dicts=[*holders, *filter(None, live)])
+            all_live += live
+        # Containers call their modules in this order.
+        several = [slots.module._modules for slots in self._slots if len(slots.module._modules) > 1]
+        yield Ask((list, several), list(map(list, several)), dicts=several)
+        yield Ask((any, [[table for table in all_live if not table]]), [False], exact=True)
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
@@ -160,11 +166,12 @@ class AttributeGuard:
 
     def asks(self) -> Iterator[Ask]:
         """Yield questions for classes and modes, how many attributes there are, and the values."""
-        yield Ask((type, [module for _, module in self._modules]), self._types)
-        modes = list(self._modes.values())
-        yield Ask((operator.itemgetter("training"), [h for h, _ in modes]), [m for _, m in modes])
-        yield Ask((len, self._dicts), list(map(len, self._dicts)))  # what was added is not guarded
-        yield from self._places.asks()
+        yield Ask((type, [module for _, module in self._modules]), self._types, exact=True)
+        holders, modes = [h for h, _ in self._modes.values()], [m for _, m in self._modes.values()]
+        yield Ask((operator.itemgetter("training"), holders), modes, exact=True, dicts=holders)
+        lengths = list(map(len, self._dicts))  # what was added is not guarded
+        yield Ask((len, self._dicts), lengths, dicts=self._dicts)
+        yield from self._places.asks(watched=True)
 
     def changes(self) -> list[Change]:
         """Compare each value and name what has changed."""

@@ -56,12 +56,14 @@ class TensorGuard:
 
     def asks(self) -> Iterator[Ask]:
         """Yield questions for addresses, and one of torch's own guards for all the rest."""
-        yield Ask((_DATA_PTR, self._leaves), [facts.address for facts in self._facts])
+        yield Ask((Tensor.data_ptr, self._leaves), [facts.address for facts in self._facts])
         if self._inner:
             owners, names, inner = zip(*self._inner, strict=True)
-            yield Ask((getattr, owners, names), list(inner), exact=True)
+            yield Ask((getattr, owners, names, [None] * len(inner)), list(inner), exact=True)
         if not self._addresses_only:
-            yield Ask((_GET_REQUIRES_GRAD, self._wrappers), self._requires_grad)
+            if self._wrappers:
+                what = (_GET_REQUIRES_GRAD, self._wrappers)
+                yield Ask(what, self._requires_grad, exact=True)
             if self._leaves:
                 # It objects also to modes that are on or off unlike now (autocast, and those that
                 # watch a recording); then it is made anew, where replays run.
@@ -101,7 +103,6 @@ class TensorGuard:
         return next((name for name, known in self._named if known is tensor), "an inner tensor")
 
 
-_DATA_PTR = Tensor.data_ptr
 _GET_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
