@@ -15,7 +15,6 @@ from graphfsdp._capture.guards.asks import (
     Ask,
     Place,
     Places,
-    change_of,
     copy_of,
     is_scalar,
     same_objects,
@@ -121,9 +120,7 @@ class AttributeGuard:
         """
         self._modules = list(model.named_modules())
         self._types = [type(module) for _, module in self._modules]
-        self._dicts = [vars(module) for _, module in self._modules]
         self._modes: dict[str, tuple[dict[str, Any], bool]] = {}
-        self._absent: list[Place] = []  # cannot be there while no dict has become longer
         self._places = Places(_REMEDY)
         self._contents: set[int] = set()  # ids of containers in there
 
@@ -144,7 +141,7 @@ class AttributeGuard:
                     self._add(join(path, name), table, name, before)
             for name in ("forward", *sorted(log.names_read(module) - OWN - table.keys())):
                 title, old = f"attribute {join(path, name)!r}", table.get(name, MISSING)
-                self._absent.append(Place(title, table, name, old, is_exact=True))
+                self._places.add(Place(title, table, name, old, is_exact=True))
         for cls in dict.fromkeys(self._types):
             self._places.add(Place(f"{cls.__name__}.forward", cls, "forward", cls.forward))
         of_classes = {
@@ -165,12 +162,10 @@ class AttributeGuard:
                 yield title, place.value
 
     def asks(self) -> Iterator[Ask]:
-        """Yield questions for classes and modes, how many attributes there are, and the values."""
+        """Yield questions for classes, modes and values."""
         yield Ask((type, [module for _, module in self._modules]), self._types, exact=True)
         holders, modes = [h for h, _ in self._modes.values()], [m for _, m in self._modes.values()]
         yield Ask((operator.itemgetter("training"), holders), modes, exact=True, dicts=holders)
-        lengths = list(map(len, self._dicts))  # what was added is not guarded
-        yield Ask((len, self._dicts), lengths, dicts=self._dicts)
         yield from self._places.asks(watched=True)
 
     def changes(self) -> list[Change]:
@@ -181,9 +176,6 @@ class AttributeGuard:
                 what = f"the class of {path!r}" if path else "the model's class"
                 words = known.__name__, type(module).__name__
                 found.append(Change(ChangeKind.ATTRIBUTE, what, *words, _REMEDY))
-        for place in self._absent:
-            if not place.is_same(place.look()):
-                found.append(change_of(place.title, place.value, place.look(), _REMEDY))
         return found + self._places.changes()
 
     def _add(

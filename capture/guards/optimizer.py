@@ -47,14 +47,11 @@ class OptimizerGuard:
     def asks(self) -> Iterator[Ask]:
         """Yield questions for what it holds, for the dicts and lists in there, for tensors."""
         now, own, state = self._optimizer, vars(self._optimizer), self._state
-        names = ("state", "param_groups", "step_classes")
-        known = [state, self._groups, self._classes]
-        is_wrapper = any(hasattr(type(now), name) for name in names)
-        what: tuple[Any, ...] = (getattr, [now] * len(names), names, [None] * len(names))
-        yield Ask(what, known, exact=True, dicts=() if is_wrapper else [own])
-        yield Ask((dict.get, [own], ["step"], [None]), [self._own_step], exact=True, dicts=[own])
-        what = (getattr, [type(now)], ["step"], [None])
-        yield Ask(what, [self._class_step], exact=True)
+        names = ("state", "param_groups", "step_classes", "step")
+        what: tuple[Any, ...] = (getattr, (now, now, now, type(now)), names, [None] * len(names))
+        known = [state, self._groups, self._classes, self._class_step]
+        yield Ask(what, known, exact=True)
+        yield Ask((dict.get, [own], ["step"], [None]), [self._own_step], exact=True)
         lists = [group["params"] for group in self._groups]
         sizes = list(map(len, [self._params, *self._params]))
         yield Ask((len, [self._groups, *lists]), sizes)
