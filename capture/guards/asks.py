@@ -170,11 +170,7 @@ class Place:
         if self.live is not None:
             return copy_of(self.live)
         try:
-            if isinstance(self.holder, dict):
-                return dict.get(self.holder, self.key, MISSING)
-            if isinstance(self.holder, types.MappingProxyType):
-                return self.holder.get(self.key, MISSING)
-            return getattr(self.holder, self.key, MISSING)
+            return _way_to(self)(self.holder, self.key, MISSING)
         except Exception:  # an empty cell, or of the users' own classes
             return MISSING
 

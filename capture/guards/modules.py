@@ -60,21 +60,17 @@ class StructureGuard:
         ]
 
     def asks(self) -> Iterator[Ask]:
-        """Yield a question for each kind of table, and one for the order in containers."""
-        holders = [vars(slots.module) for slots in self._slots]
-        all_live = []
-        for table, _ in _TABLES:
-            live = [getattr(slots.module, table) for slots in self._slots]
-            known = [slots.tables[table] for slots in self._slots]
-            get = operator.itemgetter(table)
-            # Other dicts would have to be watched from then on.
-            yield Ask((get, holders), live, exact=True, dicts=holders)
-            yield Ask((get, holders), known, dicts=[*holders, *filter(None, live)])
-            all_live += live
-        # Containers call their modules in this order.
-        several = [slots.module._modules for slots in self._slots if len(slots.module._modules) > 1]
-        yield Ask((list, several), list(map(list, several)), dicts=several)
-        yield Ask((any, [[table for table in all_live if not table]]), [False], exact=True)
+        """Yield questions for the tables, and for what they hold, in its order."""
+        modules = [slots.module for slots in self._slots for _ in _TABLES]
+        names = [table for _ in self._slots for table, _ in _TABLES]
+        live = list(map(getattr, modules, names))
+        # Other tables, equal or not, would have to be watched from then on.
+        what = (getattr, modules, names, [None] * len(names))
+        yield Ask(what, live, exact=True, dicts=list(map(vars, modules)))
+        filled = [table for table in live if table]
+        items = [table.items() for table in filled]
+        yield Ask((list, items), list(map(list, items)), dicts=filled)
+        yield Ask((any, [[table for table in live if not table]]), [False], exact=True)
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
