@@ -161,7 +161,7 @@ class AttributeGuard:
         """Yield questions for classes, modes and values."""
         yield Ask((type, [module for _, module in self._modules]), self._types, exact=True)
         holders, modes = [h for h, _ in self._modes.values()], [m for _, m in self._modes.values()]
-        yield Ask((operator.itemgetter("training"), holders), modes, exact=True, dicts=holders)
+        yield Ask((operator.itemgetter("training"), holders), modes, dicts=holders)
         yield from self._places.asks(watched=True)
 
     def changes(self) -> list[Change]:
