@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as functional
 from torch import Tensor, nn
 
 import graphfsdp
@@ -302,6 +303,24 @@ def global_of_a_helper() -> Around:
     return Around(loss_fn, *puts(globals(), "FACTOR", 2.0), "global variable 'FACTOR'")
 
 
+class Names(nn.Module):
+    """Names a function and a number of this file, and a function of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(helper(functional.silu(self.layer(x))).square().mean())
+
+    def mixed(self, loss: Tensor) -> Tensor:
+        return loss * FACTOR
+
+
+def named_by_forward(change: tuple[Callable[[], Any], Callable[[], Any]], named: str) -> Around:
+    return Around(None, *change, named, Names())
+
+
 def number_of_a_users_module() -> Around:
     loss_fn: Loss = lambda model, x: model(x) * MODULE.WEIGHT  # noqa: E731
     return Around(loss_fn, *sets(MODULE, "WEIGHT", 2.0), "'WEIGHT' of global variable 'MODULE'")
@@ -375,6 +394,16 @@ CASES: dict[str, Case] = {
     "partial": partial,
     "class_as_configuration": class_as_configuration,
     "global_of_a_helper": global_of_a_helper,
+    "number_of_forward": lambda: named_by_forward(
+        puts(globals(), "FACTOR", 3.0), r"global variable 'FACTOR' .* was 1\.0 .* now 3\.0"
+    ),
+    "function_of_forward": lambda: named_by_forward(
+        puts(globals(), "helper", lambda loss: loss),
+        r"global variable 'helper' .* one function .* another function",
+    ),
+    "named_function_of_torch": lambda: named_by_forward(
+        sets(functional, "silu", functional.relu), "function 'silu' of torch.nn.functional"
+    ),
     "number_of_a_users_module": number_of_a_users_module,
     "registry": registry,
     "method": lambda: of_a_trainer(by_method=True),
@@ -422,6 +451,9 @@ CASES: dict[str, Case] = {
         torch.ones(()),
         torch.ones(()) * 2,
         "'scale' of closure variable 'config' .*one Tensor.*another Tensor",
+    ),
+    "tensor_variable": lambda: of_a_variable(
+        torch.ones(()), torch.ones(()) * 2, "closure variable 'scale'", operator.mul
     ),
     "tensor_in_other_memory": tensor_in_other_memory,
     "tensor_in_a_dict": lambda: of_an_item(

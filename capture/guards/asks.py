@@ -5,14 +5,15 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.changes import Change, ChangeKind
@@ -30,19 +31,22 @@ class Ask:
     """One question to many things.
 
     Note [Cost of guards]: a guard runs before each replay, and Python pays 50 ns and more for each
-    attribute that it reads, and far more for each line that it has not run for a while. So the
-    usual answer, "nothing has changed", comes from few calls that each ask many things; only when
-    an answer differs is each thing looked at, and named.
+    attribute that it reads, and far more for each line and each function that has not run for a
+    while. So the usual answer, "nothing has changed", comes from few calls that each ask many
+    things; only when an answer differs is each thing looked at, and named. What lies in dicts is
+    not even asked for as long as nobody has written to them.
 
     Attributes:
-        what: ``map`` of these gives the answers: a function in C, and what it is called with.
+        what: ``map`` of these gives the answers: a function in C, and lists to call it with.
         known: The answers when the guard was armed.
         exact: Only the very same objects will do, not equal ones.
+        dicts: While nothing is written to these, the answers are what they were.
     """
 
     what: tuple[Any, ...]
     known: list[Any]
     exact: bool = False
+    dicts: Sequence[dict[Any, Any]] = ()
 
 
 class Guard(Protocol):
@@ -55,6 +59,9 @@ class Guard(Protocol):
     def changes(self) -> list[Change]:
         """Compare everything and name what has changed; maybe nothing that matters."""
         ...
+
+
+_GIVE_PLAIN = (Tensor.data_ptr, len, operator.call)  # numbers and switches, never tensors
 
 
 class _TensorsComparedError(Exception):
@@ -77,15 +84,56 @@ def hold(asks: Iterable[Ask]) -> bool:
     answers, known = [], []
     try:
         for ask in asks:
+            if ask.exact:
+                if not all(map(operator.is_, map(*ask.what), ask.known)):
+                    return False
+                continue
             now = list(map(*ask.what))
-            if not ask.exact:
+            if ask.what[0] not in _GIVE_PLAIN:
                 answers.append(now)
                 known.append(ask.known)
-            elif not all(map(operator.is_, now, ask.known)):
+            elif now != ask.known:
                 return False
     except Exception:  # of what was deleted, or of the users' own objects
         return False
-    return same_objects(answers, known)
+    return not answers or same_objects(answers, known)
+
+
+class Asked:
+    """Asks of all guards, put together: one call for each function."""
+
+    def __init__(self, asks: Iterable[Ask]) -> None:
+        self._watched: list[Ask] = []
+        alike: dict[tuple[Any, bool], list[Ask]] = {}
+        for ask in asks:
+            if ask.dicts and all(isinstance(each, dict) for each in ask.dicts):
+                self._watched.append(ask)
+            elif ask.known:
+                alike.setdefault((ask.what[0], ask.exact), []).append(ask)
+        self._others = list(map(_joined, alike.values()))
+        dicts = {id(each): each for ask in self._watched for each in ask.dicts}
+        self._dicts = list(dicts.values())
+        self._version = self._sum_of_versions()
+
+    def hold(self) -> bool:
+        """Tell quickly that all answers are what they were; False means: look closely."""
+        version = self._sum_of_versions()
+        if version != self._version:
+            if not hold(self._watched):
+                return False
+            self._version = version
+        return hold(self._others)
+
+    def _sum_of_versions(self) -> int:
+        # A write gives its dict a number that is higher than any dict has had before.
+        return sum(map(dict_version, self._dicts))
+
+
+def _joined(asks: Sequence[Ask]) -> Ask:
+    """Return one question for several that call the same function."""
+    columns = zip(*(ask.what[1:] for ask in asks), strict=True)
+    what = (asks[0].what[0], *(list(chain.from_iterable(column)) for column in columns))
+    return Ask(what, list(chain.from_iterable(ask.known for ask in asks)), asks[0].exact)
 
 
 def same_objects(live: Any, copy: Any) -> bool:
@@ -122,11 +170,7 @@ class Place:
         if self.live is not None:
             return copy_of(self.live)
         try:
-            if isinstance(self.holder, dict):
-                return dict.get(self.holder, self.key, MISSING)
-            if isinstance(self.holder, types.MappingProxyType):
-                return self.holder.get(self.key, MISSING)
-            return getattr(self.holder, self.key, MISSING)
+            return _way_to(self)(self.holder, self.key, MISSING)
         except Exception:  # an empty cell, or of the users' own classes
             return MISSING
 
@@ -155,27 +199,26 @@ class Places:
             place.title = f"{title} ({number})"
         self.places[place.title] = place
 
-    def asks(self) -> Iterator[Ask]:
-        """Yield one question for each way to look."""
-        found: dict[Any, list[Place]] = {dict.get: [], types.MappingProxyType.get: [], getattr: []}
-        lives: list[Place] = []
+    def asks(self, *, watched: bool = False) -> Iterator[Ask]:
+        """Yield one question for each way to look.
+
+        Args:
+            watched: The dicts that hold the values are seldom written to.
+        """
+        found: dict[tuple[Any, bool], list[Place]] = {}
         for place in self.places.values():
-            ways = ((dict, dict.get), (types.MappingProxyType, types.MappingProxyType.get))
-            way = next((way for kind, way in ways if isinstance(place.holder, kind)), getattr)
-            (found[way] if place.live is None else lives).append(place)
-        for way, places in found.items():
-            holders, keys = [each.holder for each in places], [each.key for each in places]
-            if places:
-                known = [each.value for each in places]
-                yield Ask((way, holders, keys, repeat(MISSING)), known, exact=True)
-        arrays = [place for place in lives if isinstance(place.live, np.ndarray)]
-        items = [place for place in lives if not isinstance(place.live, np.ndarray)]
-        if arrays:
-            yield Ask((copy_of, [each.live for each in arrays]), [each.value for each in arrays])
-        if items:
-            containers = [each.live for each in items]
-            known = [each.value for each in items]
-            yield Ask((containers.__getitem__, range(len(items))), known)
+            found.setdefault((_way_to(place), isinstance(place.live, dict)), []).append(place)
+        for (way, are_dicts), places in found.items():
+            live, known = [each.live for each in places], [each.value for each in places]
+            if way is copy_of:
+                yield Ask((way, live), known)
+            elif way is operator.getitem:
+                what = (way, [live] * len(live), range(len(live)))
+                yield Ask(what, known, dicts=live if are_dicts else ())
+            else:
+                holders, keys = [each.holder for each in places], [each.key for each in places]
+                dicts = holders if watched and way is dict.get else ()
+                yield Ask((way, holders, keys, [MISSING] * len(keys)), known, True, dicts)
 
     def changes(self) -> list[Change]:
         """Compare each place and name what has changed; else take equal values for the old ones."""
@@ -188,6 +231,15 @@ class Places:
             else:
                 found.append(change_of(place.title, place.value, now, self.remedy))
         return found
+
+
+def _way_to(place: Place) -> Callable[..., Any]:
+    if place.live is not None:
+        return copy_of if isinstance(place.live, np.ndarray) else operator.getitem
+    for kind in (dict, types.MappingProxyType):
+        if isinstance(place.holder, kind):
+            return kind.get
+    return getattr
 
 
 def change_of(title: str, old: Any, new: Any, remedy: str | Callable[[Any], str]) -> Change:

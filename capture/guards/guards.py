@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.guards.around import AroundGuard, OutsideModules
-from graphfsdp._capture.guards.asks import Ask, Guard, hold
+from graphfsdp._capture.guards.asks import Ask, Asked, Guard, hold
 from graphfsdp._capture.guards.closures import ClosureGuard, Closures
 from graphfsdp._capture.guards.hooks import HookGuard, users_hooks
 from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, contents
@@ -59,8 +59,8 @@ class Guards:
         self._closures = Closures(functions, model)
         self._values: dict[str, object] = {}  # around functions, before the recording
         self._before: dict[int, tuple[Any, Any]] = {}  # containers of modules, with copies
-        self._asked: dict[Guard, list[Ask]] = {}
-        self._asks: list[Ask] = []
+        self._asks: dict[Guard, list[Ask]] = {}
+        self._asked = Asked(())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -113,9 +113,9 @@ class Guards:
 
         Capture: never inside one; no host sync.
         """
-        if hold(self._asks):
+        if self._asked.hold():
             return []
-        doubted = [guard for guard, asks in self._asked.items() if not hold(asks)]
+        doubted = [guard for guard, asks in self._asks.items() if not hold(asks)]
         found = [change for guard in doubted for change in guard.changes()]
         if not found:
             self._ask(doubted)
@@ -123,11 +123,11 @@ class Guards:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._asked, self._asks = {}, []
+        self._asks, self._asked = {}, Asked(())
 
     def _ask(self, guards: Iterable[Guard]) -> None:
-        self._asked |= {guard: list(guard.asks()) for guard in guards}
-        self._asks = [ask for asks in self._asked.values() for ask in asks]
+        self._asks |= {guard: list(guard.asks()) for guard in guards}
+        self._asked = Asked(ask for asks in self._asks.values() for ask in asks)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())

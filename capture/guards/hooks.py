@@ -1,5 +1,6 @@
 """Guard of hooks: those of modules, of parameters, of the optimizer, and the global ones."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,9 +93,11 @@ class HookGuard:
 
     def asks(self) -> Iterator[Ask]:
         """Yield questions for the counter, and for hooks that no counter tells of."""
-        yield Ask((getattr, [RemovableHandle], ["next_id"]), [self._next_id])
-        yield Ask((any, [self._empty]), [False])
-        yield Ask((self._filled.__getitem__, range(len(self._filled))), self._copies)
+        counter = (getattr, [RemovableHandle], ["next_id"], [None])
+        yield Ask(counter, [self._next_id], exact=True)
+        yield Ask((any, [self._empty]), [False], exact=True)
+        what = (operator.getitem, [self._filled] * len(self._filled), range(len(self._filled)))
+        yield Ask(what, self._copies, dicts=self._filled)
 
     def changes(self) -> list[Change]:
         """Compare each table and name what has changed."""

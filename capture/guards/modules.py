@@ -15,7 +15,6 @@ from graphfsdp._capture.guards.asks import (
     Ask,
     Place,
     Places,
-    change_of,
     copy_of,
     is_scalar,
     same_objects,
@@ -59,17 +58,19 @@ class StructureGuard:
             Slots(path, module, {table: dict(getattr(module, table)) for table, _ in _TABLES})
             for path, module in model.named_modules()
         ]
-        # Containers call their modules in this order.
-        modules = [slots.module._modules for slots in self._slots]
-        self._several = [table for table in modules if len(table) > 1]
 
     def asks(self) -> Iterator[Ask]:
-        """Yield a question for each kind of table, and one for the order in containers."""
-        holders = [vars(slots.module) for slots in self._slots]
-        for table, _ in _TABLES:
-            known = [slots.tables[table] for slots in self._slots]
-            yield Ask((operator.itemgetter(table), holders), known)
-        yield Ask((list, self._several), list(map(list, self._several)))
+        """Yield questions for the tables, and for what they hold, in its order."""
+        modules = [slots.module for slots in self._slots for _ in _TABLES]
+        names = [table for _ in self._slots for table, _ in _TABLES]
+        live = list(map(getattr, modules, names))
+        # Other tables, equal or not, would have to be watched from then on.
+        what = (getattr, modules, names, [None] * len(names))
+        yield Ask(what, live, exact=True, dicts=list(map(vars, modules)))
+        filled = [table for table in live if table]
+        items = [table.items() for table in filled]
+        yield Ask((list, items), list(map(list, items)), dicts=filled)
+        yield Ask((any, [[table for table in live if not table]]), [False], exact=True)
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
@@ -115,9 +116,7 @@ class AttributeGuard:
         """
         self._modules = list(model.named_modules())
         self._types = [type(module) for _, module in self._modules]
-        self._dicts = [vars(module) for _, module in self._modules]
         self._modes: dict[str, tuple[dict[str, Any], bool]] = {}
-        self._absent: list[Place] = []  # cannot be there while no dict has become longer
         self._places = Places(_REMEDY)
         self._contents: set[int] = set()  # ids of containers in there
 
@@ -138,7 +137,7 @@ class AttributeGuard:
                     self._add(join(path, name), table, name, before)
             for name in ("forward", *sorted(log.names_read(module) - OWN - table.keys())):
                 title, old = f"attribute {join(path, name)!r}", table.get(name, MISSING)
-                self._absent.append(Place(title, table, name, old, is_exact=True))
+                self._places.add(Place(title, table, name, old, is_exact=True))
         for cls in dict.fromkeys(self._types):
             self._places.add(Place(f"{cls.__name__}.forward", cls, "forward", cls.forward))
         of_classes = {
@@ -159,12 +158,11 @@ class AttributeGuard:
                 yield title, place.value
 
     def asks(self) -> Iterator[Ask]:
-        """Yield questions for classes and modes, how many attributes there are, and the values."""
-        yield Ask((type, [module for _, module in self._modules]), self._types)
-        modes = list(self._modes.values())
-        yield Ask((operator.itemgetter("training"), [h for h, _ in modes]), [m for _, m in modes])
-        yield Ask((len, self._dicts), list(map(len, self._dicts)))  # what was added is not guarded
-        yield from self._places.asks()
+        """Yield questions for classes, modes and values."""
+        yield Ask((type, [module for _, module in self._modules]), self._types, exact=True)
+        holders, modes = [h for h, _ in self._modes.values()], [m for _, m in self._modes.values()]
+        yield Ask((operator.itemgetter("training"), holders), modes, dicts=holders)
+        yield from self._places.asks(watched=True)
 
     def changes(self) -> list[Change]:
         """Compare each value and name what has changed."""
@@ -174,9 +172,6 @@ class AttributeGuard:
                 what = f"the class of {path!r}" if path else "the model's class"
                 words = known.__name__, type(module).__name__
                 found.append(Change(ChangeKind.ATTRIBUTE, what, *words, _REMEDY))
-        for place in self._absent:
-            if not place.is_same(place.look()):
-                found.append(change_of(place.title, place.value, place.look(), _REMEDY))
         return found + self._places.changes()
 
     def _add(

@@ -1,8 +1,9 @@
 """Guard of the optimizer's tensors: its state, and the parameters in its groups."""
 
 import operator
-from collections.abc import Iterator, Mapping
-from itertools import repeat
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,14 +46,27 @@ class OptimizerGuard:
 
     def asks(self) -> Iterator[Ask]:
         """Yield questions for what it holds, for the dicts and lists in there, for tensors."""
-        now = self._optimizer
-        names = ("state", "param_groups", "step", "step_classes")
-        known = [self._state, self._groups, self._class_step, self._classes]
-        yield Ask((getattr, (now, now, type(now), now), names, repeat(None)), known, exact=True)
-        yield Ask((dict.get, [vars(now)], ["step"]), [self._own_step], exact=True)
-        yield Ask((_GET_PARAMS, self._groups), self._params)
-        yield Ask((list, [self._state.values()]), [self._values])
+        now, own, state = self._optimizer, vars(self._optimizer), self._state
+        names = ("state", "param_groups", "step_classes", "step")
+        what: tuple[Any, ...] = (getattr, (now, now, now, type(now)), names, [None] * len(names))
+        known = [state, self._groups, self._classes, self._class_step]
+        yield Ask(what, known, exact=True)
+        yield Ask((dict.get, [own], ["step"], [None]), [self._own_step], exact=True)
+        lists = [group["params"] for group in self._groups]
+        sizes = list(map(len, [self._params, *self._params]))
+        yield Ask((len, [self._groups, *lists]), sizes)
+        yield Ask((_GET_PARAMS, list(self._groups)), lists, exact=True)
+        places = [(live, index) for live in lists for index in range(len(live))]
+        what = (operator.getitem, [live for live, _ in places], [index for _, index in places])
+        yield Ask(what, list(chain.from_iterable(self._params)), exact=True)
+        values = list(state.values())
+        if isinstance(state, dict):  # other dicts would have to be watched from then on
+            what = (dict.get, [state] * len(values), self._owners, [None] * len(values))
+            yield Ask(what, values, exact=True, dicts=[state])
+        yield Ask((list, [state.values()]), [self._values], dicts=[state, *values])
         yield from self._tensors.asks()
+        # The plan of a fused step has views of the counts, and is an attribute.
+        yield from (replace(ask, dicts=[own]) for ask in self._step_counts.asks())
 
     def changes(self) -> list[Change]:
         """Compare each entry and name what has changed."""
@@ -62,7 +76,7 @@ class OptimizerGuard:
         for key in dict.fromkeys((*before, *now)):
             name = self._names.get(key, "a parameter outside of the model")
             found += _state_changes(name, before.get(key, {}), now.get(key, {}))
-        found += self._tensors.changes()
+        found += self._tensors.changes() + self._step_counts.changes()
         if not found:
             self._arm()  # the same tensors in other containers
         return found
@@ -76,13 +90,19 @@ class OptimizerGuard:
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
         self._values = [dict(values) for values in self._state.values()]
-        self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
+        counts = ("step",) if self._classes is not None else ()
+        self._tensors, self._step_counts = (
+            TensorGuard(self._named_tensors(are_counts, counts), addresses_only=True)
+            for are_counts in (False, True)
+        )
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_tensors(
+        self, are_counts: bool, counts: Collection[str]
+    ) -> Iterator[tuple[str, Tensor]]:
         for param, values in self._state.items():
             name = self._names.get(id(param), "a parameter outside of the model")
             for key, value in values.items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and (key in counts) is are_counts:
                     yield f"optimizer state {key!r} of {name!r}", value
 
     def _step_changes(self) -> Iterator[Change]:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import GlobalStateGuard
 
 from graphfsdp._capture.guards.asks import Ask
 from graphfsdp.base.changes import Change, ChangeKind
@@ -24,14 +25,18 @@ class SettingsGuard:
         Args:
             device_type: "cpu" or "cuda": whose autocast and kernels count.
         """
-        named = _switches(device_type)
+        self._device_type = device_type
+        named = _global_state(device_type) | _switches(device_type)
         self._names = list(named)
         self._getters = list(named.values())
         self._values = [get() for get in self._getters]
 
     def asks(self) -> Iterator[Ask]:
-        """Yield one question; autocast's dtype tells whether it is on."""
-        yield Ask((operator.call, self._getters[1:]), self._values[1:])
+        """Yield questions for what torch asks all at once, and for each other switch."""
+        # It objects also to what does not matter, such as grad mode; then it is made anew.
+        yield Ask((operator.call, [GlobalStateGuard().check]), [True])
+        others = len(_global_state(self._device_type))
+        yield Ask((operator.call, self._getters[others:]), self._values[others:])
 
     def changes(self) -> list[Change]:
         """Name what has changed."""
@@ -43,16 +48,22 @@ class SettingsGuard:
         return found
 
 
-def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
-    """Return functions that read the switches, by name; each is one call into torch."""
-    core = torch._C
-    found: dict[str, Callable[[], Any]] = {
+def _global_state(device_type: str) -> dict[str, Callable[[], Any]]:
+    """Return functions that read the switches, by name, that GlobalStateGuard compares."""
+    return {
         f"autocast on {device_type}": partial(torch.is_autocast_enabled, device_type),
         f"autocast's dtype on {device_type}": lambda: (
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         ),
         "the default dtype": torch.get_default_dtype,
-        "torch.use_deterministic_algorithms": core._get_deterministic_algorithms,
+        "torch.use_deterministic_algorithms": torch._C._get_deterministic_algorithms,
+    }
+
+
+def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
+    """Return functions that read all others; each is one call into torch."""
+    core = torch._C
+    found: dict[str, Callable[[], Any]] = {
         "torch.default_generator": partial(getattr, torch, "default_generator"),
         "flash attention": core._get_flash_sdp_enabled,
         "memory-efficient attention": core._get_mem_efficient_sdp_enabled,

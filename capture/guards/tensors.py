@@ -2,8 +2,8 @@
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ _MOVED = (
 )
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What a graph has baked in of one tensor."""
 
     address: int
@@ -56,12 +55,14 @@ class TensorGuard:
 
     def asks(self) -> Iterator[Ask]:
         """Yield questions for addresses, and one of torch's own guards for all the rest."""
-        yield Ask((_DATA_PTR, self._leaves), [facts.address for facts in self._facts])
+        yield Ask((Tensor.data_ptr, self._leaves), [facts.address for facts in self._facts])
         if self._inner:
             owners, names, inner = zip(*self._inner, strict=True)
-            yield Ask((getattr, owners, names), list(inner), exact=True)
+            yield Ask((getattr, owners, names, [None] * len(inner)), list(inner), exact=True)
         if not self._addresses_only:
-            yield Ask((_GET_REQUIRES_GRAD, self._wrappers), self._requires_grad)
+            if self._wrappers:
+                what = (_GET_REQUIRES_GRAD, self._wrappers)
+                yield Ask(what, self._requires_grad, exact=True)
             if self._leaves:
                 # It objects also to modes that are on or off unlike now (autocast, and those that
                 # watch a recording); then it is made anew, where replays run.
@@ -76,7 +77,8 @@ class TensorGuard:
         for owner, name, inner in self._inner:
             if getattr(owner, name) is not inner:
                 index = next(i for i, leaf in enumerate(self._leaves) if leaf is inner)
-                found.append(_moved(self._owner_names[index], inner, getattr(owner, name)))
+                now = getattr(owner, name).data_ptr()
+                found.append(_moved(self._owner_names[index], inner.data_ptr(), now))
         rows = zip(self._owner_names, self._leaves, self._facts, strict=True)
         for name, leaf, before in rows:
             found += _differences(name, before, _facts(leaf), self._addresses_only)
@@ -101,7 +103,6 @@ class TensorGuard:
         return next((name for name, known in self._named if known is tensor), "an inner tensor")
 
 
-_DATA_PTR = Tensor.data_ptr
 _GET_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -131,13 +132,7 @@ def _inner_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _differences(name: str, before: Facts, now: Facts, addresses_only: bool) -> Iterator[Change]:
     if before.address != now.address:
-        yield Change(
-            ChangeKind.ADDRESS,
-            name,
-            f"at address {before.address:#x}",
-            f"in other memory, at {now.address:#x}",
-            _MOVED,
-        )
+        yield _moved(name, before.address, now.address)
     if addresses_only:
         return
     for field in ("shape", "stride", "dtype"):
@@ -154,11 +149,6 @@ def _requires_grad(name: str, before: bool) -> Change:
     return Change(ChangeKind.REQUIRES_GRAD, name, words[before], words[not before], remedy)
 
 
-def _moved(name: str, old: Tensor, new: Tensor) -> Change:
-    return Change(
-        ChangeKind.ADDRESS,
-        name,
-        f"at address {old.data_ptr():#x}",
-        f"in other memory, at {new.data_ptr():#x}",
-        _MOVED,
-    )
+def _moved(name: str, old: int, new: int) -> Change:
+    words = f"at address {old:#x}", f"in other memory, at {new:#x}"
+    return Change(ChangeKind.ADDRESS, name, *words, _MOVED)

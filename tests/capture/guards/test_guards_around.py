@@ -46,22 +46,6 @@ def by_closure(around: Around) -> Callable[..., Any]:
     return loss_fn
 
 
-def by_variables(around: Around) -> Callable[..., Any]:
-    mask, teacher, table = around.mask, around.teacher, around.table
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Any:
-        with torch.no_grad():
-            wanted = teacher(x * mask + table["shift"])
-        return around.criterion(model(x), wanted.sigmoid()) * around.scale
-
-    def set_mask(value: Tensor) -> None:
-        nonlocal mask
-        mask = value
-
-    around.set_mask = set_mask  # type: ignore[attr-defined]
-    return loss_fn
-
-
 def start(
     make_loss: Callable[[Around], Callable[..., Any]], **options: Any
 ) -> tuple[graphfsdp.CapturedStep, nn.Module, FusedAdam, Around, Callable[[], Tensor]]:
@@ -136,21 +120,6 @@ def test_what_changes_around_the_model_is_refused_by_name(form: str, name: str) 
         step(batch())
     assert "Remedy" in str(caught.value)
     assert_same_state(before, snapshot(model, optim))
-
-
-@pytest.mark.parametrize("name", ["variable", "item"])
-def test_variables_and_items_of_dicts_that_are_tensors(name: str) -> None:
-    step, _, _, around, batch = start(by_variables)
-    for _ in range(6):
-        step(batch())
-    if name == "variable":
-        around.set_mask(torch.zeros(4))  # type: ignore[attr-defined]
-        match = "closure variable 'mask'"
-    else:
-        around.table["shift"] = torch.zeros(4)
-        match = "'shift' of closure variable 'table'"
-    with pytest.raises(graphfsdp.GuardError, match=match):
-        step(batch())
 
 
 @pytest.mark.parametrize("on_change", ["recapture", "eager"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.asks import hold
 from graphfsdp._capture.guards.tensors import TensorGuard
 from guard_net import Guarded, refused, start
+from helpers import assert_same_state
 
 Change = Callable[[Any], Any]
 
@@ -144,6 +145,33 @@ CHANGES: dict[str, tuple[Callable[[Guarded], Any], str]] = {
 }
 
 
+def in_another_table(run: Guarded) -> None:
+    """Add a parameter to a table that has taken another one's place before."""
+    run.model.body._parameters = dict(run.model.body._parameters)
+    run.step(run.batch())
+    run.model.body._parameters["late"] = nn.Parameter(torch.ones(1))
+
+
+def in_other_state(run: Guarded) -> None:
+    run.optim.state[run.model.scale] = dict(state_of(run))
+    run.step(run.batch())
+    state_of(run)["exp_avg"] = torch.zeros(())
+
+
+def after_a_write(run: Guarded) -> None:
+    """Write what does not matter first, so that all dicts of the model are asked once more."""
+    vars(run.model)["epoch"] = 1
+    run.step(run.batch())
+    run.model.body.temperature = 3.0
+
+
+CHANGES |= {
+    "another table": (in_another_table, "parameter 'body.late' was absent"),
+    "other state": (in_other_state, "optimizer state 'exp_avg' of 'scale'"),
+    "after a write": (after_a_write, "'body.temperature' was 2.0"),
+}
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_of_what_is_held_is_refused_by_name(name: str) -> None:
     guarded = start()
@@ -151,3 +179,13 @@ def test_each_change_of_what_is_held_is_refused_by_name(name: str) -> None:
     change(guarded)
     refused(guarded, match)
     guarded.step.close()
+
+
+def test_a_step_count_that_was_moved_is_refused_when_a_fused_step_would_look_for_it() -> None:
+    twin, guarded = start(scope="none"), start()
+    for run in (guarded, twin):
+        state_of(run)["step"].data = state_of(run)["step"].data.clone()
+        run.train(run.batch())  # goes on with a slice of one buffer, eager or not
+    assert_same_state(twin.snapshot(), guarded.snapshot())
+    guarded.optim.load_state_dict(guarded.optim.state_dict())
+    refused(guarded, "optimizer state 'step' of 'scale' was at address")

@@ -35,29 +35,23 @@ def loaded(guarded: Guarded) -> None:
     guarded.optim.load_state_dict({"state": copies, "param_groups": groups})
 
 
-def entry_replaced(guarded: Guarded) -> Undo:
-    state = first_state(guarded)
-    old = state["exp_avg"]
-    state["exp_avg"] = old.clone()
-    return lambda: state.update(exp_avg=old)
+def puts(get: Callable[[Guarded], Any], key: Any, make: Callable[[Any], Any]) -> Apply:
+    """Return the replacement of an item by what is made of it."""
 
+    def apply(guarded: Guarded) -> Undo:
+        holder = get(guarded)
+        old = holder[key]
+        holder[key] = make(old)
+        return lambda: holder.__setitem__(key, old)
 
-def count_replaced(guarded: Guarded) -> Undo:
-    state = first_state(guarded)
-    old = state["step"]
-    state["step"] = old.clone()
-    return lambda: state.update(step=old)
+    return apply
 
 
 def entry_moved(guarded: Guarded) -> Undo:
     entry = first_state(guarded)["exp_avg_sq"]
     old = entry.data
     entry.data = old.clone()
-
-    def undo() -> None:
-        entry.data = old
-
-    return undo
+    return lambda: setattr(entry, "data", old)
 
 
 def entry_added(guarded: Guarded) -> Undo:
@@ -77,25 +71,33 @@ def parameter_dropped(guarded: Guarded) -> Undo:
     return lambda: params.append(last)
 
 
-def parameter_exchanged(guarded: Guarded) -> Undo:
-    params: list[Tensor] = guarded.optim.param_groups[0]["params"]
-    old = params[-1]
-    params[-1] = nn.Parameter(old.detach().clone())
-
-    def undo() -> None:
-        params[-1] = old
-
-    return undo
-
-
 def group_added(guarded: Guarded) -> None:
     guarded.optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
+def step_replaced(guarded: Guarded) -> Undo:
+    guarded.optim.step = lambda *args: None  # type: ignore[method-assign,assignment]
+    return lambda: vars(guarded.optim).pop("step")
+
+
+def step_of_the_class_replaced(guarded: Guarded) -> Undo:
+    kind: Any = type(guarded.optim)
+    old, kind.step = kind.step, lambda self: None
+    return lambda: setattr(kind, "step", old)
+
+
 WEIGHT = r"'body\.layers\.0\.weight'"
 STATE_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
-    "entry_replaced": (entry_replaced, f"'exp_avg' of {WEIGHT}", ChangeKind.OPTIMIZER_STATE),
-    "count_replaced": (count_replaced, f"'step' of {WEIGHT}", ChangeKind.OPTIMIZER_STATE),
+    "entry_replaced": (
+        puts(first_state, "exp_avg", Tensor.clone),
+        f"'exp_avg' of {WEIGHT}",
+        ChangeKind.OPTIMIZER_STATE,
+    ),
+    "count_replaced": (
+        puts(first_state, "step", Tensor.clone),
+        f"'step' of {WEIGHT}",
+        ChangeKind.OPTIMIZER_STATE,
+    ),
     "entry_moved": (
         entry_moved,
         f"'exp_avg_sq' of {WEIGHT} was at address 0x.* in other memory",
@@ -113,11 +115,21 @@ STATE_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
         ChangeKind.GROUPS,
     ),
     "parameter_exchanged": (
-        parameter_exchanged,
+        puts(
+            lambda guarded: guarded.optim.param_groups[0]["params"],
+            -1,
+            lambda old: nn.Parameter(old.detach().clone()),
+        ),
         r"with body\.norm\.bias\) .* \(with an unknown one",
         ChangeKind.GROUPS,
     ),
     "group_added": (group_added, r"was of 1 groups .* now of 2", ChangeKind.GROUPS),
+    "step": (step_replaced, r"\w+\.step was one function", ChangeKind.ATTRIBUTE),
+    "step_of_the_class": (
+        step_of_the_class_replaced,
+        r"\w+\.step was one function",
+        ChangeKind.ATTRIBUTE,
+    ),
 }
 
 
@@ -127,9 +139,12 @@ def test_a_change_of_the_optimizer_is_refused_by_name(name: str, optimizer: str)
     apply, match, kind = STATE_CHANGES[name]
     guarded = start(optimizer)
     undo = apply(guarded)
-    assert {change.kind for change in refused(guarded, match)} == {kind}
+    try:
+        assert {change.kind for change in refused(guarded, match)} == {kind}
+    finally:
+        if undo is not None:
+            undo()
     if undo is not None:
-        undo()
         guarded.step(guarded.batch())
 
 

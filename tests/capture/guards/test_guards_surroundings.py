@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch._dynamo import utils as dynamo_utils
 
@@ -39,6 +41,20 @@ def test_what_a_loss_does_not_read_of_a_configuration_may_change(settings: Any) 
         settings.epoch = epoch
         step(inputs(CPU))
     assert step.phase is graphfsdp.Phase.REPLAY
+
+
+def test_unused_functions_unread_numbers_and_a_scheduler_around_the_step_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = types.SimpleNamespace(model=types.SimpleNamespace(alpha=2.0, unread=1.0))
+    step, _, optim = start(CPU, lambda model, x: functional.silu(model(x)) * config.model.alpha)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optim)  # wraps optim.step
+    monkeypatch.setattr(functional, "celu", functional.relu)
+    for _ in range(6):
+        step(inputs(CPU))
+        scheduler.step()
+        config.model.unread += 1.0
+    assert step.report().num_calls["replay"] == 2
 
 
 def test_what_a_function_assigns_itself_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
