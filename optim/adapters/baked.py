@@ -235,6 +235,19 @@ class TorchSGDAdapter(_TorchAdapter):
                     f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: "
                     f"{row.why}. Remedy: {row.remedy}"
                 )
+            narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
+            if narrow and any(map(_reads_unwritten_memory, self.optimizer.param_groups)):
+                raise ConfigError(
+                    f"{self._name}(fused=True) with momentum and weight_decay cannot step on "
+                    f"{name!r}, which is {param.dtype} on a CPU: torch's kernel for it takes part "
+                    "of the momentum from memory that nothing has written (seen in torch 2.13), so "
+                    "that each run trains something else. Ways out: fused=False; "
+                    "graphfsdp.optim.FusedSGD, all of whose numbers stay live"
+                )
+
+
+def _reads_unwritten_memory(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") and group["momentum"] and group["weight_decay"])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -267,6 +268,22 @@ def test_the_fused_sgd_of_torch_is_captured_as_its_rows_say(
     if row.case is Case.DTENSOR:
         assert row.remedy in str(caught.value)
         adapt(torch.optim.SGD([param], lr=0.1)).check(named, policy, Scope.FULL_ITERATION)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_kernel_of_torch_that_reads_unwritten_memory_is_refused(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.zeros(4, dtype=dtype))
+    settings: dict[str, Any] = {"fused": True, "momentum": 0.9, "weight_decay": 0.1}
+
+    def check(**changes: Any) -> None:
+        adapter = adapt(torch.optim.SGD([param], lr=0.1, **settings | changes))
+        adapter.check({"weight": param}, MixedPrecisionPolicy(), Scope.FORWARD_BACKWARD)
+
+    for changes in ({"fused": False}, {"momentum": 0.0}, {"weight_decay": 0.0}):
+        check(**changes)
+    refused = nullcontext() if dtype == torch.float32 else pytest.raises(ConfigError, match="wei")
+    with refused:
+        check()
 
 
 def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
