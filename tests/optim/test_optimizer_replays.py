@@ -38,9 +38,9 @@ def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     if params[0].is_cuda and not settings:
         settings["capturable"] = True
     lr = torch.tensor(0.05, device=params[0].device)
-    # torch's fused SGD is refused in narrow dtypes on a CPU.
-    fused = not (kind is torch.optim.SGD and params[0].dtype == torch.bfloat16)
-    made: torch.optim.Optimizer = kind(params, lr=lr, weight_decay=0.1, fused=fused, **settings)
+    # torch's fused SGD with weight decay is refused in narrow dtypes on a CPU.
+    decay = 0.0 if kind is torch.optim.SGD and params[0].dtype == torch.bfloat16 else 0.1
+    made: torch.optim.Optimizer = kind(params, lr=lr, weight_decay=decay, fused=True, **settings)
     return made
 
 
