@@ -238,7 +238,7 @@ class TorchSGDAdapter(_TorchAdapter):
             narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
             if narrow and any(map(_reads_unwritten_memory, self.optimizer.param_groups)):
                 raise ConfigError(
-                    f"{self._name}(fused=True) with momentum and weight_decay cannot step on "
+                    f"{self._name}(fused=True) with momentum cannot step on "
                     f"{name!r}, which is {param.dtype} on a CPU: torch's kernel for it takes part "
                     "of the momentum from memory that nothing has written (seen in torch 2.13), so "
                     "that each run trains something else. Ways out: fused=False; "
@@ -247,7 +247,7 @@ class TorchSGDAdapter(_TorchAdapter):
 
 
 def _reads_unwritten_memory(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("fused") and group["momentum"] and group["weight_decay"])
+    return bool(group.get("fused") and group["momentum"])
 
 
 @contextmanager

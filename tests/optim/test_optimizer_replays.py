@@ -34,13 +34,13 @@ def make_muon(model: nn.Module) -> Muon:
 
 def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     params = list(model.parameters())
-    settings: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    settings: dict[str, Any] = {}
+    if kind is torch.optim.SGD:  # with momentum it is refused in narrow dtypes on a CPU
+        settings["momentum"] = 0.9 if params[0].dtype == torch.float32 else 0.0
     if params[0].is_cuda and not settings:
         settings["capturable"] = True
     lr = torch.tensor(0.05, device=params[0].device)
-    # torch's fused SGD with weight decay is refused in narrow dtypes on a CPU.
-    decay = 0.0 if kind is torch.optim.SGD and params[0].dtype == torch.bfloat16 else 0.1
-    made: torch.optim.Optimizer = kind(params, lr=lr, weight_decay=decay, fused=True, **settings)
+    made: torch.optim.Optimizer = kind(params, lr=lr, weight_decay=0.1, fused=True, **settings)
     return made
 
 
