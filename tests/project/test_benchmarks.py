@@ -37,11 +37,11 @@ def test_optimizers_and_checkpoints_are_compared() -> None:
     assert len(list(pairs.told(found))) == 2
 
 
-def test_guards_are_timed_right_after_the_replays_that_asked_them() -> None:
+def test_replays_with_and_without_guards_take_turns() -> None:
     found = pairs.guards([Case(find_workload("zoo-mixer"), "fp32", 4)], num_pairs=3)
     (only,) = found["architectures"]
     assert only["num_tensors"] == 50
-    assert 0 < found["worst_share"] == only["share"] < 1
+    assert -1 < found["worst_share"] == only["share"] < 1
     (line,) = pairs.told(found)
     assert line.startswith("zoo-mixer: ")
 
