@@ -1,22 +1,29 @@
 """Warm-ups and captures, of whole iterations or of forward passes alone; evaluation."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.python.future import Future, tell_of, undone_run
+from graphfsdp._capture.python.places import Move, PythonWatch, Snapshot
 from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
+from graphfsdp._capture.rules.constants import Program, may_run_compiled_code, noting_program
 from graphfsdp._capture.undo.host_state import Attempt, save_random_states
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.config import OnChange
+from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")
+_MOST_NAMED = 8
 
 
 class Attempts:
@@ -30,23 +37,52 @@ class Attempts:
         self._recordings = recordings
         self._trains = trains
 
-    def run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
-        """Warm up, or capture; return the results of the iteration, which has taken effect once."""
+    def run(
+        self, recording: Recording, *, captures: bool, notes: bool, tried: bool = False
+    ) -> list[Tensor]:
+        """Warm up, or capture; return the results of the iteration, which has taken effect once.
+
+        ``tried``: what the iteration moves in Python was tried further on, and does not matter.
+        """
+        try:
+            return self._run(recording, captures=captures, notes=notes, tried=tried)
+        except _PythonMovedError as moved:
+            stands_still = self._try_future(recording, moved)
+        except _WarmUpOnceMoreError:
+            return self.run(recording, captures=False, notes=True)
+        # Outside of the clause: nobody holds what was there before while it is recorded.
+        results = self.run(recording, captures=True, notes=notes, tried=True)
+        tell_of(stands_still)
+        return results
+
+    def _run(
+        self, recording: Recording, *, captures: bool, notes: bool, tried: bool
+    ) -> list[Tensor]:
         engine = self._engine
         attempt = engine.attempt()
+        watches = captures and not tried
+        python = PythonWatch(partial(engine.python, weakly=True)) if watches else None
         grad_norm, results = engine.grad_norm, recording.results
         recording.results = Results()
         try:
             with attempt.watching(), self._modes() as own_modes:
                 if captures:
-                    return self._capture(recording, attempt, own_modes)
+                    return self._capture(recording, attempt, own_modes, python)
                 return self._warm_up(recording, notes=notes)
         except BaseException as first:  # whatever ends it, it must leave no trace
-            with DeferredInterrupts():
-                attempt.roll_back()
-                engine.grad_norm, recording.results = grad_norm, results
-                recording.drop_graph()
             refused = recording.refused_values(first)
+            moves = python.end()[1] if refused and python is not None else []
+            with DeferredInterrupts():
+                try:
+                    attempt.roll_back()
+                except Exception:  # nothing else has failed yet, if only Python has moved
+                    attempt.roll_back()
+                    raise
+                finally:
+                    engine.grad_norm, recording.results = grad_norm, results
+                    recording.drop_graph()
+            if isinstance(first, _PythonMovedError):
+                raise
             error = self._ranks.repeat(first) if refused and not recording.has_waited else first
             waits = isinstance(error, WarmUpAgainError) and recording.wait_once()
             # Where there are others, the ones that were not refused keep theirs.
@@ -54,11 +90,13 @@ class Attempts:
             if not waits and (begins_anew or not recording.num_eager):
                 self._recordings.remove(recording)
             if not waits and error is first:
+                if moves:
+                    raise _naming(error, moves) from None
                 raise
             if not waits:
                 raise error from first
             _LOG.info("warming up once more: %s", error)
-        return self.run(recording, captures=False, notes=True)
+            raise _WarmUpOnceMoreError from None
 
     def _warm_up(self, recording: Recording, *, notes: bool) -> list[Tensor]:
         engine = self._engine
@@ -71,7 +109,11 @@ class Attempts:
         return results
 
     def _capture(
-        self, recording: Recording, attempt: Attempt, own_modes: Callable[[], None]
+        self,
+        recording: Recording,
+        attempt: Attempt,
+        own_modes: Callable[[], None],
+        python: PythonWatch | None,
     ) -> list[Tensor]:
         engine = self._engine
         recording.guards = guards = engine.guards(trains=self._trains)
@@ -81,7 +123,9 @@ class Attempts:
             recording.check_memory()
             own_modes()  # those that every later call will find
             guards.arm(was_read)
-            self._ranks.settle()
+            before, moves = (None, []) if python is None else python.end()
+            if self._ranks.settle(moved=bool(moves)):
+                raise _PythonMovedError(before, moves)
 
         scratch = recording.inputs.tensors()
         if self._trains:
@@ -103,6 +147,39 @@ class Attempts:
         self._step_outside()
         return results
 
+    def _try_future(self, recording: Recording, moved: "_PythonMovedError") -> list[str]:
+        """Return what stands still from now on; see Note [The future].
+
+        CaptureError if the iteration would be another one day.
+        """
+        engine = self._engine
+        before = moved.before or engine.python()
+        before.restore()
+        watches = not may_run_compiled_code(engine.model, engine.backend.device)
+        without_optimizer = engine.steps_inside and self._trains
+
+        def noting() -> AbstractContextManager[Program | None]:
+            if not watches:
+                return nullcontext()
+            return noting_program(engine.model, without_optimizer=without_optimizer)
+
+        def iterate() -> None:
+            with engine.backend.on_capture_stream():
+                self._iterate(recording.again(), None)
+
+        with without_collector(), self._modes():
+            attempt = engine.attempt()
+            try:
+                run = partial(undone_run, iterate, attempt, engine.python, noting)
+                return Future(engine.python, run, self._ranks.tell).rehearse(moved.moves)
+            except BaseException:
+                with DeferredInterrupts():
+                    attempt.roll_back()
+                    before.restore()
+                if not recording.num_eager:
+                    self._recordings.remove(recording)
+                raise
+
     def _iterate(
         self, recording: Recording, watch: AbstractContextManager[None] | None
     ) -> list[Tensor]:
@@ -123,6 +200,34 @@ class Attempts:
             return
         with _evaluating(self._engine.model) as own_modes:
             yield own_modes
+
+
+class _PythonMovedError(Exception):
+    """A capture has moved Python: it is undone, and repeated once the future was tried."""
+
+    def __init__(self, before: Snapshot | None, moves: Sequence[Move]) -> None:
+        super().__init__("; ".join(map(str, moves)))
+        self.before = before
+        self.moves = moves
+
+
+def _naming(error: BaseException, moves: Sequence[Move]) -> BaseException:
+    """Return a refusal of other numbers that tells what the iteration has moved in Python."""
+    if not isinstance(error, CaptureError):
+        return error
+    hazard = error.hazard
+    return CaptureError(
+        f"{hazard.why}. What the iteration moves in Python: "
+        f"{'; '.join(map(str, moves[:_MOST_NAMED]))}. Remedy: {hazard.fix}",
+        op=error.op,
+        module_path=error.module_path,
+        source=error.source,
+        kind=error.kind,
+    )
+
+
+class _WarmUpOnceMoreError(Exception):
+    """A capture was undone, and all ranks warm up in place of it."""
 
 
 @contextmanager

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
+from graphfsdp._capture.guards.hooks import users_hooks
 from graphfsdp._capture.iteration import AnyIteration
+from graphfsdp._capture.python.places import Snapshot
+from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
@@ -142,6 +145,13 @@ class Engine:
         """Return what compares the numbers of a warm-up and of the capture after it."""
         stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
         return ConstantWatch(self.model, self.backend.device, stepping)
+
+    def python(self, *, weakly: bool = False) -> Snapshot:
+        """Return all Python that the iteration can name, as it is now; ``weakly``: no tensor."""
+        optimizers = self.optimizer.optimizers
+        hooks = users_hooks(self.model, self._named_params, optimizers)
+        functions = (*self._iteration.functions, *hooks)
+        return take_snapshot(self.model, functions, optimizers, weakly=weakly)
 
     def attempt(self) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails."""

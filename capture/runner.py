@@ -151,13 +151,13 @@ class StepRunner:
         with self._together("evaluation"):
             return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
 
-    def verify(self, num_iterations: int) -> None:
+    def verify(self, num_iterations: int, *, advance_python: bool = False) -> None:
         self.graph_to("verify")
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording))
         with self._together("verification"):
-            self._verifier.run(recording, num_iterations)
+            self._verifier.run(recording, num_iterations, advance_python=advance_python)
 
     def report(self, *, measure: bool) -> CaptureReport:
         return make_report(

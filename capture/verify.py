@@ -1,13 +1,16 @@
 """Replays beside eager runs from the same state, compared bit for bit."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.python.future import REMEDY as MOVING_REMEDY
+from graphfsdp._capture.python.places import Move
 from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.trace.backend import Graph
@@ -56,8 +59,10 @@ class Verifier:
         self._engine = engine
         self._ranks = ranks
 
-    def replay(self, recording: Recording) -> list[Tensor]:
+    def replay(self, recording: Recording, python: "_EagerPython | None" = None) -> list[Tensor]:
         """Replay the batch in the static inputs, after an eager run that is undone.
+
+        ``python``: where Python is on the eager side; None: where it is.
 
         A VerificationError leaves everything as it was before.
         """
@@ -65,7 +70,7 @@ class Verifier:
         assert graph is not None
         attempt = self._engine.attempt()
         try:
-            expected = self._run_eagerly(recording)
+            expected = self._run_eagerly(recording, python)
             with attempt.watching():
                 results = graph.replay()
             difference = first_difference(expected, _state_of(self._engine, results))
@@ -73,21 +78,37 @@ class Verifier:
                 self._ranks.settle()
                 return results
             attempt.roll_back()
+            if python is not None and python.moves:
+                raise _drift(difference, python.moves)
             raise _error(difference, self._first_other_node(recording, graph))
         except BaseException:  # also Ctrl-C: nothing may stay half done
             attempt.roll_back()
             raise
 
-    def run(self, recording: Recording, num_iterations: int) -> None:
-        """Verify some iterations, one after the other, on the last batch; then undo them."""
-        with self._engine.attempt().undone():
-            for _ in range(num_iterations):
-                self._engine.before_replay(recording)
-                self.replay(recording)
-                self._engine.after_replay()
+    def run(
+        self, recording: Recording, num_iterations: int, *, advance_python: bool = False
+    ) -> None:
+        """Verify some iterations, one after the other, on the last batch; then undo them.
 
-    def _run_eagerly(self, recording: Recording) -> dict[str, Tensor]:
-        with self._engine.attempt().undone(), self._engine.backend.on_capture_stream():
+        ``advance_python``: the eager side goes on with Python as the one before has left it.
+        """
+        before = self._engine.python()
+        python = _EagerPython(self._engine) if advance_python else None
+        try:
+            with self._engine.attempt().undone():
+                for _ in range(num_iterations):
+                    self._engine.before_replay(recording)
+                    self.replay(recording, python)
+                    self._engine.after_replay()
+        finally:
+            before.restore()
+
+    def _run_eagerly(
+        self, recording: Recording, python: "_EagerPython | None"
+    ) -> dict[str, Tensor]:
+        attempt = self._engine.attempt()
+        aside = nullcontext() if python is None else python.moving_on(attempt.roll_back)
+        with attempt.undone(), aside, self._engine.backend.on_capture_stream():
             return _state_of(self._engine, self._engine.iterate(recording.again()))
 
     def _first_other_node(self, recording: Recording, graph: Graph) -> NodeFacts | None:
@@ -101,6 +122,41 @@ class Verifier:
         with self._engine.attempt().undone(), replayed:
             graph.replay()
         return _match(eager.calls, replayed.calls, program)
+
+
+class _EagerPython:
+    """Python on the eager side of a verification, which moves on while the replay's stands still.
+
+    Attributes:
+        moves: What it has moved so far.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.moves: list[Move] = []
+        self._take = engine.python
+        self._now = self._start = engine.python()
+
+    @contextmanager
+    def moving_on(self, undo: Callable[[], None]) -> Iterator[None]:
+        """Run the body, which ``undo`` undoes, with Python where the last one has left it."""
+        self._now.restore()
+        try:
+            yield
+        finally:
+            self._now = self._take()
+            self.moves = self._start.moves_to(self._now)
+            undo()
+            self._start.restore()
+
+
+def _drift(difference: Difference, moves: Sequence[Move]) -> VerificationError:
+    return VerificationError(
+        f"replays and eager runs part, since the iteration moves Python, which no replay runs: "
+        f"{'; '.join(map(str, moves[:4]))}. By then {difference}. Remedy: {MOVING_REMEDY}. "
+        "Everything is as it was before this call",
+        tensor=difference.name,
+        max_difference=difference.max_difference,
+    )
 
 
 def _match(

@@ -482,7 +482,7 @@ def clock(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h + time.perf_counter()  # refused
 
 
-@misbehaves(BAKED, "aten.mul.Tensor", "next one", "torch.rand", by="check")
+@misbehaves(BAKED, "random.SystemRandom.getrandbits", "draws from a generator", "torch.rand")
 def numpy_randomness(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * float(numpy.random.default_rng().random())  # refused
 

@@ -4,6 +4,7 @@ import enum
 import operator
 import types
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from graphfsdp.base.changes import Change, ChangeKind
 MISSING = object()
 SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-CONTAINERS = (dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque, bytearray, array)
 _PLAIN = (*SCALARS, type(None), bytes, range, slice, enum.Enum, np.generic)
 _IDENTITIES = (*FUNCTIONS, types.CodeType, types.ModuleType, Tensor, nn.Module)
 
@@ -270,7 +271,9 @@ def copy_of(live: Any) -> Any:
     """Return what a container or an array holds, by the built-in type's own method."""
     if isinstance(live, np.ndarray):
         return live.tobytes(), live.shape, live.dtype
-    kind = next(kind for kind in CONTAINERS if isinstance(live, kind))
+    if isinstance(live, array):
+        return live[:]
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(live, kind))
     return kind.copy(live)
 
 

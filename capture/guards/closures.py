@@ -8,12 +8,16 @@ attributes or items of plain containers, dataclasses and namespaces.
 import dis
 import functools
 import inspect
+import sys
 import types
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.guards.asks import (
@@ -53,6 +57,7 @@ class Reads:
         whole: Variables that it reads for something else, too (``f(cfg)``, ``c = cfg``).
         attributes: Everything that it reads as an attribute, of whatever it is.
         stored: Globals, closure variables and attributes that it assigns.
+        texts: Strings in its code, which may be keys.
     """
 
     globals: set[str] = field(default_factory=set)
@@ -60,6 +65,7 @@ class Reads:
     whole: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
 
     def of(self, variable: str) -> set[str]:
         """Return which attributes may be read of a variable, and are not assigned."""
@@ -87,6 +93,8 @@ class Reads:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self.add(constant)
+            elif isinstance(constant, str):
+                self.texts.add(constant)
 
 
 class _Search:
@@ -151,11 +159,17 @@ class _Search:
         for name, cell in cells:
             place = Place(f"closure variable {name!r} {where}", cell, "cell_contents", None)
             if name not in reads.stored:
-                self._variable(place.title, cell, place.key, place.look(), reads.of(name))
+                self._variable(
+                    place.title, cell, place.key, place.look(), reads.of(name), reads.texts
+                )
         table = function.__globals__
-        for name in sorted((reads.globals - reads.stored) & table.keys()):
+        found = reads.globals | (reads.texts if "globals" in reads.globals else set())
+        for name in sorted((found - reads.stored) & table.keys()):
             what = f"global variable {name!r} of {function.__module__}"
-            self._variable(what, table, name, table[name], reads.of(name))
+            self._variable(what, table, name, table[name], reads.of(name), reads.texts)
+        if "modules" in reads.attributes:  # of sys
+            for name in sorted(reads.texts & sys.modules.keys()):
+                self._module(f"module {name!r}", sys.modules[name], reads.attributes)
         if owner is not None and function.__code__.co_argcount:
 
             def titled(name: str) -> str:
@@ -189,14 +203,31 @@ class _Search:
             elif isinstance(member, Tensor) or (is_plain(member) and member is not None):
                 self._note(f"{base.__qualname__}.{name}", vars(base), name, member)
 
-    def _variable(self, title: str, holder: Any, key: Any, value: Any, read: set[str]) -> None:
+    def _variable(
+        self,
+        title: str,
+        holder: Any,
+        key: Any,
+        value: Any,
+        read: set[str],
+        texts: AbstractSet[str] = frozenset(),
+    ) -> None:
         """Note a variable, and one level of what it holds."""
-        if value is MISSING or not self._is_new("variable", holder, repr(key), *sorted(read)):
+        if value is MISSING or not self._is_new(
+            "variable", holder, repr(key), *sorted(read), *sorted(texts)
+        ):
             return
         if isinstance(value, types.ModuleType):
             self._module(title, value, read)
             return
         self._note(title, holder, key, value)
+        value = value.data if isinstance(value, UserDict) else value
+        if isinstance(value, torch.optim.Optimizer) and "param_groups" in read:
+            for index, group in enumerate(value.param_groups):
+                for name in sorted(texts & group.keys() - {"params"}):
+                    self._note(f"{name!r} of group {index} of {title}", group, name, group[name])
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and "get_last_lr" in read:
+            read = read | {"_last_lr"}
         if callable(value) and not isinstance(value, (type, Tensor, nn.Module)):
             self._named.append((value, None, title))
         if isinstance(value, CONTAINERS):

@@ -26,7 +26,7 @@ _CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to
 _GRACE_S = 2.0  # after a failure, for the other ranks to come out of the call as well
 _AFTERWARDS = datetime.timedelta(seconds=1)
 _ITERATION = "iteration"  # what a call of the step is called
-_AGAIN = "again"
+_AGAIN, _MOVED = "again", "moved"
 # Of gloo's worker threads: their name, where Linux lists them, and how they are waited for.
 _GLOO = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
@@ -106,20 +106,26 @@ class Ranks:
         if self._heard:
             raise RankFailedError(self._heard)
 
-    def settle(self, *, again: bool = False) -> None:
-        """Wait until every rank has come as far as this one.
+    def settle(self, *, again: bool = False, moved: bool = False) -> bool:
+        """Wait until every rank has come as far as this one; tell whether any says ``moved``.
 
         CaptureError names another rank that failed and says why. RankFailedError: the groups were
         given up as well. WarmUpAgainError: a rank wants the attempt repeated; all ranks raise it.
         """
+        told = self.tell(_AGAIN if again else _MOVED if moved else "")
+        if _AGAIN in told:
+            raise WarmUpAgainError("a rank was given other numbers than in the warm-up")
+        return _MOVED in told
+
+    def tell(self, mine: str) -> list[str]:
+        """Wait until every rank has come as far; return what each has told, by rank."""
         self._num_settled += 1
         told = self._attempts.exchange(
-            _AGAIN if again else "",
+            mine,
             stage=f"{self.name}/{self._num_settled}",
             heard=self._refuse_failure,
         )
-        if _AGAIN in told.values():
-            raise WarmUpAgainError("a rank was given other numbers than in the warm-up")
+        return [told[rank] for rank in sorted(told)]
 
     def repeat(self, error: BaseException) -> BaseException:
         """Propose to all ranks to repeat an attempt: none does unless all do.

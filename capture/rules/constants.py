@@ -300,13 +300,42 @@ class ConstantWatch:
             self._most_steps[key] = name, max(count, most)
 
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
-        # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be
-        # about to, once that part of torch is loaded. On a CPU they are refused.
-        return self._device.type != "cpu" and (
-            has_compiled_regions(self._model)
-            or has_compiled()
-            or (is_first and "torch._dynamo" in sys.modules)
-        )
+        return may_run_compiled_code(self._model, self._device, is_first=is_first)
+
+
+def may_run_compiled_code(
+    model: nn.Module, device: torch.device, *, is_first: bool = False
+) -> bool:
+    # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be
+    # about to, once that part of torch is loaded. On a CPU they are refused.
+    return device.type != "cpu" and (
+        has_compiled_regions(model)
+        or has_compiled()
+        or (is_first and "torch._dynamo" in sys.modules)
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one run of an iteration did, and where in the users' program."""
+
+    log: ConstantLog
+    sites: SiteTable
+
+    def difference(self, other: "Program") -> CaptureError | None:
+        """Return where another run from the same state was another program first."""
+        first = next(self.log.differences(other.log), None)
+        return None if first is None else _error(first, other.sites)
+
+
+@contextmanager
+def noting_program(model: nn.Module, *, without_optimizer: bool) -> Iterator[Program]:
+    """Note what the body does; ``without_optimizer``: but for the operators of optimizers."""
+    tracker = ModuleTracker(model)
+    sites = SiteTable(model, tracker)
+    mode = _ConstantMode(without_optimizer=without_optimizer, sites=sites)
+    with _SameFunctions(), tracker.tracking(), mode:
+        yield Program(mode.log, sites)
 
 
 def _error(found: ConstantDifference, sites: SiteTable) -> CaptureError:

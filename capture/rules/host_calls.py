@@ -43,6 +43,13 @@ class _CRule(NamedTuple):
     refusal: Refusal
 
 
+class _Entropy(NamedTuple):
+    """A function written in C that draws what nobody can draw again: of which module, its name."""
+
+    module: str
+    name: str
+
+
 class _PythonRule(NamedTuple):
     """Python functions: end of their file, their names, what they are called, why not."""
 
@@ -66,6 +73,11 @@ _C_RULES = (
     _CRule(torch.Event, _WAITS, "torch.Event", HOST_WAIT),
     _CRule(torch.Stream, _WAITS, "torch.Stream", HOST_WAIT),
 )
+# All of secrets, uuid, random.SystemRandom and an unseeded generator of NumPy end in these.
+_ENTROPY = (
+    *(_Entropy(module, "urandom") for module in ("posix", "nt", "os")),
+    *(_Entropy("posix", "getrandom"), _Entropy("_uuid", "generate_time_safe")),
+)
 _PYTHON_RULES = (
     _PythonRule("_dynamo/eval_frame.py", ("compile_wrapper",), "torch.compile", COMPILED),
     # LRScheduler itself and its like, and the one of averaged weights.
@@ -81,12 +93,17 @@ _PYTHON_RULES = (
 )
 # For all other files and names nothing has to be looked at.
 _FILES = (_ENGINE_FILE, _STREAMS_FILE, *(rule.file for rule in _PYTHON_RULES))
-_C_NAMES = frozenset(name for rule in _C_RULES for name in rule.names)
+_C_NAMES = frozenset(
+    (*(name for rule in _C_RULES for name in rule.names), *(rule.name for rule in _ENTROPY))
+)
 _Judged = tuple[str, Refusal] | None
 
 
 def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
     owner = getattr(function, "__self__", None)
+    if (getattr(owner, "__name__", ""), function.__name__) in _ENTROPY:
+        called = _called_by_user(caller) or f"os.{function.__name__}"
+        return called, PYTHON_RANDOM.of(called)
     for rule in _C_RULES:
         if function.__name__ not in rule.names or not isinstance(owner, rule.kind):
             continue
@@ -98,6 +115,15 @@ def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
         called = f"{rule.called}.{function.__name__}"
         return called, rule.refusal.of(called)
     return None
+
+
+def _called_by_user(caller: FrameType) -> str:
+    """Return what the user's code has called of Python's modules, "" if that is not in Python."""
+    name, frame = "", caller
+    while not is_users_file(frame.f_code.co_filename) and frame.f_back is not None:
+        name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return name
 
 
 def _judge_call(frame: FrameType) -> _Judged:

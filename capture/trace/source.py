@@ -47,6 +47,10 @@ def is_users_file(file: str) -> bool:
     return str(Path(file).parent) != str(_PACKAGE)
 
 
+def is_installed_file(file: str) -> bool:
+    return file.startswith(_INSTALLED)
+
+
 def user_source_line() -> SourceLine | None:
     """Return the innermost line of the running program that is neither torch's nor ours."""
     return _innermost(None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,21 @@ from torch import nn
 
 from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.guards.hooks import users_hooks
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
+from graphfsdp._capture.python.future import Future, tell_of, undone_run
+from graphfsdp._capture.python.places import PythonWatch
+from graphfsdp._capture.python.walk import take_snapshot
+from graphfsdp._capture.rules.constants import noting_program
+from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
+from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
-from graphfsdp.base.sharded import main_grads_of
+from graphfsdp.base.rank_agreement import RankAgreement
+from graphfsdp.base.sharded import main_grads_of, sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError, PrecisionError, split_remedy
+from graphfsdp.errors import CaptureError, ConfigError, PrecisionError, split_remedy
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.preconditions import (
@@ -38,6 +47,14 @@ from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.untouched import untouched
 
 _TARGETS = ("cuda", "cpu")
+# After these, runs of the iteration are no more alike, or there is none.
+_TOLD = frozenset(
+    {
+        *(HazardKind.BAKED_NUMBER, HazardKind.CONTROL_FLOW, HazardKind.EXCEPTION),
+        *(HazardKind.STATE, HazardKind.LOSS, HazardKind.CONFIG, HazardKind.GENERATOR),
+        *(HazardKind.HIDDEN_WRITE, HazardKind.THREAD),
+    }
+)
 _MakeIteration = Callable[[CapturableOptimizer, PersistentGradients], AnyIteration]
 
 
@@ -254,6 +271,47 @@ class _Preflight:
                         iteration.optimizer_step()
 
                 self.num_ops = rehearsal.run(iterate)
+                functions = (
+                    *iteration.functions,
+                    *users_hooks(self._model, named_params, self._optimizers),
+                )
+                attempt = Attempt(
+                    self._model,
+                    self._optimizers,
+                    CopyOnWrite(),
+                    device=device,
+                    restore_gradients=gradients.save_bindings(),
+                )
+                self._try_future(iterate, attempt, functions)
+
+    def _try_future(
+        self, iterate: Callable[[], None], attempt: Attempt, functions: Sequence[Callable[..., Any]]
+    ) -> None:
+        """Note what Python that the iteration moves makes different one day; on all ranks alike."""
+        groups = [g for root in sharded_roots(self._model) for g in root.process_groups()]
+        ranks = RankAgreement(groups, "future")
+
+        def tell(text: str) -> list[str]:
+            return list(ranks.exchange(text).values())
+
+        if any(tell("told" if {hazard.kind for hazard in self.hazards} & _TOLD else "")):
+            return  # what differs from run to run by itself
+        python = partial(take_snapshot, self._model, functions, self._optimizers)
+        noting = partial(noting_program, self._model, without_optimizer=False)
+        run = partial(undone_run, iterate, attempt, python, noting)
+        watch = PythonWatch(python)
+        run()
+        before, moves = watch.end()
+        if not any(tell("moved" if moves else "")):
+            return
+        try:
+            tell_of(Future(python, run, tell).rehearse(moves))
+        except CaptureError as error:
+            self.hazards.add(error.hazard)
+        finally:
+            attempt.roll_back()
+            if before is not None:
+                before.restore()
 
     def _adapt(self) -> tuple[CapturableOptimizer, bool]:
         members: list[CapturableOptimizer] = []

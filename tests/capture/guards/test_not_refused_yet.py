@@ -7,6 +7,7 @@ number that decides in Python: what will refuse these is expected to name the li
 import contextvars
 import functools
 import os
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -20,11 +21,9 @@ from torch import Tensor, nn
 
 import graphfsdp
 from counting_net import CountingCriterion, CountingNet, make_by_criterion, mean_square
-from faults import World
-from graphfsdp import CaptureError
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.optim import FusedAdam
-from helpers import line_of
+from moving_state import refusal_of
 from surrounding_cases import (
     Around,
     Factor,
@@ -399,29 +398,6 @@ def by_attribute_of_the_model(model: nn.Module, x: Tensor) -> Tensor:
     return loss * 2 if model.calls > 1000 else loss  # type: ignore[operator]  # late
 
 
-def refused_with_its_line(make: Callable[[], Deciding]) -> None:
-    program = make()
-    model, loss_fn = program.model, program.loss_fn
-    optim = FusedAdam(model.parameters())
-    with graphfsdp.capture(model, optim, loss_fn=loss_fn) as step:
-        for _ in range(3):
-            step(torch.ones(3, 4))
-        world = World(model, optim)
-        with pytest.raises(CaptureError, match=r"in Python .* decides by it") as caught:
-            step(torch.ones(3, 4))
-        world.assert_unchanged("refused")
-    assert caught.value.kind is HazardKind.CONTROL_FLOW
-    assert caught.value.source is not None
-    assert caught.value.source.line == line_of(program.place, "late")
-
-
-def found_by_the_check(make: Callable[[], Deciding]) -> None:
-    program, x = make(), torch.ones(3, 4)
-    model = program.model
-    report = graphfsdp.check(model, FusedAdam(model.parameters()), x, loss_fn=program.loss_fn)
-    assert HazardKind.CONTROL_FLOW in {hazard.kind for hazard in report.hazards}
-
-
 def of_class(decide: Callable[[CountingNet, Tensor], Tensor]) -> Callable[[], Deciding]:
     return lambda: Deciding(type("Decides", (CountingNet,), {"decide": decide})(), decide)
 
@@ -497,26 +473,30 @@ DECIDING: dict[str, Callable[[], Deciding]] = {
     "criterion": of_loss(make_by_criterion, CountingCriterion.forward),
     "model": lambda: Deciding(CountingNet(), by_attribute_of_the_model, by_attribute_of_the_model),
 }
-FOUND_BY_THE_CHECK = ("later", "global", "item", "closure", "object")
-NOT_REFUSED_YET = [
-    *((name, READING[name], assert_named_until_put_back) for name in READING),
-    *((name, DECIDING[name], refused_with_its_line) for name in DECIDING),
-    *((name, DECIDING[name], found_by_the_check) for name in FOUND_BY_THE_CHECK),
-]
 
 
 # Anything but the missing refusal would be a fault of the program.
 @pytest.mark.xfail(
     strict=True, raises=(pytest.fail.Exception, AssertionError), reason="nothing looks that far"
 )
-@pytest.mark.parametrize(
-    ("program", "must_happen"),
-    [
-        pytest.param(program, check, id=f"{name}-{check.__name__}")
-        for name, program, check in NOT_REFUSED_YET
-    ],
-)
-def test_a_program_that_a_replay_would_not_follow(
-    program: Callable[[], Any], must_happen: Callable[[Callable[[], Any]], None]
-) -> None:
-    must_happen(program)
+@pytest.mark.parametrize("name", READING)
+def test_a_value_that_a_replay_would_not_follow(name: str) -> None:
+    assert_named_until_put_back(READING[name])
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_number_that_decides_one_day_is_refused_by_name(name: str) -> None:
+    program = DECIDING[name]()
+    error = refusal_of(program.loss_fn, program.model)
+    assert re.search(r"(calls|CALLS|left|step)\b.*: .* -> ", str(error))
+    assert error.kind in (HazardKind.CONTROL_FLOW, HazardKind.BAKED_NUMBER)
+    assert error.source is not None
+
+
+@pytest.mark.parametrize("name", ["later", "global", "item", "closure", "object"])
+def test_a_number_that_decides_one_day_is_found_by_the_check(name: str) -> None:
+    program, x = DECIDING[name](), torch.ones(3, 4)
+    optim = FusedAdam(program.model.parameters())
+    report = graphfsdp.check(program.model, optim, x, loss_fn=program.loss_fn)
+    found = {hazard.kind for hazard in report.hazards}
+    assert found & {HazardKind.CONTROL_FLOW, HazardKind.BAKED_NUMBER}

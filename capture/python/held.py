@@ -1,0 +1,184 @@
+"""How what can change in place is read, set, and put back to what it held."""
+
+import contextlib
+import contextvars
+import operator
+import random
+import types
+import warnings
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from gc import get_referents
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+MISSING = object()
+SCALARS = frozenset(
+    {int, float, bool, str, complex, bytes, type(None), range, slice, torch.dtype, torch.device}
+)
+# What every module has; its mode is set by whoever calls the iteration.
+OWN = frozenset((*vars(nn.Module()), *dir(nn.Module)))
+
+
+def position_of(value: Any, depth: int) -> Any:
+    """Return what tells how far an iterator has come."""
+    if type(value) in SCALARS:
+        return value
+    if isinstance(value, count):
+        return repr(value)
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        if frame is None:
+            return "finished"
+        parts: Iterator[Any] = iter(
+            [frame.f_lasti, *frame.f_locals.values(), *get_referents(value)]
+        )
+    elif isinstance(value, tuple):
+        parts = iter(value)
+    elif callable(getattr(type(value), "__next__", None)) and not hasattr(value, "__dict__"):
+        parts = iter((operator.length_hint(value, -1), _reduced(value)))
+    else:
+        return type(value).__name__
+    return tuple(position_of(part, depth + 1) for part in parts) if depth < 6 else None
+
+
+def _reduced(value: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python wants to do away with it for those of itertools
+        try:
+            return value.__reduce__()
+        except TypeError:
+            return tuple(get_referents(value))
+
+
+def state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    name, keys, *rest = generator.get_state()
+    return (name, keys.tobytes(), *rest)
+
+
+def look_up(holder: Any, key: Any) -> Any:
+    """Return what a holder holds, down a path of indices of tuples."""
+    if isinstance(key, tuple) and len(key) == 2 and not isinstance(holder, dict):
+        return look_up(holder, key[0])[key[1]]
+    is_container = isinstance(holder, (dict, list, deque))
+    return holder[key] if is_container else getattr(holder, key)
+
+
+def put_attribute(holder: Any, key: str, value: Any) -> None:
+    if isinstance(holder, type):
+        setattr(holder, key, value)
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    else:
+        object.__setattr__(holder, key, value)
+
+
+def put_context(holder: contextvars.ContextVar[Any], key: None, value: Any) -> None:
+    holder.set(value)
+
+
+def put_array(holder: Any, key: None, value: Any) -> None:
+    if isinstance(holder, np.ndarray):
+        holder[...] = value
+    else:
+        holder[:] = type(holder)(holder.typecode, value) if isinstance(holder, array) else value
+
+
+def put_length(holder: Any, key: None, length: int) -> None:
+    """Make a container so long: with its last entry over again, or entries of no meaning."""
+    more = length - len(holder)
+    if isinstance(holder, (list, deque, bytearray, array)):
+        if more > 0:
+            last = holder[-1] if len(holder) else 0
+            holder.extend([last] * more)
+        while len(holder) > length:
+            holder.pop()
+    elif more > 0 and isinstance(holder, (set, dict)):
+        fresh = (f"graphfsdp {index}" for index in range(more))
+        if isinstance(holder, set):
+            holder.update(fresh)
+        else:
+            holder.update(dict.fromkeys(fresh, next(iter(dict.values(holder)), None)))
+
+
+def put_back_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    if list(dict.keys(live)) != list(saved):
+        live.clear()
+        live.update(saved)
+    put_back_names(live, saved)
+
+
+def put_back_names(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    for key, value in saved.items():
+        if dict.get(live, key, MISSING) is not value:
+            live[key] = value
+
+
+def put_back_module(live: nn.Module, saved: dict[str, Any]) -> None:
+    table = vars(live)
+    for key in [key for key in table if key not in saved and key not in OWN]:
+        if not isinstance(table[key], Tensor):
+            del table[key]
+    put_back_names(table, saved)
+
+
+def put_back_class(live: type, saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if vars(live).get(key, MISSING) is not value:
+            setattr(live, key, value)
+
+
+def put_back_slots(live: Any, saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if value is MISSING:
+            with contextlib.suppress(AttributeError):
+                object.__delattr__(live, key)
+        else:
+            object.__setattr__(live, key, value)
+
+
+def put_back_items(live: Any, saved: list[Any]) -> None:
+    if len(live) != len(saved) or not all(map(operator.is_, live, saved)):
+        live.clear()
+        live.extend(saved)
+
+
+def put_back_set(live: set[Any], saved: set[Any]) -> None:
+    if live != saved:
+        live.clear()
+        live.update(saved)
+
+
+def put_back_array(live: Any, saved: Any) -> None:
+    if isinstance(live, np.ndarray):
+        if live.flags.writeable:
+            live[...] = saved
+    else:
+        live[:] = saved
+
+
+def put_back_cell(live: types.CellType, saved: dict[str, Any]) -> None:
+    live.cell_contents = saved["content"]
+
+
+def put_back_context(live: contextvars.ContextVar[Any], saved: dict[str, Any]) -> None:
+    if live.get(None) is not saved["content"]:
+        live.set(saved["content"])
+
+
+def put_back_generator(live: Any, saved: Any) -> None:
+    if isinstance(live, random.Random):
+        live.setstate(saved)
+    elif isinstance(live, np.random.Generator):
+        live.bit_generator.state = saved
+    else:
+        live.set_state((saved[0], np.frombuffer(saved[1], dtype=np.uint32), *saved[2:]))

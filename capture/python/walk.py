@@ -1,0 +1,442 @@
+"""Python that an iteration can name: its numbers, strings and containers, and who holds them.
+
+The reach is bounded: what the user's functions name (globals, closures, defaults), the attributes
+of modules, of users' objects and classes, and what containers hold, down to ``_MAX_DEPTH``. Code of
+installed packages is followed for ``_MAX_FAR`` calls. Left out is what torch and graphfsdp keep.
+"""
+
+import collections
+import contextvars
+import functools
+import operator
+import random
+import sys
+import types
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.python import held
+from graphfsdp._capture.python.code import CLOCKS, names_in, numbers_in
+from graphfsdp._capture.python.held import MISSING, OWN, SCALARS
+from graphfsdp._capture.python.places import Place, Snapshot
+from graphfsdp._capture.trace.source import is_installed_file, is_users_file
+
+_MAX_DEPTH = 12
+_MAX_FAR = 2
+_MAX_ITEMS = 10_000  # of longer containers, only the length is looked at
+_MAX_PLACES = 100_000
+_MAX_BYTES = 1 << 20  # of an array
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.Optimizer)
+# Objects of these are the machinery of Python.
+_MACHINERY = frozenset(
+    {
+        *(
+            "_io",
+            "_pytest",
+            "_thread",
+            "_weakref",
+            "asyncio",
+            "concurrent",
+            "importlib",
+            "io",
+            "logging",
+        ),
+        *("multiprocessing", "pathlib", "re", "socket", "subprocess", "threading", "weakref"),
+    }
+)
+_NO_SLOTS = frozenset({"__dict__", "__weakref__"})
+# Counts of torch's optimizers and schedulers that no iteration reads.
+_COUNTS = frozenset({"_step_count", "_opt_called", "_is_initial", "_get_lr_called_within_step"})
+
+
+def take_snapshot(
+    model: nn.Module,
+    functions: Iterable[Any],
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    weakly: bool = False,
+) -> Snapshot:
+    """Walk over everything in reach of an iteration; its own optimizers are watched elsewhere.
+
+    ``weakly``: hold no tensor.
+    """
+    walk = _Walk(optimizers, Snapshot(weakly=weakly))
+    for path, module in model.named_modules():
+        walk.module(f"model.{path}".rstrip("."), module, 0)
+    for function in functions:
+        walk.visit(getattr(function, "__name__", type(function).__name__), function)
+    walk.generator("random", random._inst)
+    walk.generator("numpy.random", np.random.mtrand._rand)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], found: Snapshot) -> None:
+        self.found = found
+        self._alive: dict[int, Any] = {id(optimizer): optimizer for optimizer in optimizers}
+        self._kinds = _Kinds()
+
+    def visit(
+        self,
+        name: str,
+        value: Any,
+        put: Callable[[Any, Any, Any], None] | None = None,
+        holder: Any = None,
+        key: Any = None,
+        *,
+        depth: int = 0,
+        far: int = 0,
+    ) -> None:
+        """Note a value, and what it holds."""
+        kind = type(value)
+        if kind in SCALARS:
+            self.found.places[name] = Place(value, "value", holder, key, put)
+            return
+        if depth > _MAX_DEPTH or len(self.found.places) > _MAX_PLACES:
+            return
+        if kind is tuple or isinstance(value, tuple):
+            self._tuple(name, value, put, holder, key, depth, far)
+            return
+        if isinstance(value, (np.generic, frozenset)):
+            self.found.places[name] = Place(value, "value", holder, key, put)
+            return
+        look = self._kinds.look_of(kind)
+        if look is None:
+            self.found.places.setdefault(name, Place(kind.__qualname__, "type"))
+        elif id(value) not in self._alive:
+            self._alive[id(value)] = value
+            look(self, name, value, depth + 1, far)
+
+    def _tuple(
+        self,
+        name: str,
+        value: tuple[Any, ...],
+        put: Callable[[Any, Any, Any], None] | None,
+        holder: Any,
+        key: Any,
+        depth: int,
+        far: int,
+    ) -> None:
+        fields = getattr(type(value), "_fields", None)
+
+        def put_item(at: Any, path: tuple[Any, int], new: Any) -> None:
+            if put is not None:
+                index = path[1]
+                now = held.look_up(holder, key)  # with what was put there before
+                changed = [*now[:index], new, *now[index + 1 :]]
+                put(holder, key, type(now)(*changed) if fields else tuple(changed))
+
+        for index, item in enumerate(value[:_MAX_ITEMS]):
+            title = f"{name}.{fields[index]}" if fields else f"{name}[{index}]"
+            self.visit(title, item, put_item, holder, (key, index), depth=depth + 1, far=far)
+
+    def mapping(self, name: str, value: dict[Any, Any], depth: int, far: int) -> None:
+        places, hold = self.found.places, self.found.hold
+        places[f"len({name})"] = Place(len(value), "length", value, None, held.put_length)
+        hold(held.put_back_dict, value, dict(dict.items(value)))
+        if len(value) > _MAX_ITEMS:
+            return
+        places[f"keys of {name}"] = Place(tuple(map(_plain_key, value)), "keys")
+        for key, item in list(dict.items(value)):
+            shown = repr(key) if type(key) in SCALARS else type(key).__name__
+            title = f"{name}[{shown}]"
+            self.visit(title, item, dict.__setitem__, value, key, depth=depth, far=far)
+
+    def sequence(self, name: str, value: Any, depth: int, far: int) -> None:
+        """Note a list or a deque."""
+        self.found.places[f"len({name})"] = Place(
+            len(value), "length", value, None, held.put_length
+        )
+        self.found.hold(held.put_back_items, value, list(value))
+        if len(value) <= _MAX_ITEMS:
+            for index, item in enumerate(value):
+                title = f"{name}[{index}]"
+                self.visit(title, item, operator.setitem, value, index, depth=depth, far=far)
+
+    def collection(self, name: str, value: set[Any], depth: int, far: int) -> None:
+        """Note a set."""
+        self.found.places[f"len({name})"] = Place(
+            len(value), "length", value, None, held.put_length
+        )
+        self.found.hold(held.put_back_set, value, set(value))
+        if len(value) <= _MAX_ITEMS:
+            self.found.places[f"keys of {name}"] = Place(frozenset(map(_plain_key, value)), "keys")
+
+    def numbers(self, name: str, value: Any, depth: int, far: int) -> None:
+        """Note an array, of NumPy or of Python, or a bytearray."""
+        is_array = isinstance(value, np.ndarray)
+        self.found.places[f"len({name})"] = Place(
+            value.size if is_array else len(value), "length", value, None, held.put_length
+        )
+        if is_array and (value.nbytes > _MAX_BYTES or value.dtype == object):
+            return
+        saved = value.copy() if is_array else value[:]
+        self.found.hold(held.put_back_array, value, saved)
+        as_array = saved if is_array else np.array(list(saved))
+        self.found.places[name] = Place(as_array, "array", value, None, held.put_array)
+
+    def cell(self, name: str, value: types.CellType, depth: int, far: int) -> None:
+        try:
+            content = value.cell_contents
+        except ValueError:  # empty yet
+            return
+        self.found.hold(held.put_back_cell, value, {"content": content})
+        self.visit(name, content, held.put_attribute, value, "cell_contents", depth=depth, far=far)
+
+    def function(self, name: str, function: Any, depth: int, far: int) -> None:
+        """Note what a function names: globals, closure, defaults, and its own attributes."""
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            self.visit(name, wrapped, depth=depth, far=far)
+        if isinstance(function, functools.partial):
+            self.visit(name, function.func, depth=depth, far=far)
+            self.visit(f"{name}.args", function.args, depth=depth, far=far)
+            self.visit(f"{name}.keywords", function.keywords, depth=depth, far=far)
+        elif isinstance(function, types.MethodType):
+            self.visit(name, function.__func__, depth=depth, far=far)
+            owner = function.__self__
+            title = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+            self.visit(title, owner, depth=depth, far=far)
+        elif isinstance(function, types.BuiltinFunctionType):
+            owner = function.__self__
+            if not isinstance(owner, (types.ModuleType, type)):
+                self.visit(f"{name}.__self__", owner, depth=depth, far=far)
+        elif isinstance(function, types.FunctionType):
+            self._code(name, function, depth, far)
+
+    def _code(self, name: str, function: types.FunctionType, depth: int, far: int) -> None:
+        code = function.__code__
+        if not is_users_file(code.co_filename):
+            return
+        far += is_installed_file(code.co_filename)
+        if far > _MAX_FAR:
+            return
+        if not far:
+            self.found.numbers |= numbers_in(code)
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            self.visit(variable, cell, depth=depth, far=far)
+        defaults: dict[Any, Any] = dict(enumerate(function.__defaults__ or ()))
+        defaults |= function.__kwdefaults__ or {}
+        for key, value in defaults.items():
+            self.visit(f"{function.__name__}(default {key})", value, depth=depth, far=far)
+        if function.__dict__:
+            self.attributes(function.__qualname__, function, vars(function), depth, far)
+        table = function.__globals__
+        names = names_in(code)
+        mine = {key: table[key] for key in names if key in table}
+        if mine:
+            self.found.hold(held.put_back_names, table, mine)
+        for key, value in mine.items():
+            if isinstance(value, types.ModuleType):
+                self._module_of_python(value, names, depth, far)
+            else:
+                self._variable(table, key, key, value, depth, far)
+        if {"sys", "modules"} <= names:  # sys.modules["name"].x
+            for key in names & sys.modules.keys() - {"sys"}:
+                self._module_of_python(sys.modules[key], names, depth, far)
+
+    def _variable(
+        self, table: dict[str, Any], key: str, title: str, value: Any, depth: int, far: int
+    ) -> None:
+        if value in CLOCKS if isinstance(value, (types.BuiltinFunctionType, type)) else False:
+            self.found.clocks.append((table, key))
+        self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
+
+    def _module_of_python(
+        self, module: types.ModuleType, names: frozenset[str], depth: int, far: int
+    ) -> None:
+        """Note what code reads of a module, by the names in it; of libraries only clocks."""
+        table = vars(module)
+        if not is_users_file(getattr(module, "__file__", None) or "<"):
+            if module.__name__ in ("time", "datetime"):
+                keys = [key for key in names & table.keys() if table[key] in CLOCKS]
+                self.found.clocks += [(table, key) for key in sorted(keys)]
+            return
+        far += is_installed_file(module.__file__ or "")
+        if far > _MAX_FAR:
+            return
+        mine = {key: table[key] for key in sorted(names & table.keys())}
+        self.found.hold(held.put_back_names, table, mine)
+        for key, value in mine.items():
+            if not isinstance(value, types.ModuleType):
+                title = f"{module.__name__}.{key}"
+                self._variable(table, key, title, value, depth, far)
+
+    def module(self, name: str, module: nn.Module, depth: int, far: int = 0) -> None:
+        """Note the attributes of a module, and what its class names."""
+        self._alive[id(module)] = module
+        table = vars(module)
+        own = {key: value for key, value in table.items() if key not in OWN}
+        # Tensors are the business of whoever undoes an iteration.
+        kept = {key: value for key, value in own.items() if not isinstance(value, Tensor)}
+        self.found.hold(held.put_back_module, module, kept)
+        for key, value in own.items():
+            title = f"{name}.{key}"
+            self.visit(title, value, dict.__setitem__, table, key, depth=depth + 1, far=far)
+        for key, child in module._modules.items():
+            if child is not None and id(child) not in self._alive:
+                self.module(f"{name}.{key}", child, depth, far)
+        self._class(type(module), depth, far)
+
+    def item(self, name: str, owner: Any, depth: int, far: int) -> None:
+        """Note the attributes and slots of an object, and what its class names."""
+        far += is_installed_file(_file_of(type(owner)))
+        if far > _MAX_FAR:
+            return
+        table = getattr(owner, "__dict__", None)
+        if isinstance(table, dict):
+            self.attributes(name, owner, table, depth, far)
+        slots = [
+            key
+            for kind in type(owner).__mro__
+            for key, member in vars(kind).items()
+            if isinstance(member, types.MemberDescriptorType) and key not in _NO_SLOTS
+        ]
+        values = {key: getattr(owner, key, MISSING) for key in slots}
+        if values:
+            self.found.hold(held.put_back_slots, owner, values)
+        for key, value in values.items():
+            if value is not MISSING:
+                title = f"{name}.{key}"
+                self.visit(title, value, held.put_attribute, owner, key, depth=depth, far=far)
+        if isinstance(owner, (dict, list, set, collections.deque)):  # of a class of somebody's own
+            container = next(k for k in _CONTAINERS if isinstance(owner, k))
+            _CONTAINERS[container](self, name, owner, depth, far)
+        self._class(type(owner), depth, far)
+
+    def attributes(
+        self, name: str, owner: Any, table: dict[str, Any], depth: int, far: int
+    ) -> None:
+        self.found.hold(held.put_back_dict, table, dict(table))
+        ignored = _COUNTS if isinstance(owner, _SCHEDULERS) else frozenset()
+        for key, value in list(table.items()):
+            if key not in ignored:
+                title = f"{name}.{key}"
+                self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
+
+    def scheduler(self, name: str, owner: Any, depth: int, far: int) -> None:
+        """Note the numbers of an optimizer or scheduler: its state is tensors."""
+        if isinstance(owner, torch.optim.Optimizer):
+            for index, group in enumerate(owner.param_groups):
+                numbers = {key: value for key, value in group.items() if key != "params"}
+                self.found.hold(held.put_back_names, group, numbers)
+                for key, value in numbers.items():
+                    title = f"{name}.param_groups[{index}][{key!r}]"
+                    self.visit(title, value, dict.__setitem__, group, key, depth=depth, far=far)
+        else:
+            self.attributes(name, owner, vars(owner), depth, far)
+
+    def user_class(self, name: str, kind: type, depth: int, far: int) -> None:
+        """Note a class that is named."""
+        del self._alive[id(kind)]
+        self._class(kind, depth, far)
+
+    def _class(self, kind: type, depth: int, far: int) -> None:
+        """Note the attributes of a class of somebody's, and what its methods name."""
+        for base in kind.__mro__:
+            if id(base) in self._alive:
+                continue
+            self._alive[id(base)] = base
+            file = _file_of(base)
+            if not is_users_file(file):
+                continue
+            nearby = far + is_installed_file(file)
+            if nearby > _MAX_FAR:
+                continue
+            data: dict[str, Any] = {}
+            for key, member in vars(base).items():
+                function = getattr(member, "__func__", getattr(member, "fget", member))
+                if isinstance(function, types.FunctionType):
+                    self.visit(function.__qualname__, function, depth=depth, far=far)
+                elif not key.startswith("__") and not _is_descriptor(member):
+                    data[key] = member
+            if data:
+                self.found.hold(held.put_back_class, base, data)
+            for key, value in data.items():
+                title = f"{base.__name__}.{key}"
+                self.visit(title, value, held.put_attribute, base, key, depth=depth, far=far)
+
+    def iterator(self, name: str, value: Any, depth: int, far: int) -> None:
+        self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
+
+    def context_variable(self, name: str, value: Any, depth: int, far: int) -> None:
+        content = value.get(None)
+        self.found.hold(held.put_back_context, value, {"content": content})
+        self.visit(f"{name}.get()", content, held.put_context, value, None, depth=depth, far=far)
+
+    def generator(self, name: str, value: Any, depth: int = 0, far: int = 0) -> None:
+        """Note the state of a generator of random numbers."""
+        self._alive[id(value)] = value
+        state = held.state_of(value)
+        self.found.places[name] = Place(state, "generator", value)
+        self.found.hold(held.put_back_generator, value, state)
+
+
+_Look = Callable[[_Walk, str, Any, int, int], None]
+_CONTAINERS: types.MappingProxyType[type, _Look] = types.MappingProxyType(
+    {
+        dict: _Walk.mapping,
+        list: _Walk.sequence,
+        collections.deque: _Walk.sequence,
+        set: _Walk.collection,
+    }
+)
+
+
+class _Kinds:
+    """How each class of things is looked at; asked once for each class and walk."""
+
+    def __init__(self) -> None:
+        self._looks: dict[type, _Look | None] = {}
+
+    def look_of(self, kind: type) -> _Look | None:
+        if kind not in self._looks:
+            self._looks[kind] = self._find(kind)
+        return self._looks[kind]
+
+    def _find(self, kind: type) -> _Look | None:
+        rows: tuple[tuple[Any, _Look], ...] = (
+            ((np.ndarray, array, bytearray), _Walk.numbers),
+            (types.CellType, _Walk.cell),
+            (_FUNCTIONS, _Walk.function),
+            (contextvars.ContextVar, _Walk.context_variable),
+            ((random.Random, np.random.RandomState, np.random.Generator), _Walk.generator),
+            (nn.Module, _Walk.module),
+            (_SCHEDULERS, _Walk.scheduler),
+            (type, _Walk.user_class),
+        )
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind]
+        if issubclass(kind, (Tensor, random.SystemRandom)):
+            return None
+        for kinds, look in rows:
+            if issubclass(kind, kinds):
+                return look
+        root, _, _ = kind.__module__.partition(".")
+        if callable(getattr(kind, "__next__", None)) and root in ("builtins", "itertools"):
+            return _Walk.iterator
+        if hasattr(kind, "__wrapped__") or kind.__name__ == "_lru_cache_wrapper":
+            return _Walk.function
+        if root in ("torch", "graphfsdp") and not kind.__module__.startswith("torch.utils.data"):
+            return None
+        return None if root in _MACHINERY else _Walk.item
+
+
+def _plain_key(key: Any) -> Any:
+    return key if type(key) in SCALARS or isinstance(key, tuple) else type(key).__name__
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
+
+
+def _is_descriptor(member: Any) -> bool:
+    return isinstance(
+        member, (property, types.MemberDescriptorType, types.GetSetDescriptorType)
+    ) or (hasattr(type(member), "__get__") and not isinstance(member, type))

@@ -1,0 +1,280 @@
+"""Generators, iterators, clocks, numbers of others: refused, warned of or guarded, by name."""
+
+import collections
+import datetime
+import itertools
+import logging
+import os
+import queue
+import random
+import secrets
+import sys
+import time
+import types
+import uuid
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import CaptureError, GuardError, VerificationError
+from graphfsdp.optim import FusedAdam
+from moving_state import MODULE, loss_with, of_closure, refusal_of
+from zoo import ZOO
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+START = time.time()
+CLOCK_STARTED, PERF_STARTED = time.monotonic(), time.perf_counter_ns()
+DAY = datetime.datetime.now()
+FACTOR = 1.0
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def doubled_if(decide: Callable[[], Any]) -> Loss:
+    """Double the loss where a call says so; its line is where generators are drawn from."""
+    return lambda model, x: mean_square(model, x) * (2 if decide() else 1)
+
+
+STATE, RNG, OWN = np.random.RandomState(1), np.random.default_rng(1), random.Random(1)
+
+
+def cycle_of_numbers() -> Any:
+    while True:
+        yield from (1, 2, 3)
+
+
+COUNT, CYCLE, NUMBERS = itertools.count(), itertools.cycle([1, 2, 3]), iter(range(1_000))
+GENERATOR, ZIPPED = cycle_of_numbers(), zip(itertools.count(), itertools.count(1), strict=False)
+WAITING: queue.Queue[int] = queue.Queue()
+for _item in range(100):
+    WAITING.put(_item)
+
+# What decides, and what the refusal must name: no draw of these has turned the decision yet.
+DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
+    "random": (lambda: random.random() < 1e-9, "random"),
+    "random_choice": (lambda: random.choice([1, 2]) == 3, "random"),
+    "own_random": (lambda: OWN.gauss(0, 1) > 99, "OWN"),
+    "numpy_uniform": (lambda: np.random.uniform() < 1e-9, "numpy.random"),
+    "numpy_beta": (lambda: np.random.beta(1, 1) < 1e-9, "numpy.random"),
+    "numpy_permutation": (lambda: np.random.permutation(3)[0] > 5, "numpy.random"),
+    "random_state": (lambda: STATE.rand() < 1e-9, "STATE"),
+    "numpy_generator": (lambda: RNG.integers(9) > 10, "RNG"),
+    "unseeded": (lambda: np.random.default_rng().random() < 1e-9, "random.SystemRandom"),
+    "secrets": (lambda: secrets.randbelow(9) > 10, "secrets"),
+    "token": (lambda: secrets.token_hex(4) == "", "secrets.token_hex"),
+    "uuid": (lambda: uuid.uuid4().int == 0, "uuid.uuid4"),
+    "urandom": (lambda: os.urandom(1) == b"", "os.urandom"),
+    "system_random": (lambda: random.SystemRandom().random() < 1e-9, "random.SystemRandom"),
+    "count": (lambda: next(COUNT) > 1_000, "COUNT"),
+    "cycle": (lambda: next(CYCLE) > 5, "CYCLE"),
+    "iterator": (lambda: next(NUMBERS) > 1_000, "NUMBERS"),
+    "generator": (lambda: next(GENERATOR) > 5, "GENERATOR"),
+    "zip": (lambda: next(ZIPPED)[0] > 1_000, "ZIPPED"),
+    "queue": (lambda: WAITING.get() > 90, "WAITING"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_in_python_is_refused_by_name(name: str) -> None:
+    decide, named = DRAWS[name]
+    error = refusal_of(doubled_if(decide))
+    assert named in str(error)
+    assert error.source is not None
+    assert error.source.file == __file__
+
+
+CLOCKS: dict[str, Callable[[], Any]] = {
+    "time": lambda: time.time() - START > 60_000,
+    "monotonic": lambda: time.monotonic() > CLOCK_STARTED + 3_000,
+    "nanoseconds": lambda: time.perf_counter_ns() > PERF_STARTED + 3_000 * 10**9,
+    "datetime": lambda: datetime.datetime.now() > DAY + datetime.timedelta(days=1),
+}
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_a_clock_that_one_day_decides_is_refused_and_another_is_warned_of(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = refusal_of(doubled_if(CLOCKS[name]))
+    assert "reads the clock" in str(error)
+    assert error.source is not None
+
+    def looks(model: nn.Module, x: Tensor) -> Tensor:
+        time.perf_counter()
+        return mean_square(model, x)
+
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=looks) as step:
+        for _ in range(5):
+            step(torch.ones(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY
+    assert "time.perf_counter" in caplog.text
+
+
+def test_what_stops_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    losses: list[Tensor] = []
+
+    def keeps(model: nn.Module, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        losses.append(loss.detach())
+        return loss
+
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=keeps) as step:
+        for _ in range(20):
+            step(torch.ones(3, 4))
+    assert len(losses) == 4  # Python was put back after each rehearsal, into the same objects
+    assert keeps.__closure__ is not None
+    assert [cell.cell_contents for cell in keeps.__closure__] == [losses]
+    assert keeps.__closure__[0].cell_contents is losses
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert "losses grew by 1 entry" in told[0].getMessage()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_no_architecture_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO[name]
+    model = case.make()
+    generator = torch.Generator().manual_seed(4)
+    optim = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optim, loss_fn=case.loss_fn) as step:
+        for _ in range(5):
+            batch = case.batch(generator)
+            step(*batch.args, **batch.kwargs)
+    assert "stands still" not in caplog.text
+
+
+def of_an_optimizer(read: Callable[[Any], float]) -> tuple[Loss, Callable[[], None], str]:
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    return (
+        lambda model, x: mean_square(model, x) * read(other.param_groups[0]["lr"]),
+        lambda: other.param_groups[0].update(lr=0.2),
+        "'lr' of group 0 of",
+    )
+
+
+def of_a_scheduler(*, asks: bool) -> tuple[Loss, Callable[[], None], str]:
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    other.step()
+    if asks:
+        return (
+            lambda model, x: mean_square(model, x) * scheduler.get_last_lr()[0],
+            scheduler.step,
+            "'_last_lr' of closure variable 'scheduler'",
+        )
+    return (
+        lambda model, x: mean_square(model, x) * scheduler.last_epoch,
+        scheduler.step,
+        "'last_epoch' of closure variable 'scheduler'",
+    )
+
+
+def of_a_table(table: Any, key: Any) -> tuple[Loss, Callable[[], None], str]:
+    loss_fn: Loss = lambda model, x: mean_square(model, x) * table[key]  # noqa: E731
+    return loss_fn, lambda: table.__setitem__(key, 3), "closure variable 'table'"
+
+
+def by_global_name() -> tuple[Loss, Callable[[], None], str]:
+    loss_fn: Loss = lambda model, x: mean_square(model, x) * globals()["FACTOR"]  # noqa: E731
+    return loss_fn, lambda: globals().update(FACTOR=2.0), "global variable 'FACTOR'"
+
+
+def by_module_name() -> tuple[Loss, Callable[[], None], str]:
+    MODULE.factor = 1.0  # type: ignore[attr-defined]
+    sys.modules["moving_settings"] = MODULE
+    loss_fn: Loss = lambda model, x: (  # noqa: E731
+        mean_square(model, x) * sys.modules["moving_settings"].factor
+    )
+    return loss_fn, lambda: setattr(MODULE, "factor", 2.0), "'factor' of module 'moving_settings'"
+
+
+GUARDED: dict[str, Callable[[], tuple[Loss, Callable[[], None], str]]] = {
+    "learning_rate": lambda: of_an_optimizer(lambda lr: lr),
+    "last_epoch": lambda: of_a_scheduler(asks=False),
+    "last_learning_rate": lambda: of_a_scheduler(asks=True),
+    "user_dict": lambda: of_a_table(collections.UserDict(a=1), "a"),
+    "array": lambda: of_a_table(array("d", [1.0, 2.0]), 1),
+    "bytearray": lambda: of_a_table(bytearray(b"ab"), 1),
+    "global_name": by_global_name,
+    "module_name": by_module_name,
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_numbers_that_belong_to_others_are_guarded(name: str) -> None:
+    loss_fn, change, named = GUARDED[name]()
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
+        for _ in range(5):
+            step(torch.ones(3, 4))
+        change()
+        with pytest.raises(GuardError, match=named):
+            step(torch.ones(3, 4))
+
+
+def test_a_verification_whose_eager_side_counts_on_names_what_moves() -> None:
+    state = types.SimpleNamespace(calls=0, bound=10**9)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        state.calls += 1
+        return mean_square(model, x) * (2 if state.calls > state.bound else 1)
+
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
+        for _ in range(5):
+            step(torch.ones(3, 4))
+        step.verify(3, advance_python=True)
+        # Around all guards, as what no snapshot can see would.
+        vars(state)["calls"] = 10**9 - 1
+        step.verify(1)
+        weight = model.weight.detach().clone()
+        with pytest.raises(VerificationError, match=r"state\.calls: 999999999 -> 1000000001"):
+            step.verify(3, advance_python=True)
+        assert torch.equal(model.weight, weight)
+        assert state.calls == 10**9 - 1
+
+
+def test_the_check_says_the_same_without_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    optim = FusedAdam(model.parameters())
+    before = model.weight.detach().clone()
+
+    def late(loss: Tensor, count: int) -> Tensor:
+        return loss * 2 if count > 1_000 else loss
+
+    refused = graphfsdp.check(
+        model, optim, torch.ones(3, 4), loss_fn=loss_with(of_closure(), late), target="cpu"
+    )
+    assert [hazard.op for hazard in refused.hazards] == ["aten.mul.Tensor"]
+    assert "calls: " in refused.hazards[0].why
+    drawn = graphfsdp.check(
+        model, optim, torch.ones(3, 4), loss_fn=doubled_if(DRAWS["numpy_uniform"][0]), target="cpu"
+    )
+    assert "numpy.random" in drawn.hazards[0].why
+    assert "stands still" not in caplog.text
+    harmless = loss_with(of_closure(), None)
+    assert graphfsdp.check(model, optim, torch.ones(3, 4), loss_fn=harmless, target="cpu").ok
+    assert "calls: " in caplog.text
+    assert torch.equal(model.weight, before)
+
+
+def test_an_error_that_comes_one_day_is_a_difference() -> None:
+    def stops(loss: Tensor, count: int) -> Tensor:
+        assert count < 500, "enough"
+        return loss
+
+    error = refusal_of(loss_with(of_closure(), stops))
+    assert "raises AssertionError: enough" in str(error)
+    with pytest.raises(CaptureError):
+        raise error
