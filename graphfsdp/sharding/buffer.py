@@ -42,7 +42,6 @@ class ShardBuffer:
         self.plan = plan
         self.layout = plan.layout
         self.dtypes = plan.dtypes
-        self.trainable = plan.trainable
         self.sharded = plan.sharded
         self.mesh = mesh
         self.gather_group: dist.ProcessGroup = mesh.inner
@@ -50,8 +49,7 @@ class ShardBuffer:
         self.main = zeros_flat(plan.main_numel, plan.dtypes.main, device)
         self.gradients: Gradients | None = None
         if plan.trainable:
-            grad = zeros_flat(plan.main_numel, plan.dtypes.grad, device)
-            self.gradients = Gradients(plan, mesh, grad)
+            self.make_gradients()
         self.full: Tensor | None = None
         self.params: list[nn.Parameter] = []
         self._gathered_at: Moment | None = None
@@ -59,9 +57,19 @@ class ShardBuffer:
         self._inner_at: Moment | None = None
         self._prefetched: _Prefetched | None = None
 
+    def make_gradients(self) -> None:
+        """Give memory to main grads, also where parameters were frozen when they were sharded."""
+        grad = zeros_flat(self.plan.main_numel, self.dtypes.grad, self.main.device)
+        self.gradients = Gradients(self.plan, self.mesh, grad)
+        self.gradients.pool = self._pool
+
+    @property
+    def trainable(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
     @property
     def grad(self) -> Tensor | None:
-        """[S] main grads, [B] where nothing is sharded; None for frozen parameters."""
+        """[S] main grads, [B] where nothing is sharded; None if it was frozen from the start."""
         return None if self.gradients is None else self.gradients.main
 
     def move(self, main: Tensor, grad: Tensor | None) -> None:

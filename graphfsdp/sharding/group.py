@@ -57,6 +57,10 @@ class ManagedParameter:
         return tensor if self.axes is None else self.axes.as_seen(tensor)
 
     @property
+    def trains(self) -> bool:
+        return self.param.requires_grad
+
+    @property
     def initial_shape(self) -> tuple[int, ...]:
         """Shape of what its module's initialisation sets: whole over tensor-parallel ranks too."""
         whole = self.axes is not None and self.axes.wraps
@@ -174,12 +178,33 @@ class ShardGroup:
                 new = self._as_dtensor(local, item.name, item.buffer, item.slot)
                 become(dtensor, nn.Parameter(new, dtensor.requires_grad), self.full_name(item))
                 _watch_gradient(dtensor, self.full_name(item))
-            item.main_grad = None
-            if item.buffer.grad is not None:
-                # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
-                # must find the same list on every rank.
-                view = item.buffer.local_view(item.buffer.grad, item.slot)
-                item.main_grad = self._as_dtensor(view, item.name, item.buffer, item.slot)
+            self._bind_gradient_view(item)
+
+    def _bind_gradient_view(self, item: ManagedParameter) -> None:
+        item.main_grad = None
+        if item.buffer.grad is not None:
+            # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
+            # must find the same list on every rank.
+            view = item.buffer.local_view(item.buffer.grad, item.slot)
+            item.main_grad = self._as_dtensor(view, item.name, item.buffer, item.slot)
+
+    def follow_requires_grad(self) -> None:
+        """Give main grads to parameters that ``requires_grad_`` has unfrozen since.
+
+        Capture: allocates, once for a parameter; guards see to it that this is over by then.
+        """
+        unfrozen = {
+            id(i.buffer): i.buffer for i in self.managed if i.trains and i.main_grad is None
+        }
+        for buffer in unfrozen.values():
+            with torch.inference_mode(False), torch.no_grad():
+                buffer.make_gradients()
+            for item in self.managed:
+                if item.buffer is buffer:
+                    self._bind_gradient_view(item)
+        for item in self.managed:
+            if item.trains and not item.param._post_accumulate_grad_hooks:
+                _watch_gradient(item.param, self.full_name(item))
 
     def check_memory(self) -> None:
         """Refuse shards that were moved elsewhere: training would go on with the old ones.
@@ -239,7 +264,7 @@ class ShardGroup:
                 + ("" if item.axes is None else f" of {item.axes.shape}")
                 + f" at {item.slot.offset}, main weight {dtypes.main}, "
                 f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
-                f"{'trainable' if item.buffer.trainable else 'frozen'}"
+                f"{'trainable' if item.trains else 'frozen'}"
                 f"{'' if item.awaited is None else ', without values'}"
             )
         return lines
@@ -267,7 +292,7 @@ class ShardGroup:
 
     @property
     def trainable(self) -> list[ManagedParameter]:
-        return [item for item in self.managed if item.buffer.trainable]
+        return [item for item in self.managed if item.trains]
 
     @property
     def has_pending_gradients(self) -> bool:
@@ -276,8 +301,10 @@ class ShardGroup:
     def has_main_grads(self) -> bool:
         """Whether main grads hold something to add to; those without a gradient get zeros then."""
         name = self._grad_attribute
-        unbound = [item for item in self.trainable if getattr(item.param, name, None) is None]
-        if len(unbound) == len(self.trainable):
+        # Also those that are frozen by now, whose gradients are in the same memory.
+        held = [item for item in self.managed if item.buffer.grad is not None]
+        unbound = [item for item in held if getattr(item.param, name, None) is None]
+        if len(unbound) == len(held):
             return False
         for item in unbound:
             if item.buffer.grad is not None:
@@ -285,24 +312,26 @@ class ShardGroup:
         return True
 
     def bind_main_grads(self, landed: Iterable[int]) -> None:
-        """Bind the main grads of those trainable parameters that have a gradient, by position."""
-        trainable = self.trainable
+        """Bind the main grads of those parameters that have a gradient, by position."""
         for position in sorted(landed):
-            item = trainable[position]
+            item = self.managed[position]
             setattr(item.param, self._grad_attribute, item.main_grad)
 
     @property
     def _grad_attribute(self) -> str:
         return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
 
-    def reduce_pending(self) -> None:
+    def reduce_pending(self, *, outside: bool = True) -> None:
         """Reduce what waits of earlier microbatches, over all ranks; see Gradients.reduce."""
         accumulate = self.has_main_grads()
         for buffer in self.buffers:
             waits = buffer.gradients
             if waits is not None and waits.is_pending:
                 for _ in waits.reduce(
-                    None, accumulate=accumulate, reduction=self.options.reduction
+                    None,
+                    accumulate=accumulate,
+                    reduction=self.options.reduction,
+                    outside=outside,
                 ):
                     pass  # without a lane each collective is waited for
 

@@ -36,15 +36,21 @@ class ModelShards:
         self._refuse_busy_units()
         self._refuse_shared_parameters(root)
         self._refuse_other_structure()
+        pinned = [unit for unit in units if unit.pinned]
+        for unit in pinned:
+            unit.reshard()
         with torch.inference_mode(False):  # what is made here is trained later
             self._move_together()
             self._join_schedules()
+        for unit in pinned:
+            unit.unshard()
 
     def _join_schedules(self) -> None:
         """Let all units go by one schedule, and give all-gathers communicators of their own."""
         schedule = Schedule()
         for unit in self.units:
             unit.schedule = schedule
+            schedule.units.append(unit)
             if unit.group.options.buffer_pool:
                 for buffer in unit.group.buffers:
                     buffer.use_pool(schedule.pool)
@@ -56,14 +62,14 @@ class ModelShards:
     def _refuse_busy_units(self) -> None:
         for unit in self.units:
             what = None
-            if unit.is_whole:
-                what = "is unsharded"
+            if unit.in_forward:
+                what = "is inside its forward pass"
             elif unit.group.has_pending_gradients:
                 what = "has gradients that wait for their reduction"
             if what is not None:
                 raise ConfigError(
                     f"the sharded model cannot be set up while unit {unit.group.name!r} {what}. "
-                    "Remedy: reshard() it, or finish the accumulation with a synchronised "
+                    "Remedy: finish the forward pass, or the accumulation with a synchronised "
                     "backward, before a module above it is wrapped or first called"
                 )
 
@@ -119,16 +125,17 @@ class ModelShards:
     def _move_together(self, in_place_of_meta: torch.device | None = None) -> None:
         kinds: dict[_Kind, list[ShardBuffer]] = {}
         for unit in self.units:
+            unit.group.follow_requires_grad()
             for buffer in unit.group.buffers:
                 device = buffer.main.device
                 if in_place_of_meta is not None and buffer.main.is_meta:
                     device = in_place_of_meta
-                kind = (buffer.main.dtype, device, buffer.trainable)
+                kind = (buffer.main.dtype, device, buffer.grad is not None)
                 kinds.setdefault(kind, []).append(buffer)
-        for (_, device, trainable), buffers in kinds.items():
+        for (_, device, has_grads), buffers in kinds.items():
             mains = _cut([buffer.main for buffer in buffers], device)
             grads: Iterator[Tensor | None] = iter([None] * len(buffers))
-            if trainable:
+            if has_grads:
                 grads = _cut([b.grad for b in buffers if b.grad is not None], device)
             for buffer, main, grad in zip(buffers, mains, grads, strict=True):
                 buffer.move(main, grad)

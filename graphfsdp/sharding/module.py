@@ -32,7 +32,11 @@ class FSDPModule:
         raise _refuse_copy()
 
     def unshard(self) -> None:
-        """Gather the whole weights of this unit and hold them until ``reshard``."""
+        """Gather the whole weights of this unit, and hold them.
+
+        That is until ``reshard``, or until a backward pass of the model is over; see
+        ``set_reshard_after_backward``.
+        """
         shards_of(self)
         unit_of(self).group.check_memory()
         unit_of(self).unshard()
@@ -64,8 +68,9 @@ class FSDPModule:
     def finish_microbatches(self) -> None:
         """Reduce what still waits after the last microbatch: of units that did not run in it.
 
-        ``graphfsdp.capture`` calls it. A loop of your own must do so before the optimizer steps,
-        if it uses ``set_is_last_microbatch`` and some unit may not run in each microbatch.
+        The end of the last backward pass has done so for all units of a sharded root. A loop of
+        your own needs this only where a whole root (a model whose parts alone are sharded) may
+        not run in the last microbatch. ``graphfsdp.capture`` calls it.
         """
         for unit in units_in(self):
             unit.end_iteration()
@@ -87,6 +92,19 @@ class FSDPModule:
         for unit in units_in(self, recurse=recurse):
             unit.reshard_after_forward = reshard
 
+    def set_reshard_after_backward(self, reshard: bool, *, recurse: bool = True) -> None:
+        """Drop whole weights when a backward pass is over, or keep them for the next forward.
+
+        Kept weights are gathered again after an iteration's last backward pass, behind which the
+        optimizer steps; those of ``unshard`` stay as they are until ``reshard``.
+
+        Args:
+            reshard: False between the microbatches of a pipeline, True in the last one.
+            recurse: Also the units below.
+        """
+        for unit in units_in(self, recurse=recurse):
+            unit.reshard_after_backward = reshard
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication while the body runs."""
@@ -102,6 +120,7 @@ class FSDPModule:
         """Return where the gradient of each trainable parameter lies, units below included."""
         found = {}
         for unit in units_in(self):
+            unit.group.follow_requires_grad()
             options = unit.group.options
             for item in unit.group.trainable:
                 assert item.main_grad is not None

@@ -35,6 +35,8 @@ class Scheduled(Protocol):
 
     def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None: ...
 
+    def leave_backward(self) -> None: ...
+
 
 Entry = tuple[Scheduled, ShardBuffer]
 
@@ -115,6 +117,7 @@ class Schedule:
         self._iteration_is_over = True
         self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
         self.pool = BufferPool()
+        self.units: list[Scheduled] = []  # all under the root
         self.num_prefetches = 0
         self.max_reductions = 0
 
@@ -186,6 +189,10 @@ class Schedule:
     def end_iteration(self) -> None:
         """Take note that the iteration is over with the backward pass under way."""
         self._iteration_is_over = True
+        self.follow_backward()
+
+    def follow_backward(self) -> None:
+        """See to it that all units are told when the backward pass under way is over."""
         if torch._C._current_autograd_node() is not None:  # else a last callback, behind ours
             self._follow_backward()
 
@@ -252,6 +259,8 @@ class Schedule:
     def _end_backward(self) -> None:
         self._backward.end()
         self.settle()
+        for unit in self.units:
+            unit.leave_backward()
         if self._iteration_is_over:
             # Behind the callbacks of units, which drop what they still hold.
             when_backward_ends(self.pool.end)

@@ -23,7 +23,7 @@ in a capture).
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -52,7 +52,10 @@ class Unit:
 
     With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
     reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
-    ``pinned``: unsharded by hand, so that it stays whole until reshard().
+    ``pinned``: unsharded by hand, so that it stays whole until a backward pass is over.
+
+    Note [Who is trained]: what ``requires_grad`` says of the sharded parameters when a forward pass
+    begins. ``positions`` are those of parameters in ``group.managed``.
     """
 
     def __init__(self, module: nn.Module, group: ShardGroup) -> None:
@@ -63,12 +66,13 @@ class Unit:
         self.is_last_microbatch = True
         self.requires_all_reduce = True
         self.reshard_after_forward = group.options.reshard_after_forward
+        self.reshard_after_backward = True
         self.in_forward = False
         self.pinned = False
         self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         self._fresh = False  # the gathered weights are those that the optimizer left
         self._cpu_token = torch.zeros((), requires_grad=True)
-        self._landed: set[int] = set()  # by position in group.trainable
+        self._landed: set[int] = set()  # positions
         self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context = ExitStack()
         self._whole: list[tuple[Tensor, int]] = []  # copies in a forward pass, and their versions
@@ -97,6 +101,7 @@ class Unit:
                 "cannot be whole and sharded at once. Remedy: wrap the inner module instead"
             )
         self.group.check_memory()
+        self.group.follow_requires_grad()
         self.in_forward = True
         self.schedule.enter_forward(self)
         self._refresh()
@@ -151,15 +156,18 @@ class Unit:
         self.group.reshard(outside=True)
         self._install_shards()
 
-    def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Reduce whole gradients of one backward pass, one per trainable parameter, or keep them.
+    def take_gradients(self, grads: Mapping[int, Tensor | None]) -> None:
+        """Reduce whole gradients of one backward pass, by position, or keep them.
 
         Capture: see Gradients.add and Gradients.reduce.
         """
+        self.schedule.follow_backward()
         self.schedule.finish_reduction(self)  # of an earlier use in the same backward pass
         accumulate = self.group.has_main_grads()
         per_buffer: dict[int, list[Tensor | None]] = {}
-        for position, (item, grad) in enumerate(zip(self.group.trainable, grads, strict=True)):
+        trained = {id(self.group.managed[position].buffer) for position in grads}
+        for position, item in enumerate(self.group.managed):
+            grad = grads.get(position)
             if position in self._added_by_layer:
                 grad = None  # a dummy for autograd's sake
             per_buffer.setdefault(id(item.buffer), []).append(grad)
@@ -173,7 +181,9 @@ class Unit:
         self.schedule.make_room()
         steps = []
         for buffer in self.group.buffers:
-            if buffer.gradients is not None:
+            if buffer.gradients is not None and (
+                id(buffer) in trained or buffer.gradients.is_pending
+            ):
                 buffer.gradients.add(per_buffer[id(buffer)], accumulate=accumulate)
                 lane, how = self.schedule.reduce_lane(self, buffer), self.group.options.reduction
                 steps.append(
@@ -196,14 +206,35 @@ class Unit:
         if self._recomputing:
             self._recomputing = False
             self._install_shards()
-        if self._frees and not self.is_whole:
+        if self._frees and self.reshard_after_backward and not self.is_whole:
             self._drop_weights(outside=not self._fresh)
+
+    def leave_backward(self) -> None:
+        """Go back to rest when a backward pass of the model is over, wherever it has been.
+
+        A unit that did not run in the last microbatch has its gradients reduced now, with all
+        others. One that was unsharded by hand is resharded, however its strategy holds weights.
+        """
+        if self.in_forward:
+            return  # a backward pass inside a forward pass
+        if self.pinned and self.reshard_after_backward:
+            self.reshard()
+        if not (self.requires_gradient_sync and self.is_last_microbatch):
+            return
+        if self.group.has_pending_gradients:
+            self._reduce_pending(outside=self.requires_all_reduce)
 
     def end_iteration(self) -> None:
         """Take note that all microbatches are over, if the unit did not run in the last one."""
-        self._fresh = False
         if self.group.has_pending_gradients:
-            self.group.reduce_pending()
+            self._reduce_pending(outside=True)
+        self._fresh = False
+
+    @torch.no_grad()
+    def _reduce_pending(self, *, outside: bool) -> None:
+        self._fresh = False
+        self.group.reduce_pending(outside=outside)
+        if outside or self.group.options.mesh.outer is None:
             self._bind_gradients()
 
     def abandon_iteration(self) -> None:
@@ -247,10 +278,11 @@ class Unit:
         self._queue_end_of_backward()
         with self._gathering():
             views = list(self.group.full_views())
-        leaves = [view.detach().requires_grad_(item.buffer.trainable) for item, view in views]
-        for position, leaf in enumerate(leaf for leaf in leaves if leaf.requires_grad):
-            take = functools.partial(self._take_from_leaf, position)
-            leaf.register_post_accumulate_grad_hook(take)
+        leaves = [view.detach().requires_grad_(item.trains) for item, view in views]
+        for position, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                take = functools.partial(self._take_from_leaf, position)
+                leaf.register_post_accumulate_grad_hook(take)
         self._install(leaves)
         return True
 
@@ -270,13 +302,13 @@ class Unit:
         self._whole_gradient(position).add_(grad)
 
     def _whole_gradient(self, position: int) -> Tensor:
-        item = self.group.trainable[position]
+        item = self.group.managed[position]
         assert item.buffer.gradients is not None
         return item.buffer.gradients.view(item.slot, accumulate=self.group.has_main_grads())
 
     def _finish_backward(self) -> None:
         if self._from_leaves:
-            self.take_gradients([None] * len(self.group.trainable))
+            self.take_gradients({})
             self.schedule.finish_reduction(self)
         self._end_backward()
 
@@ -313,14 +345,15 @@ class Unit:
         """Return the whole weights as the modules compute with them; gathers what is not here."""
         if not (torch.is_grad_enabled() and self.group.trainable):
             return [view for _, view in self.group.full_views()]
-        whole = Unshard.apply(self._token(), self)  # type: ignore[no-untyped-call]
-        for position, tensor in enumerate(whole):
+        positions = [at for at, item in enumerate(self.group.managed) if item.trains]
+        whole = Unshard.apply(self._token(), self, positions)  # type: ignore[no-untyped-call]
+        for position, tensor in zip(positions, whole, strict=True):
             # Names that Megatron's and Transformer Engine's layers look for.
             tensor.get_main_grad = functools.partial(self._unreduced_gradient, position)
             tensor.grad_added_to_main_grad = False
         trainable = iter(whole)
         return [
-            next(trainable) if item.buffer.trainable else view.detach()
+            next(trainable) if item.trains else view.detach()
             for item, view in self.group.full_views()
         ]
 
@@ -372,13 +405,16 @@ class Unshard(Function):
     """Whole weights forward, reduced gradients backward."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, unit: Unit) -> tuple[Tensor, ...]:
-        ctx.unit = unit
+    def forward(
+        ctx: Any, token: Tensor, unit: Unit, positions: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.positions = unit, positions
         ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
-        return tuple(view for item, view in unit.group.full_views() if item.buffer.trainable)
+        views = [view for _, view in unit.group.full_views()]
+        return tuple(views[position] for position in positions)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        ctx.unit.take_gradients(grads)
-        return None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.unit.take_gradients(dict(zip(ctx.positions, grads, strict=True)))
+        return None, None, None

@@ -117,6 +117,7 @@ def test_unshard_by_hand_and_reshard(strategy: str) -> None:
         assert not isinstance(param, DTensor)
         assert torch.equal(param, plain[name]), name
     batch = my_part(batches(1)[0])
+    model.set_reshard_after_backward(False)
     by_hand = model(*batch)
     by_hand.backward()
     assert not any(isinstance(param, DTensor) for param in model.parameters())

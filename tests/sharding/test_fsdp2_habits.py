@@ -1,0 +1,304 @@
+"""What FSDP2's users do every day: the same scripts with torch's ``fully_shard`` and with ours."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import graphfsdp
+from graphfsdp.base.collectives import all_gather_
+from ranks import on_ranks, rank_device
+from sharding_helpers import STRATEGIES, assert_equal_tensors, full_parameters, my_part
+
+NUM_STEPS = 6
+WIDTH = 8
+
+
+class Tower(nn.Module):
+    """Blocks that are units; each call may leave some of them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index not in skipped:
+                x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def tower(shard: Callable[..., Any] | None) -> Any:
+    torch.manual_seed(0)
+    model = Tower().to(rank_device())
+    if shard is not None:
+        for block in model.blocks:
+            shard(block)
+        shard(model)
+    return model
+
+
+def inputs(index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + index)
+    (part,) = my_part((torch.randn(8, WIDTH, generator=generator),))
+    return part
+
+
+def assert_close_parameters(expected: nn.Module, got: nn.Module) -> None:
+    """Compare trained weights: both reduce in float32, over two ranks, in the same order."""
+    theirs, ours = full_parameters(expected), full_parameters(got)
+    assert list(theirs) == list(ours)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def shards(strategy: str) -> list[Callable[..., Any]]:
+    """Return torch's function, and ours."""
+    return [torch_fully_shard, functools.partial(graphfsdp.fully_shard, strategy=strategy)]
+
+
+def set_trained(model: Any, index: int) -> None:
+    """A schedule: layers, and whole units, freeze and thaw."""
+    model.requires_grad_(True)
+    model.blocks[0].requires_grad_(index % 3 == 1)
+    model.blocks[1][2].weight.requires_grad_(index % 2 == 0)
+    model.head.bias.requires_grad_(index >= 2)
+
+
+def freezing_run(shard: Callable[..., Any], *, frozen_first: bool) -> Any:
+    model = tower(None)
+    if frozen_first:
+        model.blocks.requires_grad_(False)
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for index in range(NUM_STEPS):
+        set_trained(model, index)
+        model(inputs(index)).square().mean().backward()
+        for name, param in model.named_parameters():
+            assert (param.grad is not None) == param.requires_grad, (index, name)
+        optim.step()
+        optim.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_what_is_trained_is_what_requires_grad_says(strategy: str, frozen_first: bool) -> None:
+    """Parameters that freeze and thaw after fully_shard, as in plain torch."""
+    runs = [freezing_run(shard, frozen_first=frozen_first) for shard in shards(strategy)]
+    assert_close_parameters(*runs)
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def change_trained(model: Any, index: int) -> None:
+    if index == 0:
+        model.blocks[1].requires_grad_(False)
+    elif index == 4:
+        model.blocks.requires_grad_(True)
+        model.blocks[0][0].requires_grad_(False)
+    elif index == 8:
+        model.requires_grad_(False)
+        model.blocks[2].requires_grad_(True)
+
+
+def captured_freezing(strategy: str, scope: str) -> Any:
+    model = tower(shards(strategy)[1])
+    optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+    change_trained(model, 0)
+    options: Any = {"scope": scope, "on_change": "recapture", "warmup_steps": 1}
+    with graphfsdp.capture(model, optim, loss_fn=mean_square, **options) as step:
+        for index in range(12):
+            change_trained(model, index)
+            step(inputs(index))
+        if scope != "none":
+            assert step.report().num_captures == 3
+    return model
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_a_captured_step_follows_requires_grad(strategy: str) -> None:
+    runs = [captured_freezing(strategy, scope) for scope in ("none", "full_iteration")]
+    assert_equal_tensors(*map(full_parameters, runs))
+    model = tower(torch_fully_shard)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(12):
+        change_trained(model, index)
+        mean_square(model, inputs(index)).backward()
+        optim.step()
+        optim.zero_grad()
+    assert_close_parameters(model, runs[1])
+
+
+@on_ranks("ranks2")
+def test_a_graph_guards_what_is_trained() -> None:
+    model = tower(graphfsdp.fully_shard)
+    optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+    with graphfsdp.capture(model, optim, loss_fn=mean_square, warmup_steps=1) as step:
+        for index in range(3):
+            step(inputs(index))
+        model.blocks[1].requires_grad_(False)
+        with pytest.raises(graphfsdp.GuardError, match="requires_grad"):
+            step(inputs(3))
+        model.blocks[1].requires_grad_(True)
+        step(inputs(4))
+
+
+def prefetching_run(shard: Callable[..., Any]) -> tuple[Any, list[Tensor]]:
+    model = tower(shard)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.05)
+    norms = []
+    for index in range(NUM_STEPS):
+        for block in model.blocks:
+            block.unshard()
+        if index % 2:
+            model.unshard()
+        model(inputs(index), skipped=[index % 3]).square().mean().backward()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(norm.full_tensor())
+        optim.step()
+        optim.zero_grad()
+    return model, norms
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_unshard_without_reshard_lasts_until_backward_is_over(strategy: str) -> None:
+    """Also in the first iteration, and in units that did not run."""
+    (theirs, their_norms), (ours, our_norms) = map(prefetching_run, shards(strategy))
+    for expected, got in zip(their_norms, our_norms, strict=True):
+        assert expected > 0
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert_close_parameters(theirs, ours)
+
+
+def unsharding_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        block.unshard()
+    loss = mean_square(model, x)
+    loss.backward()
+    optim.step()
+    return loss
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_unshard_inside_a_captured_iteration(strategy: str) -> None:
+    results = []
+    for scope in ("none", "full_iteration"):
+        model = tower(shards(strategy)[1])
+        optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+        options: Any = {"iteration": unsharding_iteration, "scope": scope}
+        with graphfsdp.capture(model, optim, **options) as step:
+            losses = [step(inputs(index)) for index in range(8)]
+        results.append(full_parameters(model) | {f"loss {i}": x for i, x in enumerate(losses)})
+    assert_equal_tensors(*results)
+    losses = [results[1][f"loss {index}"] for index in range(8)]
+    assert len({float(loss) for loss in losses}) == 8
+
+
+def pipelined_run(shard: Callable[..., Any], *, unshards: bool) -> Any:
+    """One forward, one backward: what the test of FSDP2 does."""
+    model = tower(shard)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for index in range(3):
+        if unshards:
+            for block in model.blocks:
+                block.unshard()
+        for part in range(3):
+            last = part == 2
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            model(inputs(3 * index + part)).square().mean().backward()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        optim.step()
+        optim.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("unshards", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_one_forward_one_backward_keeps_weights(strategy: str, unshards: bool) -> None:
+    assert_close_parameters(
+        *(pipelined_run(shard, unshards=unshards) for shard in shards(strategy))
+    )
+
+
+@on_ranks("ranks2")
+def test_weights_that_backward_keeps_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+
+    def count(*args: Any, **options: Any) -> None:
+        counted.append(args)
+        all_gather_(*args, **options)
+
+    monkeypatch.setattr("graphfsdp.sharding.buffer.all_gather_", count)
+    options: dict[str, Any] = {"strategy": "optim_grads_params", "reshard_after_forward": False}
+    pipelined_run(functools.partial(graphfsdp.fully_shard, **options), unshards=False)
+    assert len(counted) == 3 * 4  # iterations, units
+
+
+def skipping_run(shard: Callable[..., Any], *, last: Sequence[int]) -> Any:
+    model = tower(shard)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(NUM_STEPS):
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            skipped = last if part == 2 else ()
+            model(inputs(3 * index + part), skipped=skipped).square().mean().backward()
+        assert all(param.grad is not None for param in model.parameters())
+        optim.step()
+        optim.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("last", [(0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_the_last_microbatch_may_skip_a_unit(strategy: str, last: tuple[int, ...]) -> None:
+    assert_close_parameters(*(skipping_run(shard, last=last) for shard in shards(strategy)))
+
+
+def skipping_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
+    with model.no_sync():
+        first = mean_square(model, x[::2])
+        first.backward()
+    last = model(x[1::2], skipped=(0, 2)).square().mean()
+    last.backward()
+    optim.step()
+    total: Tensor = first + last
+    return total
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_a_captured_iteration_may_skip_a_unit_at_last(strategy: str) -> None:
+    runs = []
+    for scope in ("none", "full_iteration"):
+        model = tower(shards(strategy)[1])
+        optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+        with graphfsdp.capture(model, optim, iteration=skipping_iteration, scope=scope) as step:
+            for index in range(8):
+                step(inputs(index))
+        runs.append(full_parameters(model))
+    assert_equal_tensors(*runs)
+    start = full_parameters(tower(None))
+    assert not any(torch.equal(value, start[name]) for name, value in runs[1].items())
