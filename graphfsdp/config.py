@@ -84,6 +84,9 @@ class MixedPrecisionPolicy:
         grad_comm_dtype: Dtype in which gradients are reduced; None is the main grads'.
         use_decoupled_grad: The optimizer reads ``param.decoupled_grad`` instead of
             ``param.grad``, so that the gradient's dtype need not be the weight's.
+        reduce_dtype: FSDP2's word for ``grad_comm_dtype``.
+        output_dtype: Floating-point tensors that a unit's forward returns are cast to it.
+        cast_forward_inputs: Those that it is given are cast to ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -91,10 +94,26 @@ class MixedPrecisionPolicy:
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     use_decoupled_grad: bool = False
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    @property
+    def comm_dtype(self) -> torch.dtype | None:
+        """Dtype in which gradients are reduced, by whichever word it was given."""
+        return self.grad_comm_dtype or self.reduce_dtype
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
-            dtype = getattr(self, name)
+        if None not in (self.grad_comm_dtype, self.reduce_dtype) and (
+            self.grad_comm_dtype != self.reduce_dtype
+        ):
+            raise ConfigError(
+                f"MixedPrecisionPolicy was given grad_comm_dtype={self.grad_comm_dtype} and "
+                f"reduce_dtype={self.reduce_dtype}, which mean the same. Remedy: one of them"
+            )
+        for name, dtype in vars(self).items():
+            if not name.endswith("_dtype"):
+                continue
             if dtype is not None and not dtype.is_floating_point:
                 raise ConfigError(
                     f"MixedPrecisionPolicy.{name} must be a floating-point dtype, got {dtype}"

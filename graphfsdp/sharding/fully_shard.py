@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.utils import _pytree as pytree
 
 from graphfsdp.base.dtensors import can_be_copied
@@ -24,7 +25,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     *,
     strategy: str | int | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy | TorchPolicy | None = None,
     reshard_after_forward: bool = True,
     gradient_reduction: str = "mean",
     shard_axis: str | None = None,
@@ -47,7 +48,7 @@ def fully_shard(
             and repeated on the outer one, where gradients are reduced in the last microbatch only.
             None is all ranks of the default process group.
         strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3.
-        mp_policy: Dtypes of the copies of each weight and gradient.
+        mp_policy: Dtypes of the copies of each weight and gradient; torch's own policy, too.
         reshard_after_forward: For "optim_grads_params": backward gathers whole weights again.
         gradient_reduction: "mean" over ranks, or "sum" for a per-token loss, which is already
             divided by the number of tokens on all ranks.
@@ -77,7 +78,7 @@ def fully_shard(
             "module, inner modules first"
         )
     _check_embeddings(module)
-    policy = mp_policy or MixedPrecisionPolicy()
+    policy = _policy(mp_policy)
     _check_precision(module, policy)
     parsed = ShardingStrategy.parse(strategy)
     options = UnitOptions(
@@ -108,15 +109,20 @@ def make_unit(module: nn.Module, group: ShardGroup) -> None:
 
 
 def _add_hooks(module: nn.Module, unit: Unit) -> None:
+    policy = unit.group.options.policy
+
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         shards_of(module)
         unit.enter_forward()
-        return _cast_inputs(args, kwargs, unit.group.options.policy.param_dtype)
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        casted: tuple[tuple[Any, ...], dict[str, Any]] = _cast((args, kwargs), dtype)
+        return casted
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit.leave_forward()
+        return _cast(output, policy.output_dtype)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
@@ -126,18 +132,27 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_state_dict_post_hook(_make_copyable)
 
 
-def _cast_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionPolicy:
+    if not isinstance(given, TorchPolicy):
+        return given or MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=given.param_dtype,
+        # Without a word about it FSDP2 reduces in the dtype that gradients are computed in.
+        reduce_dtype=given.reduce_dtype or given.param_dtype,
+        output_dtype=given.output_dtype,
+        cast_forward_inputs=given.cast_forward_inputs,
+    )
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
-        return args, kwargs
+        return values
 
     def cast(leaf: Any) -> Any:
         castable = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if castable else leaf
 
-    casted: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(cast, (args, kwargs))
-    return casted
+    return pytree.tree_map(cast, values)
 
 
 def _make_copyable(

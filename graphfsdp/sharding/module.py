@@ -1,6 +1,6 @@
 """What a module is after `fully_shard`, and how to get at its unit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -20,6 +20,13 @@ _UNIT = "_graphfsdp_unit"
 _SHARDS = "_graphfsdp_shards"
 
 
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Return at once: the weights have arrived, or kernels are ordered behind them."""
+
+
 class FSDPModule:
     """What a module can do after ``fully_shard``, in FSDP2's names."""
 
@@ -31,15 +38,19 @@ class FSDPModule:
         """Refuse to be pickled or copied."""
         raise _refuse_copy()
 
-    def unshard(self) -> None:
+    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather the whole weights of this unit, and hold them.
 
         That is until ``reshard``, or until a backward pass of the model is over; see
         ``set_reshard_after_backward``.
+
+        Args:
+            async_op: Return a handle, as FSDP2 does. The weights are here already.
         """
         shards_of(self)
         unit_of(self).group.check_memory()
         unit_of(self).unshard()
+        return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Put the shards of this unit back and drop its whole weights."""
@@ -63,6 +74,19 @@ class FSDPModule:
         """
         for unit in units_in(self):
             unit.is_last_microbatch = is_last
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """FSDP2's word for ``set_is_last_microbatch``."""
+        self.set_is_last_microbatch(is_last_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Ignored: backward gathers what it asks for, and nothing else."""
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Ignored: units gather ahead in the order of the last pass; see ``OverlapPolicy``."""
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Ignored: units gather ahead in the order of the last pass; see ``OverlapPolicy``."""
 
     @torch.no_grad()
     def finish_microbatches(self) -> None:

@@ -35,7 +35,7 @@ class BufferDtypes:
         main = policy.main_params_dtype or dtype
         grad = policy.main_grads_dtype or main
         compute = policy.param_dtype or dtype
-        return cls(compute, main, grad, policy.grad_comm_dtype or grad)
+        return cls(compute, main, grad, policy.comm_dtype or grad)
 
 
 @dataclass(frozen=True)

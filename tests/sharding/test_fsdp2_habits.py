@@ -1,5 +1,6 @@
 """What FSDP2's users do every day: the same scripts with torch's ``fully_shard`` and with ours."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -302,3 +304,51 @@ def test_a_captured_iteration_may_skip_a_unit_at_last(strategy: str) -> None:
     assert_equal_tensors(*runs)
     start = full_parameters(tower(None))
     assert not any(torch.equal(value, start[name]) for name, value in runs[1].items())
+
+
+def policies() -> list[tuple[TorchPolicy, dict[str, Any]]]:
+    """Return torch's policies with the words that say the same to ours."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    words: list[dict[str, Any]] = [
+        {"param_dtype": bf16, "reduce_dtype": fp32},
+        {"param_dtype": bf16, "reduce_dtype": fp32, "output_dtype": torch.float64},
+        {"reduce_dtype": fp32, "cast_forward_inputs": False, "output_dtype": bf16},
+    ]
+    return [(TorchPolicy(**each), each) for each in words]
+
+
+def precision_run(shard: Callable[..., Any], policy: Any) -> tuple[Any, Tensor]:
+    model = tower(None)
+    for block in model.blocks:
+        shard(block, mp_policy=dataclasses.replace(policy, output_dtype=None))
+    shard(model, mp_policy=policy)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        model.set_modules_to_forward_prefetch(list(model.blocks))
+        model.set_modules_to_backward_prefetch(list(model.blocks))
+        model.set_unshard_in_backward(True)
+        model.set_is_last_backward(True)
+        model.unshard(async_op=True).wait()
+        output = model(inputs(index))
+        output.square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    return model, output.detach()
+
+
+@pytest.mark.parametrize("which", range(3))
+@on_ranks("ranks2")
+def test_the_words_of_fsdp2s_precision(which: int) -> None:
+    theirs, words = policies()[which]
+    expected, expected_output = precision_run(torch_fully_shard, theirs)
+    for policy in (theirs, graphfsdp.MixedPrecisionPolicy(**words)):
+        got, output = precision_run(graphfsdp.fully_shard, policy)
+        assert output.dtype == expected_output.dtype
+        assert output.dtype == (words.get("output_dtype") or words["param_dtype"])
+        torch.testing.assert_close(output, expected_output, rtol=1e-2, atol=1e-3)
+        assert_close_parameters(expected, got)
+
+
+def test_two_words_for_one_dtype() -> None:
+    with pytest.raises(graphfsdp.ConfigError, match="mean the same"):
+        graphfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.float32, reduce_dtype=torch.bfloat16)
