@@ -10,9 +10,7 @@ it for a tensor that is cut otherwise. An operator runs
   What such an operator writes in place goes back into the rows.
 """
 
-import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,32 +26,23 @@ from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 from graphfsdp.base.flat_buffer import contiguous_stride
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import ASKS_SUBCLASSES, RowShard
+from graphfsdp.sharding.row_operators import (
+    NEW,
+    RANDOM,
+    SUMS,
+    call_with,
+    is_local,
+    is_view,
+    map_tensors,
+    refuse_plain,
+    refuse_whole,
+    resolved,
+    tensors_in,
+    written_by,
+)
 
 _aten = torch.ops.aten
 
-# Beside those that torch tags as pointwise.
-_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
-_LOCAL = frozenset(
-    (
-        *(f"aten::{name}" for name in _LIKE),
-        *("aten::detach", "aten::alias", "aten::lift_fresh", "aten::clone", "aten::copy_"),
-        *("aten::_to_copy", "aten::copy", "aten::fill_", "aten::zero_", "aten::contiguous"),
-        *("aten::fill", "aten::zero", "aten::detach_", "aten::record_stream", "aten::lerp_"),
-    )
-)
-_RANDOM = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_"),
-        *("bernoulli", "native_dropout", "exponential_", "geometric_", "log_normal_"),
-        *("cauchy_", "random_"),
-    )
-)
-_NEW = frozenset(
-    f"aten::{name}"
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-)
-_SUMS = frozenset(("aten::sum", "aten::linalg_vector_norm"))
 _UNFIT = object()  # no result: the operands do not have the same rows
 
 
@@ -61,7 +50,7 @@ class RowTensor(DTensor):
     """A DTensor whose rows are cut as a ``RowShard`` says, evenly or not."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload,
         types: Sequence[type],
@@ -77,7 +66,8 @@ class RowTensor(DTensor):
         made: Any = DTensor.__tensor_unflatten__(
             inner_tensors, flatten_spec, outer_size, outer_stride
         )
-        found = RowTensor(made._local_tensor, made._spec, requires_grad=made.requires_grad)
+        kind: Any = RowTensor
+        found: RowTensor = kind(made._local_tensor, made._spec, requires_grad=made.requires_grad)
         return found
 
     def redistribute(
@@ -108,7 +98,7 @@ class WholeView(DTensor):
     """A view of a tensor that had to be made whole: what is written into it would be lost."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload,
         types: Sequence[type],
@@ -242,89 +232,22 @@ def _my_rows(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
 # Operators
 
 
-@functools.cache
-def _is_local(func: torch._ops.OpOverload) -> bool:
-    """Tell whether an operator works element by element, on tensors or on lists of them."""
-    name = func._schema.name
-    if any("Tensor" not in str(result.type) for result in func._schema.returns):
-        return False  # torch.equal, which torch tags as pointwise
-    if torch.Tag.pointwise in func.tags or name in _LOCAL:
-        return True
-    if name.startswith("aten::_foreach_"):
-        return not any(word in name for word in ("_norm", "_max.", "_sum")) and (
-            name not in ("aten::_foreach_max", "aten::_foreach_powsum")
-        )
-    return name.startswith("aten::_fused_ada") or name.startswith("aten::_fused_sgd")
-
-
-@functools.cache
-def _written_places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-@functools.cache
-def _is_view(func: torch._ops.OpOverload) -> bool:
-    return any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in func._schema.returns
-    )
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _written(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    values = [
-        args[index] if index < len(args) else kwargs.get(name)
-        for index, name in _written_places(func)
-    ]
-    return list(_tensors(values))
-
-
-def _map(change: Callable[[Tensor], Any], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_map(change, item) for item in value)
-    return value
-
-
-def _call(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    change: Callable[[Tensor], Any],
-) -> Any:
-    return func(*_map(change, args), **{name: _map(change, v) for name, v in kwargs.items()})
-
-
 def _dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
-    tensors = list(_tensors([*args, *kwargs.values()]))
-    _refuse_lost_writes(func, _written(func, args, kwargs))
+    tensors = list(tensors_in([*args, *kwargs.values()]))
+    _refuse_lost_writes(func, written_by(func, args, kwargs))
     if not any(_is_cut(tensor) for tensor in tensors):
-        return _call(func, args, kwargs, _as_torch)
+        return call_with(func, args, kwargs, _as_torch)
     if name == "aten::is_same_size":
         return args[0].shape == args[1].shape
     result = _UNFIT
-    if _is_local(func):
+    if is_local(func):
         result = _run_on_rows(func, args, kwargs)
-    elif name in _NEW:
+    elif name in NEW:
         result = _make_new(func, args, kwargs)
-    elif name in _RANDOM or name.startswith("aten::_amp_foreach_non_finite"):
+    elif name in RANDOM or name.startswith("aten::_amp_foreach_non_finite"):
         result = _run_as_torch(func, args, kwargs)
-    elif name in _SUMS:
+    elif name in SUMS:
         result = _add_up(func, args, kwargs)
     elif name == "aten::_foreach_norm" and not isinstance(args[0][0], WholeView):
         result = [_norm(tensor, *args[1:], **kwargs) for tensor in args[0]]
@@ -366,8 +289,8 @@ def _run_on_rows(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
         calls = [[*single, *(items[i] for items in lists if items)] for i in range(count)]
     else:
         calls = [single]
-    written = {id(tensor) for tensor in _written(func, args, kwargs)}
-    _refuse_plain(func, [tensor for call in calls for tensor in call])
+    written = {id(tensor) for tensor in written_by(func, args, kwargs)}
+    refuse_plain(func, [tensor for call in calls for tensor in call])
     places = [_common_rows(call, written) for call in calls]
     if None in places:
         return _UNFIT
@@ -405,7 +328,7 @@ def _run_on_rows(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
                 for items in result
             )
         return type(result)(wrap(value, place) for value, place in zip(result, places, strict=True))
-    return _map(lambda value: wrap(value, places[0]), result)
+    return map_tensors(lambda value: wrap(value, places[0]), result)
 
 
 class _Rows:
@@ -470,19 +393,6 @@ def _local(tensor: Any, place: _Rows) -> Tensor:
     return whole
 
 
-def _refuse_plain(func: torch._ops.OpOverload, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that may be whole, or somebody's rows; as torch's DTensor does."""
-    for tensor in tensors:
-        if not isinstance(tensor, DTensor) and tensor.dim() and tensor.numel() != 1:
-            raise ConfigError(
-                f"{func} got a sharded parameter (a DTensor) and a plain tensor of shape "
-                f"{tuple(tensor.shape)}: nobody can tell whether that is whole. Remedy: "
-                "DTensor.from_local(tensor, param.device_mesh, [Replicate()] * "
-                "param.device_mesh.ndim) if each rank holds all of it, or param.to_local() and "
-                "the rows of this rank"
-            )
-
-
 def _make_new(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, size = args[0], tuple(args[1])
     if not isinstance(like, DTensor):
@@ -513,13 +423,14 @@ def _view_rows(
         here = len(rest) < 3 or rest[2] in (None, rows.storage_offset())
         return _dispatch(_aten.alias.default, (rows,), {}) if same and here else _UNFIT
     if name in ("view", "_unsafe_view"):
-        size = _resolved(rest[0], rows.numel())
+        size = resolved(rest[0], rows.numel())
         if not size or size[0] != shape[0] or not rows.numel():
             return _UNFIT
         view = func(local, [local.shape[0], *size[1:]])
         return _wrap(view, rows.device_mesh, rows.placements, size)
     if name == "slice":
-        start, end, step = (*rest[1:], *(None, None, 1)[len(rest[1:]) :])
+        given: tuple[Any, ...] = tuple(rest[1:])
+        start, end, step = given + (None, None, 1)[len(given) :]
         if rest[:1] in ((), (0,), (-dims,)):
             everything = start in (None, 0) and (end is None or end >= shape[0]) and step == 1
             return _dispatch(_aten.alias.default, (rows,), {}) if everything else _UNFIT
@@ -534,13 +445,6 @@ def _view_rows(
         return _UNFIT
     view = func(local, *rest)
     return _wrap(view, rows.device_mesh, rows.placements, (shape[0], *view.shape[1:]))
-
-
-def _resolved(size: Sequence[int], numel: int) -> tuple[int, ...]:
-    if -1 not in size:
-        return tuple(size)
-    known = math.prod(length for length in size if length != -1)
-    return tuple(numel // known if length == -1 else length for length in size) if known else ()
 
 
 # Sums and norms
@@ -577,11 +481,11 @@ def _run_as_torch(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Let torch fill or draw the rows of each rank: it knows how random numbers differ there."""
-    cut: list[Any] = [t for t in _tensors([*args, *kwargs.values()]) if _is_cut(t)]
+    cut: list[Any] = [t for t in tensors_in([*args, *kwargs.values()]) if _is_cut(t)]
     made = {id(tensor): _stand_in(tensor) for tensor in cut}
-    result = _call(func, args, kwargs, lambda tensor: made.get(id(tensor), _as_torch(tensor)))
+    result = call_with(func, args, kwargs, lambda tensor: made.get(id(tensor), _as_torch(tensor)))
     back = {id(made[id(tensor)]): tensor for tensor in cut}
-    return _map(
+    return map_tensors(
         lambda value: back[id(value)] if id(value) in back else _as_rows(value, cut[0]), result
     )
 
@@ -599,7 +503,7 @@ def _add_up(
     to the part of every rank.
     """
     rows = args[0]
-    if not _is_cut(rows) or not rows.dim() or len(list(_tensors([*args, *kwargs.values()]))) > 1:
+    if not _is_cut(rows) or not rows.dim() or len(list(tensors_in([*args, *kwargs.values()]))) > 1:
         return _UNFIT
     local = rows._local_tensor
     named = dict(zip((item.name for item in func._schema.arguments), args, strict=False))
@@ -634,9 +538,9 @@ def _run_on_whole(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an operator on whole tensors, for which all ranks exchange their rows."""
-    tensors = list(_tensors([*args, *kwargs.values()]))
-    _refuse_whole(func)
-    _refuse_plain(func, tensors)
+    tensors = list(tensors_in([*args, *kwargs.values()]))
+    refuse_whole(func)
+    refuse_plain(func, tensors)
     found: dict[int, Any] = {}
     for tensor in tensors:
         if _is_cut(tensor) and id(tensor) not in found:
@@ -656,13 +560,13 @@ def _run_on_whole(
         whole = found.get(id(tensor), _as_torch(tensor))
         pairs[id(tensor)] = whole._local_tensor if plain and isinstance(whole, DTensor) else whole
     shapes = {key: whole.shape for key, whole in found.items()}
-    result = _call(func, args, kwargs, lambda tensor: pairs[id(tensor)])
-    written = _written(func, args, kwargs)
+    result = call_with(func, args, kwargs, lambda tensor: pairs[id(tensor)])
+    written = written_by(func, args, kwargs)
     for tensor in written:
         if id(tensor) in found:
             _write_back(func, tensor, found[id(tensor)], shapes[id(tensor)])
     originals = {id(pairs[id(tensor)]): tensor for tensor in written}
-    kind = WholeView if _is_view(func) else DTensor
+    kind = WholeView if is_view(func) else DTensor
 
     def wrap(value: Tensor) -> Tensor:
         if id(value) in originals:
@@ -670,27 +574,14 @@ def _run_on_whole(
         if isinstance(value, DTensor):
             if kind is DTensor:
                 return value
-            made: Tensor = kind(value._local_tensor, value._spec, requires_grad=False)
+            view: Any = WholeView
+            made: Tensor = view(value._local_tensor, value._spec, requires_grad=False)
             return made
         if not plain:
             return value
         return _wrap(value, mesh, (Replicate(),) * mesh.ndim, tuple(value.shape), kind)
 
-    return _map(wrap, result)
-
-
-def _refuse_whole(func: torch._ops.OpOverload) -> None:
-    if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-        reason = "is a collective, and the ranks hold different rows. Remedy: param.to_local(), or "
-        reason += "param.full_tensor()"
-    elif torch.Tag.inplace_view in func.tags:
-        reason = "changes the shape of a sharded parameter in place. Remedy: a new tensor"
-    elif torch.Tag.nondeterministic_seeded in func.tags:
-        reason = "draws random numbers, which every rank would draw for itself. Remedy: draw from "
-        reason += "param.full_tensor() on one rank, and broadcast"
-    else:
-        return
-    raise ConfigError(f"{func} {reason}")
+    return map_tensors(wrap, result)
 
 
 def _write_back(func: torch._ops.OpOverload, rows: Any, whole: DTensor, shape: torch.Size) -> None:

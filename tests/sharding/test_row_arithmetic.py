@@ -1,7 +1,9 @@
 """Arithmetic on tensors whose rows are cut unevenly: as on the whole tensor, or refused by name."""
 
 import functools
+import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +36,10 @@ REFUSALS = (
     "its data is not allocated yet",
     "with arguments from the 'SparseCPU' backend",
 )
-FEWEST = {"right": 7000, "operators": 600}
+# Of the operators, one in so many; in the named ones something was wrong once.
+PART = int(os.environ.get("GRAPHFSDP_TEST_ROW_OPERATORS", "12"))
+ALWAYS = ("equal", "nn.functional.cosine_embedding_loss", "mean", "max", "abs", "lerp", "norm")
+FEWEST = {"right": 7000 // PART // 2, "operators": 600 // PART // 2}
 
 
 @functools.cache
@@ -68,7 +73,8 @@ def _operators() -> Iterator[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     for operator in op_db:
-        has_values = not any(word in operator.name for word in NO_VALUES)
+        chosen = operator.name in ALWAYS or zlib.crc32(operator.name.encode()) % PART == 0
+        has_values = chosen and not any(word in operator.name for word in NO_VALUES)
         if has_values and torch.float32 in operator.supported_dtypes("cpu"):
             yield operator
 
@@ -162,7 +168,7 @@ def _of_the_database() -> Iterator[tuple[str, Callable[..., Any], Any]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
-@pytest.mark.time_limit(900)
+@pytest.mark.time_limit(120)
 @on_ranks("ranks2")
 def test_operators_do_on_uneven_rows_what_they_do_on_the_whole_or_are_refused() -> None:
     torch.manual_seed(0)
