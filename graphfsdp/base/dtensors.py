@@ -85,9 +85,16 @@ def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...
     if not is_dtensor(like):
         return local
     dtensor: Any = like
-    if local.device.type not in (dtensor.device_mesh.device_type, "meta"):
-        return _wrap_elsewhere(local, dtensor, shape, stride)
-    return can_be_copied(as_dtensor(local, dtensor.device_mesh, dtensor.placements, shape, stride))
+    return can_be_copied(_of_kind(dtensor, local.detach(), shape, stride))
+
+
+def _of_kind(like: Any, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """Return a DTensor of the same class and placements as another."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(like.device_mesh, like.placements, TensorMeta(shape, stride, local.dtype))
+    found: Tensor = type(like)(local, spec, requires_grad=False)
+    return found
 
 
 def can_be_copied(tensor: Tensor) -> Tensor:
@@ -116,23 +123,8 @@ class _WithoutOffset(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        from torch.distributed.tensor import DTensor
-
         result = func(*args, **(kwargs or {}))
         nowhere = torch.empty(0, dtype=result.dtype, device=result.device)
-        same: Any = DTensor(nowhere, result._spec, requires_grad=False)
+        same: Any = type(result)(nowhere, result._spec, requires_grad=False)
         same._local_tensor = result._local_tensor
         return same
-
-
-def _wrap_elsewhere(local: Tensor, like: Any, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """Return a DTensor whose local part is not on the mesh's device, such as offloaded state.
-
-    ``from_local`` would move it there. torch's own FSDP2 makes its offloaded parameters so.
-    """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    meta = TensorMeta(shape, stride, local.dtype)
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)

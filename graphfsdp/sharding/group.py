@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphfsdp.base.dtensors import as_dtensor, local_part
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer
@@ -25,6 +25,7 @@ from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.row_tensors import make_dtensor
 
 # On a parameter that a unit manages.
 _IS_SHARDED = "_graphfsdp_is_sharded"
@@ -164,8 +165,7 @@ class ShardGroup:
         axes = self._axes.get(name)
         if axes is not None:
             mesh, places, shape = self._meshes[name], [*axes.placements, *places], axes.shape
-        found: DTensor = as_dtensor(local, mesh, places, shape)
-        return found
+        return make_dtensor(local, mesh, places, shape)
 
     def bind_views(self) -> None:
         """Point every parameter at where the main weights lie now, and make its gradient view."""

@@ -1,5 +1,6 @@
 """The DTensor placement of a unit's parameters: whole rows, as many as happen to fall on a rank."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+# Whether torch leaves operators to a child of its DTensor; below 2.13 it never asks.
+ASKS_SUBCLASSES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 # Where whole specs are compared.
 _SPECS, _EQUALITIES = "torch.distributed.tensor._dtensor_spec", ("_check_equals", "__eq__")
 
@@ -17,12 +20,10 @@ _SPECS, _EQUALITIES = "torch.distributed.tensor._dtensor_spec", ("_check_equals"
 class RowShard(Shard):
     """``Shard(0)`` with any number of rows per rank.
 
-    It equals ``Shard(0)`` for every operator that works on local rows. It knows which rows each
-    rank holds, where ``Shard`` takes for granted that ``torch.chunk`` has cut the tensor: so
-    ``full_tensor`` and torch.distributed.checkpoint find the right rows (``distribute_tensor`` does
-    not: torch puts a plain ``Shard`` in the place of any child of it). Results of arithmetic carry
-    plain ``Shard(0)`` again: take these of parameters, gradients and their detached or saved
-    copies.
+    It knows which rows each rank holds, where ``Shard`` takes for granted that ``torch.chunk`` has
+    cut the tensor: so torch.distributed.checkpoint finds the right rows (``distribute_tensor`` does
+    not: torch puts a plain ``Shard`` in the place of any child of it). Operators on tensors with
+    it are those of ``RowTensor``, never torch's for shards, where torch asks a ``RowTensor``.
 
     ``borders``: first row of each part, and behind the last one the number of rows. ``order``:
     which part each rank holds; None if they are in the order of the ranks.
@@ -44,18 +45,16 @@ class RowShard(Shard):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RowShard):
             return self.borders == other.borders and self.order == other.order
-        # Note [Two equalities]: operators shall take this for Shard(0), and go on without moving
-        # rows. But torch looks up by whole specs what it has worked out for an operator, and a
-        # table may compare entries whose hashes are not equal: a spec with this placement must
-        # not be one with Shard(0), or each gets what belongs to the other.
-        caller = sys._getframe(1)
-        if caller.f_code.co_name in _EQUALITIES and caller.f_globals["__name__"] == _SPECS:
-            return False
+        # Shard(0), so that torch makes DTensors with it. It looks up by equal placements what it
+        # has worked out for an operator, but never for a RowTensor.
+        if not ASKS_SUBCLASSES:
+            # There it must not take what belongs to Shard(0), though it compares both elsewhere.
+            caller = sys._getframe(1)
+            if caller.f_code.co_name in _EQUALITIES and caller.f_globals["__name__"] == _SPECS:
+                return False
         return super().__eq__(other)  # maybe NotImplemented, which bool() would take for True
 
     def __hash__(self) -> int:
-        # Unlike Shard(0) and other borders, so that torch does not reuse what it has worked out
-        # for one of them.
         return hash((type(self), self.borders, self.order))
 
     def __repr__(self) -> str:
@@ -87,18 +86,25 @@ class RowShard(Shard):
     ) -> Tensor:
         """Return the whole tensor; one exchange of rows."""
         group = mesh.get_group(mesh_dim)
-        if self._fits(current_logical_shape[0], group.size()):
-            counts = [self.rows_of(rank)[1] for rank in range(group.size())]
-        else:
-            counts = _row_counts(local_tensor, group)
-        longest = max(counts)
-        padded = local_tensor.new_zeros((longest, *current_logical_shape[1:]))
-        padded[: local_tensor.shape[0]] = local_tensor
+        if current_logical_shape[0] == self.borders[-1]:
+            return self.gather(local_tensor, group)
+        counts = _row_counts(local_tensor, group)  # a view that torch has made of our rows
+        borders = (0, *itertools.accumulate(counts))
+        return RowShard(borders).gather(local_tensor, group)
+
+    def gather(
+        self,
+        local: Tensor,  # [rows here, ...]
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        """Return [rows, ...] of all ranks; one exchange."""
+        counts = [self.rows_of(rank)[1] for rank in range(group.size())]
+        padded = local.new_zeros((max(counts), *local.shape[1:]))
+        padded[: local.shape[0]] = local
         parts = [torch.empty_like(padded) for _ in counts]
         if padded.numel():
-            # Bytes where an element is one: not every backend knows float8.
-            small = padded.dtype.itemsize == 1
-            sent = [part.view(torch.uint8) if small else part for part in (padded, *parts)]
+            # Bytes: backends do not know every dtype (gloo no int16, none of them float8).
+            sent = [part.view(-1).view(torch.uint8) for part in (padded, *parts)]
             dist.all_gather(sent[1:], sent[0], group=group)
         found = [part[:count] for part, count in zip(parts, counts, strict=True)]
         if self.order is not None:
@@ -106,15 +112,15 @@ class RowShard(Shard):
         return torch.cat(found)
 
 
-def _first(pair: tuple[int, Tensor]) -> int:
-    return pair[0]
-
-
 def _row_counts(local: Tensor, group: dist.ProcessGroup) -> list[int]:
     mine = torch.tensor([local.shape[0]], device=local.device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     return [int(count) for count in everyone]
+
+
+def _first(pair: tuple[int, Tensor]) -> int:
+    return pair[0]
 
 
 # As torch does it for its own placements: torch.load takes weights_only=True by default.
