@@ -1,9 +1,7 @@
 """What one rank meets and the others do not: all of them do the same, at once."""
 
 import contextlib
-import itertools
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +20,13 @@ from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
 from rank_steps import WIDTH, batch
 from ranks import GROUP_TIMEOUT_S, RankPool, on_ranks, rank_device
+from unseen import Unseen
 
 
 class Scaled(nn.Module):
     """Multiplies by a number of Python's."""
 
-    def __init__(self, numbers: Iterator[float]) -> None:
+    def __init__(self, numbers: Unseen) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.numbers = numbers
@@ -39,9 +38,7 @@ class Scaled(nn.Module):
 
 
 def counts_on_one_rank(numbers_of_rank_1: list[float]) -> tuple[list[bool], int, Tensor]:
-    counter = itertools.chain(numbers_of_rank_1[:-1], itertools.repeat(numbers_of_rank_1[-1]))
-    numbers = counter if dist.get_rank() == 1 else itertools.repeat(5.0)
-    model = Scaled(numbers)
+    model = Scaled(Unseen(*(numbers_of_rank_1 if dist.get_rank() == 1 else [5.0])))
     graphfsdp.fully_shard(model.to(rank_device()))
     step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01))
     refused = []
