@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
+from unseen import Unseen
 
 NUM_STEPS = 14  # 3 warm-up, 1 capture, 10 replays
 OPTIMIZERS = ("fused_adam", "adamw", "sgd")
@@ -234,13 +235,13 @@ def check_against_eager(
 
 def count_forwards(model: nn.Module) -> Callable[[], int]:
     """Count the calls of a model's forward from now on; the result returns how many there were."""
-    calls: list[None] = []
+    calls = Unseen(None)
 
     def hook(module: nn.Module, args: object) -> None:
-        calls.append(None)
+        next(calls)
 
     model.register_forward_pre_hook(hook)
-    return lambda: len(calls)
+    return lambda: calls.num_calls
 
 
 class OpNames(TorchDispatchMode):
