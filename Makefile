@@ -7,6 +7,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Options for the program that a target runs, such as ARGS="--preset tiny --train-iters 100".
 ARGS   ?=
+# The environment of `make cuda-test`, which holds torch's CUDA build (5 GB), and what lies in it:
+# by default the torch that the machines with a GPU have. For the newest one, in an environment of
+# its own: make cuda-test VENV_CUDA=.venv-cuda-newest CUDA_REQUIREMENTS=tests/cuda_stand_in/newest.txt
+VENV_CUDA         ?= .venv-cuda
+CUDA_REQUIREMENTS ?= tests/cuda_stand_in/requirements.txt
 # Where `make train` puts its run; a new directory each time, since a run is never overwritten.
 RUN    ?= runs/$(shell date +%Y%m%d-%H%M%S)
 # Where `make bench` puts its results, likewise.
@@ -19,7 +24,7 @@ DIST   ?= dist
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format bench gpu-check wheel clean
+.PHONY: help train test cuda-test lint format bench gpu-check wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -31,6 +36,10 @@ train: $(VENV)/.train  ## train the default GPT on Python's own source files (AR
 # ARGS="-n 0" runs all in one process, for --pdb and -s.
 test: $(VENV)/.dev  ## run the test suite (ARGS="-k name" for a part of it)
 	$(bin)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+# On x86-64 and Linux, without a GPU: tests/cuda_stand_in/README.md says what it can show.
+cuda-test: $(VENV_CUDA)/.stamp  ## the tests for a GPU, on torch's CUDA build above a stand-in for the driver
+	$(VENV_CUDA)/bin/python tests/cuda_stand_in/above.py -m pytest -m gpu -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy --strict
 	$(bin)/ruff check .
@@ -56,7 +65,7 @@ wheel: $(VENV)/.train  ## build the wheel into DIST
 	$(bin)/python -m pip wheel . --quiet --no-deps --wheel-dir "$(DIST)"
 
 clean:  ## remove the environment and every build product; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_CUDA) tests/cuda_stand_in/build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
@@ -72,3 +81,8 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(bin)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
 	$(bin)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@ $(VENV)/.train
+
+$(VENV_CUDA)/.stamp: $(CUDA_REQUIREMENTS)
+	@$(PYTHON) -m venv $(VENV_CUDA) || { rm -rf $(VENV_CUDA); exit 1; }
+	$(VENV_CUDA)/bin/python -m pip install --quiet --requirement $(CUDA_REQUIREMENTS)
+	@touch $@

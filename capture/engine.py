@@ -59,6 +59,7 @@ class Engine:
         self.full = options.scope is Scope.FULL_ITERATION
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
+        self._has_iterated = False
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
@@ -104,6 +105,7 @@ class Engine:
                 # The watch refuses at its end; other ranks go on to the norm's reduction.
                 self._iteration.optimizer_step()
             raise
+        self._has_iterated = True
         results = recording.results.flatten(output)
         if self.full:
             grad_norm = self._iteration.optimizer_step()
@@ -144,7 +146,8 @@ class Engine:
     def constant_watch(self, *, trains: bool = True) -> ConstantWatch:
         """Return what compares the numbers of a warm-up and of the capture after it."""
         stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
-        return ConstantWatch(self.model, self.backend.device, stepping)
+        has_run = self._has_iterated and trains
+        return ConstantWatch(self.model, self.backend.device, stepping, has_run=has_run)
 
     def python(self, *, weakly: bool = False) -> Snapshot:
         """Return all Python that the iteration can name, as it is now; ``weakly``: no tensor."""

@@ -21,7 +21,8 @@ import numpy
 import pytest
 import torch
 
-from fake_cuda import on_played_device, played_cuda  # noqa: F401  (fixtures)
+from cuda_stand_in.cannot import reasons_of
+from cuda_stand_in.library import is_below, take_races
 from ranks import gpu_ranks, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
 
 TIME_LIMIT_S = 120
@@ -73,6 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker) and num_devices < needed:
                 reason = f"needs {needed} CUDA device(s), this machine has {num_devices}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("gpu") and is_below():
+            for reason in reasons_of(item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=f"above the stand-in: {reason}"))
     # What only a GPU can tell comes first, so that a run that is cut short has told it.
     items.sort(key=lambda item: num_devices > 0 and not item.get_closest_marker("gpu"))
 
@@ -139,6 +143,15 @@ def _deterministic_kernels(
     yield
     if on_gpu:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _no_races(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Above the stand-in: in no graph do two nodes touch the same memory at the same time."""
+    yield
+    if request.node.get_closest_marker("gpu") and is_below():
+        races = take_races()
+        assert not races, races
 
 
 @contextlib.contextmanager

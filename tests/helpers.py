@@ -3,6 +3,7 @@
 import atexit
 import gc
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -262,7 +263,9 @@ class OpNames(TorchDispatchMode):
 def no_host_sync(device: torch.device) -> Iterator[None]:
     """Fail if the body reads a device value on the host."""
     if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # once it is on, torch says that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -232,9 +232,9 @@ def new_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * torch.rand(4, generator=torch.Generator())  # refused
 
 
-@refused(GENERATOR, "torch.Generator.get_state", GENERATED)
+@refused(GENERATOR, "torch.Generator.get_state", GENERATED, driver=False)
 def forked_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    with torch.random.fork_rng():  # refused
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # refused
         return h * torch.rand_like(h)
 
 
@@ -326,7 +326,7 @@ def seed_own_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
-@refused(GENERATOR, "torch.Generator.get_state", GENERATED)
+@refused(GENERATOR, "torch.Generator.get_state", GENERATED, driver=False)
 def checkpointed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     out = checkpoint(torch.sin, h, use_reentrant=False)  # refused
     assert isinstance(out, Tensor)

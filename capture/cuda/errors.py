@@ -37,6 +37,25 @@ _ERRORS = (
         "keep the value on the device, or make the tensor before the iteration",
         HazardKind.HOST_READ,
     ),
+    # Torch's own refusals, before it asks the driver.
+    CudaCaptureError(
+        900,
+        "cudaErrorStreamCaptureUnsupported",
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+        "a copy between pageable host memory and the device (torch.tensor(x, device='cuda'), "
+        ".cuda(), .cpu())",
+        "keep the value on the device, make the tensor before the iteration, or pin its memory",
+        HazardKind.HOST_READ,
+    ),
+    CudaCaptureError(
+        900,
+        "cudaErrorStreamCaptureUnsupported",
+        "Attempt to increase offset for a CUDA generator not in capture mode",
+        "a draw from a generator that the capture does not know: one that is neither the default "
+        "one nor an attribute of a module",
+        "make the generator an attribute of the module that draws from it, before capture",
+        HazardKind.GENERATOR,
+    ),
     CudaCaptureError(
         901,
         "cudaErrorStreamCaptureInvalidated",

@@ -17,7 +17,7 @@ from graphfsdp._capture.cuda.host_copies import HostCopies
 from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
-from graphfsdp._capture.trace.source import has_compiled_regions, user_line_of
+from graphfsdp._capture.trace.source import has_compiled_regions, module_of, user_line_of
 from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
@@ -113,7 +113,7 @@ class CudaGraphBackend:
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Fork to the capture stream and join back."""
-        return forked(self._stream)
+        return _on_stream(self._stream)
 
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> HostCopies:
         return HostCopies(state)
@@ -154,7 +154,12 @@ class CudaGraphBackend:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         try:
-            with without_collector(), _stale_streams_redirected(), watcher.watching():
+            with (
+                without_collector(),
+                _stale_streams_redirected(),
+                _streams_unremarked(),
+                watcher.watching(),
+            ):
                 outputs = self._capture(graph, iterate, watcher)
             gc.collect()
             refuse_dropped_tensors(watcher.storages)
@@ -172,7 +177,7 @@ class CudaGraphBackend:
                 self._broken.append(graph)
                 if not _end_broken_capture(graph, self.device, self._pool, generators):
                     self._pool = torch.cuda.graph_pool_handle()
-            self._translate(error, watcher)
+            self._translate(error, watcher, model)
             raise
         pool_bytes = max(torch.cuda.memory_reserved(self.device) - before, 0)
         facts = GraphFacts(
@@ -193,37 +198,60 @@ class CudaGraphBackend:
         self, graph: torch.cuda.CUDAGraph, iterate: Iterate, watcher: Watcher
     ) -> list[Tensor]:
         stream = torch.cuda.current_stream(self.device)
+        # thread_local: an illegal call on another thread (a loader that pins memory) is no
+        # business of this capture.
+        capture = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
         try:
-            # thread_local: an illegal call on another thread (a loader that pins memory) is no
-            # business of this capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            capture.__enter__()
+            try:
                 watcher.follow_streams()
                 outputs = iterate()
                 watcher.refuse_loose_streams()
-                return outputs
+            except BaseException:
+                # The first error is the one to tell: a stream that it has left unjoined makes the
+                # end of the capture fail as well.
+                with suppress(RuntimeError):
+                    _end(capture)
+                raise
+            _end(capture)
+            # Just before a capture torch writes seed and offset on the capturing stream, and before
+            # each replay on the current one: nothing else puts the two in order.
+            stream.wait_stream(self._stream)
+            return outputs
         finally:
             # torch.cuda.graph leaves its stream current when ending a broken capture raises.
             torch.cuda.set_stream(stream)
 
-    def _translate(self, error: BaseException, watcher: Watcher) -> None:
+    def _translate(self, error: BaseException, watcher: Watcher, model: nn.Module) -> None:
         if watcher.failure is not None and error is not watcher.failure:
             raise watcher.failure from error
         meaning = explain(error)
         if meaning is not None and not isinstance(error, CaptureError):
-            # The driver speaks when an operator fails; a Python line is in the exception, the
-            # module is that of the last operator that was started.
+            # The driver speaks when an operator fails. Line and module are in the exception, but in
+            # a backward pass: there the module is that of the last operator that was started.
             sites = watcher.sites.sites()
             site = sites[watcher.site] if sites else None
+            module = module_of(error, model)
+            if module is None and site is not None:
+                module = site.module
             raise CaptureError(
                 str(meaning),
                 op=watcher.last_op,
-                module_path=None if site is None else site.module,
+                module_path=module,
                 source=user_line_of(error) or (None if site is None else site.source),
                 kind=meaning.kind,
                 cuda_error=meaning.code,
             ) from error
+
+
+def _end(capture: torch.cuda.graph) -> None:
+    with warnings.catch_warnings():
+        # An iteration that launches nothing is captured all the same, and so is one that was
+        # refused before its first kernel; that is told by its own error.
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        capture.__exit__(None, None, None)
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
@@ -330,3 +358,27 @@ def _stale_streams_redirected() -> Iterator[None]:
         yield
     finally:
         override(False)  # torch has no getter; this is the state that a process starts in
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    with _streams_unremarked(), forked(stream):
+        yield
+
+
+@contextmanager
+def _streams_unremarked() -> Iterator[None]:
+    """Let torch say nothing of gradients that are accumulated on another stream than usual.
+
+    Where an old loss is still held, that is so by design: iterations have a stream of their own,
+    and are ordered after and before what the caller's stream does.
+    """
+    get = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
+    if get is None or not get():  # torch before 2.11
+        yield
+        return
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    try:
+        yield
+    finally:
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)

@@ -210,15 +210,19 @@ class ConstantWatch:
         model: nn.Module,
         device: torch.device,
         optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        has_run: bool = False,
     ) -> None:
         """The numbers of ``optimizers`` are live, or guarded: their operators are left out.
 
-        Whether they step is not.
+        Whether they step is not. ``has_run``: the iteration has run before, in a recording that
+        was given up, say.
         """
         self.failure: CaptureError | None = None
         self._model = model
         self._device = device
         self._optimizers = optimizers
+        self._has_run = has_run
         self._expected: ConstantLog | None = None
         self._is_settled = False
         self._most_steps: Steps = {}
@@ -300,7 +304,9 @@ class ConstantWatch:
             self._most_steps[key] = name, max(count, most)
 
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
-        return may_run_compiled_code(self._model, self._device, is_first=is_first)
+        return may_run_compiled_code(
+            self._model, self._device, is_first=is_first and not self._has_run
+        )
 
 
 def may_run_compiled_code(

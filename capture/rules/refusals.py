@@ -236,8 +236,23 @@ def _transfer(call: OpCall) -> Refusal | None:
     return PAGEABLE_COPY.of(call.op)
 
 
+# Outside of a capture, attention keeps seed and offset of its dropout on the host for the backward
+# pass; in a capture they lie on the device.
+_SEEDED_BACKWARD = frozenset(
+    {
+        "aten::_scaled_dot_product_efficient_attention_backward",
+        "aten::_scaled_dot_product_flash_attention_backward",
+        "aten::_scaled_dot_product_cudnn_attention_backward",
+        "aten::_efficient_attention_backward",
+        "aten::_flash_attention_backward",
+    }
+)
+
+
 def _host_scalar(call: OpCall, varies: Varies) -> Refusal | None:
     """Judge CPU scalar tensors among device tensors: their value becomes a kernel argument."""
+    if call.schema_name in _SEEDED_BACKWARD:
+        return None
     if not any(tensor.device.type == "cuda" for tensor in call.tensors):
         return None
     scalars = [each for each in call.tensors if each.device.type == "cpu" and each.dim() == 0]

@@ -5,9 +5,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
 from graphfsdp._capture.trace.source import has_compiled
 
@@ -118,6 +124,8 @@ class AttributeLog:
                     (self._meet(module) if names is None else names).add(name)
             return object.__getattribute__(module, name)
 
+        # Compiled code reads and assigns as well, and torch.compile would trace who answers.
+        _hide_from_dynamo(noting_set, noting_get, _Method.__get__, _Method.__call__)
         nn.Module.__setattr__ = noting_set  # type: ignore[method-assign,assignment]
         nn.Module.__getattribute__ = _Method(noting_get)  # type: ignore[method-assign,assignment]
         self._on = True
@@ -140,3 +148,10 @@ class _Method:
 
     def __call__(self, module: nn.Module, name: str) -> Any:
         return self._function(module, name)
+
+
+def _hide_from_dynamo(*functions: FunctionType) -> None:
+    """Let torch.compile trace neither these functions nor what they call."""
+    skip = _FrameAction.SKIP
+    for function in functions:
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))

@@ -89,6 +89,20 @@ def user_line_of(error: BaseException) -> SourceLine | None:
     return found
 
 
+def module_of(error: BaseException, model: nn.Module) -> str | None:
+    """Return the path of the innermost module whose forward an exception has passed through."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            owner = trace.tb_frame.f_locals.get(code.co_varnames[0])
+            found = names.get(id(owner), found)
+        trace = trace.tb_next
+    return found
+
+
 def definition_of(function: object) -> SourceLine | None:
     """Return where a function, or the forward of a module, is defined; None if not in Python."""
     if isinstance(function, nn.Module):

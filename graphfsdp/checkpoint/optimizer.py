@@ -341,7 +341,8 @@ def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     """Load a state into the tensors that exist, so that a captured step goes on with it.
 
     torch's optimizers put new tensors into their state and their groups. Where one existed with
-    the same shape, dtype and device, its values are replaced instead.
+    the same shape, dtype and device, its values are replaced instead; numbers of groups come from
+    a file, on the CPU, and torch leaves them there.
     """
     states = {param: dict(entries) for param, entries in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
@@ -361,7 +362,7 @@ def _keep(now: dict[str, Any], before: Mapping[str, Any]) -> None:
             continue
         if not isinstance(new, Tensor):
             new = torch.as_tensor(new, dtype=old.dtype, device=old.device)
-        kinds = [(t.shape, t.dtype, t.device, local_part(t).shape) for t in (new, old)]
-        if kinds[0] == kinds[1]:
+        kinds = [(t.shape, t.dtype, local_part(t).shape) for t in (new, old)]
+        if kinds[0] == kinds[1] and new.device in (old.device, torch.device("cpu")):
             local_part(old).copy_(local_part(new))
             now[key] = old

@@ -123,10 +123,10 @@ def check_state(
     like = local if dense else torch.empty_like(local, device="meta")
     dtypes = settings.state_dtypes(param)
     expected = {key: (like, dtype) for key, dtype in dtypes.items()}
-    scale = torch.empty(scale_shape(local.shape), device="meta")
-    expected |= {
-        scale_of(key): (scale, torch.float32) for key, dtype in dtypes.items() if has_scales(dtype)
-    }
+    scaled = [key for key, dtype in dtypes.items() if has_scales(dtype)]
+    if scaled:
+        scale = torch.empty(scale_shape(local.shape), device="meta")
+        expected |= {scale_of(key): (scale, torch.float32) for key in scaled}
     for key, (wanted, dtype) in expected.items():
         tensor = state.get(key)
         if (

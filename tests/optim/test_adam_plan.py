@@ -235,6 +235,7 @@ def test_a_step_replays_in_a_cuda_graph_with_live_numbers() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_capture_without_a_step_before_it_is_refused() -> None:
     params = make_params(device="cuda")
     optimizer = FusedAdam(params)

@@ -132,7 +132,8 @@ def test_memory_is_pinned_only_when_asked_for(pinned: bool) -> None:
     for part in optimizer.host_parts:
         for weight in part.weights:
             grad: Tensor = weight.decoupled_grad  # type: ignore[attr-defined]
-            assert weight.is_pinned() == grad.is_pinned() == (pinned and weight.numel() > 0)
+            if weight.numel():  # whether nothing is pinned, torch's releases see in their own ways
+                assert weight.is_pinned() == grad.is_pinned() == pinned
 
 
 def test_nothing_is_pinned_where_there_is_no_gpu() -> None:

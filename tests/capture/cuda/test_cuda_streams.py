@@ -1,4 +1,4 @@
-"""Streams and events of the product on a played device."""
+"""Streams and events of the product."""
 
 import queue
 import sys
@@ -9,14 +9,41 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fake_cuda import DEVICE, FakeCuda, batch, leaves_a_stream_unjoined, make_step
+import graphfsdp
 from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.rules.watcher import DispatchMode, Watcher
 from graphfsdp.bench.clock import time_window
+from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.offload.parts import SideCopies
+from zoo_models import WIDTH, Squared
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
 
 
-def test_a_side_stream_that_is_not_joined_is_named_by_the_rules(on_played_device: FakeCuda) -> None:
+def make_step(loss_fn: Callable[..., Tensor]) -> graphfsdp.CapturedStep:
+    torch.manual_seed(0)
+    model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.1), nn.Linear(8, WIDTH)).to(CUDA)
+    return graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01), loss_fn=loss_fn)
+
+
+def batch() -> Tensor:
+    return torch.randn(12, WIDTH, device=CUDA)
+
+
+def leaves_a_stream_unjoined(model: nn.Module, x: Tensor) -> Tensor:
+    side = torch.cuda.Stream()
+    while side == torch.cuda.current_stream():  # torch hands out few streams, again and again
+        side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        (x * 2).sum()
+    loss: Tensor = model(x)
+    return loss
+
+
+def test_a_side_stream_that_is_not_joined_is_named_by_the_rules() -> None:
     step = make_step(leaves_a_stream_unjoined)
     for _ in range(3):
         step(batch())
@@ -25,14 +52,11 @@ def test_a_side_stream_that_is_not_joined_is_named_by_the_rules(on_played_device
     assert caught.value.cuda_error == 904
     assert caught.value.source is not None
     assert caught.value.source.text == "(x * 2).sum()"
-    assert on_played_device.under_way == []
     step.close()
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_side_streams_that_fork_and_join_are_part_of_the_graph(
-    on_played_device: FakeCuda, in_backward: bool
-) -> None:
+def test_side_streams_that_fork_and_join_are_part_of_the_graph(in_backward: bool) -> None:
     side = torch.cuda.Stream()
 
     def beside(tensor: Tensor) -> Tensor:
@@ -56,37 +80,49 @@ def test_side_streams_that_fork_and_join_are_part_of_the_graph(
         assert step.phase is Phase.REPLAY
 
 
-def test_windows_are_timed_by_events(played_cuda: FakeCuda) -> None:
-    window = time_window([lambda: None] * 4, DEVICE)
-    assert window.step_ms == (1.0,) * 4
-    assert played_cuda.log == ["synchronize", "wait for an event"]
+def test_windows_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits twice: for an idle GPU before the window, and for its last event."""
+    waits: list[str] = []
+    wait_for_device, wait_for_event = torch.cuda.synchronize, torch.cuda.Event.synchronize
+
+    def synchronize(device: torch.device | None = None) -> None:
+        waits.append("device")
+        wait_for_device(device)
+
+    def synchronize_event(event: torch.cuda.Event) -> None:
+        waits.append("event")
+        wait_for_event(event)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", synchronize_event)
+    window = time_window([lambda: None] * 4, CUDA)
+    assert len(window.step_ms) == 4
+    assert all(0 <= time_ms < 1000 for time_ms in window.step_ms)
+    assert waits == ["device", "event"]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_copies_of_offloaded_state_use_streams_of_their_own(
-    played_cuda: FakeCuda, overlap: bool
-) -> None:
-    copies = SideCopies(DEVICE, overlap=overlap)
+def test_copies_of_offloaded_state_use_streams_of_their_own(overlap: bool) -> None:
+    copies = SideCopies(CUDA, overlap=overlap)
     copies.fork()
     with copies.downwards():
-        down = played_cuda.stream
+        down = torch.cuda.current_stream()
         arrived = copies.arrival()
     with copies.upwards():
-        up = played_cuda.stream
+        up = torch.cuda.current_stream()
     arrived()
     copies.join()
-    assert played_cuda.stream == 0
-    assert len({0, down, up}) == (3 if overlap else 1)
-    assert played_cuda.log == ["wait for an event"]
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert len({torch.cuda.default_stream(), down, up}) == (3 if overlap else 1)
 
 
-def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go(
-    played_cuda: FakeCuda,
-) -> None:
+def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go() -> None:
     """Autograd takes the modes along to its thread of a GPU, and the profile hook not."""
-    watcher = Watcher(nn.Linear(1, 1), DEVICE, defers_refusals=True)
+    watcher = Watcher(nn.Linear(1, 1), CUDA, defers_refusals=True)
     orders: queue.Queue[Callable[[], object] | None] = queue.Queue()
     answers: queue.Queue[object] = queue.Queue()
+    before = torch.cuda.Event()
+    before.record()
 
     def obey() -> None:
         while (order := orders.get()) is not None:
@@ -98,8 +134,8 @@ def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go(
 
     def on_the_thread() -> None:
         with DispatchMode(watcher):
-            torch.ones(2).mul_(2)
-        torch.cuda.Event().wait()  # of before the iteration
+            torch.ones(2, device=CUDA).mul_(2)
+        before.wait()  # of before the iteration
 
     def watch() -> None:
         with watcher.watching():

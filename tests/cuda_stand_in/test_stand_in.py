@@ -1,0 +1,153 @@
+"""What the stand-in promises by itself: it names what it does not play, and it finds races."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_stand_in import library
+from cuda_stand_in.cannot import CANNOT, reasons_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not library.is_below(), reason="needs the stand-in: make cuda-test"),
+]
+
+NUM_ORDERS = 50
+CUDA = torch.device("cuda", 0)
+SEEDS = range(1, NUM_ORDERS + 1)
+
+
+@contextlib.contextmanager
+def chosen(**seeds: int) -> Iterator[None]:
+    library.choose(**seeds)
+    try:
+        yield
+    finally:
+        library.choose()
+
+
+def test_a_function_that_is_not_played_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError):
+        torch.linalg.cholesky(torch.eye(3, device=CUDA))
+    assert "cusolverDnCreate is not played" in capfd.readouterr().err
+
+
+def test_a_kernel_that_nobody_computes_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    triton = pytest.importorskip("triton")
+    from graphfsdp.optim.fused import triton_kernels
+
+    tables = torch.zeros(1, 2, dtype=torch.int64, device=CUDA)
+    numbers = torch.zeros(1, 5, dtype=torch.float64, device=CUDA)
+    with pytest.raises(RuntimeError, match="not supported"):
+        triton_kernels.coefficients_kernel[(1,)](
+            tables,
+            numbers,
+            torch.empty(1, 12, device=CUDA),
+            ADAM_W_MODE=True,
+            BIAS_CORRECTION=True,
+            TE_MATH=False,
+            RULE="adam",
+            num_warps=1,
+        )
+    assert "nobody computes the kernel coefficients_kernel" in capfd.readouterr().err
+    assert triton.__version__
+
+
+def test_memory_beside_what_was_allocated_is_an_illegal_address() -> None:
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaMemGetInfo(0)[1]) > 0
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.empty(1 << 45, dtype=torch.uint8, device=CUDA)
+
+
+def test_what_an_operator_draws_follows_from_the_generator() -> None:
+    torch.cuda.manual_seed(5)
+    first = [torch.rand(7, device=CUDA) for _ in range(2)]
+    torch.cuda.manual_seed(5)
+    again = [torch.rand(7, device=CUDA) for _ in range(2)]
+    assert not torch.equal(first[0], first[1])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_reasons_belong_to_tests_by_the_beginning_of_their_names() -> None:
+    beginning = next(iter(CANNOT))
+    assert list(reasons_of(f"tests/optim/{beginning}[float32]")) == [CANNOT[beginning]]
+    assert list(reasons_of(f"tests/optim/other_{beginning}")) == []
+
+
+class Forked:
+    """Two halves of a sum on two streams; what makes them one may be left out."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.waits = waits
+        self.side = torch.cuda.Stream()
+        self.parts = torch.zeros(2, 64, device=CUDA)
+        self.out = torch.zeros(64, device=CUDA)
+        self.noise = torch.zeros(64, device=CUDA)
+
+    def run(self, x: Tensor) -> None:
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            torch.mul(x, 3.0, out=self.parts[0])
+        torch.mul(x, 5.0, out=self.parts[1])
+        if self.waits:
+            main.wait_stream(self.side)
+        torch.add(self.parts[0], self.parts[1], out=self.out)
+        if not self.waits:  # a capture must end joined, which is too late for the sum
+            torch.mul(x, 2.0, out=self.noise)
+            main.wait_stream(self.side)
+
+
+def captured(forked: Forked, x: Tensor) -> Callable[[], None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        forked.run(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        forked.run(x)
+    return graph.replay
+
+
+def wrong_sums(forked: Forked, x: Tensor, run: Callable[[], None], **seeds: int) -> int:
+    """Count the runs, each on other numbers, that do not give eight times x."""
+    count = 0
+    for index in range(NUM_ORDERS):
+        x.fill_(float(index + 1))
+        torch.cuda.synchronize()
+        run()
+        torch.cuda.synchronize()
+        count += not torch.equal(forked.out, x * 8)
+    return count
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_graph_runs_in_every_order_that_its_nodes_allow(waits: bool) -> None:
+    x = torch.zeros(64, device=CUDA)
+    forked = Forked(waits=waits)
+    replay = captured(forked, x)
+    races = library.take_races()
+    with chosen(order=1):
+        wrong = wrong_sums(forked, x, replay)
+    if waits:
+        assert wrong == 0
+        assert races == ""
+    else:
+        assert 0 < wrong < NUM_ORDERS
+        assert "aten.mul.out" in races
+        assert "aten.add.out" in races
+        assert races.count("neither waits for the other") == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_streams_interleave_in_every_way_that_their_events_allow(waits: bool) -> None:
+    x = torch.zeros(64, device=CUDA)
+    forked = Forked(waits=waits)
+    with chosen(streams=1):
+        wrong = wrong_sums(forked, x, lambda: forked.run(x))
+    assert wrong == 0 if waits else 0 < wrong < NUM_ORDERS
