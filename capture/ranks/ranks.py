@@ -4,18 +4,15 @@ If one fails, the others hear who and why within seconds, also in a collective.
 """
 
 import datetime
-import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from graphfsdp._capture.ranks.whereabouts import Whereabouts, all_groups, backends_of
 from graphfsdp.base.collectives import interruptible
 from graphfsdp.base.rank_agreement import RankAgreement, RankStore
 from graphfsdp.errors import CaptureError, RankFailedError
@@ -23,7 +20,8 @@ from graphfsdp.errors import CaptureError, RankFailedError
 _PAUSE_S = 0.05
 _PAUSE_S_PER_RANK = 0.001  # all ranks together ask the store a thousand times in a second
 _CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to say so
-_GRACE_S = 2.0  # after a failure, for the other ranks to come out of the call as well
+_SILENT_S = 10.0  # that ranks may be after a failure, before the groups are given up
+_GRACE_S = 2.0  # the same, where the failure may be the end of another process
 _AFTERWARDS = datetime.timedelta(seconds=1)
 _ITERATION = "iteration"  # what a call of the step is called
 _AGAIN, _MOVED = "again", "moved"
@@ -50,13 +48,13 @@ class Ranks:
     replay; one that stepped while another rolled back would train another model. So in a warm-up
     or a capture each rank waits until all have come as far, or one has failed (``settle``).
 
-    Note [A rank that fails] writes who, why and when into the store. Then it waits a moment for
-    the others: if all come out of the same call, because they failed alike, or have heard at the
-    end of a capture, and have issued equally many collectives, the process groups are as good as
-    before and training can go on. If not, some rank waits in a collective for one that never
-    comes. So the groups are given up: the failing rank says so in the store and aborts its groups,
-    a small thread on each other rank, which looks into the store, aborts those, as torch does
-    for errors of NCCL, and whoever comes out of a collective finds the reason in the store.
+    Note [A rank that fails] writes who, why and when into the store. Then it waits for the others
+    (Note [Out of reach]): if all come out of the same call, because they failed alike, or have
+    heard at the end of a capture, and have issued equally many collectives, the process groups are
+    as good as before and training can go on. If not, some rank waits in a collective for one that
+    never comes. So the groups are given up: the failing rank says so in the store and aborts its
+    groups, a small thread on each other rank, which looks into the store, aborts those, as torch
+    does for errors of NCCL, and whoever comes out of a collective finds the reason in the store.
 
     NCCL's communicators are aborted from any thread. gloo's cannot be (torch 2.13: ``abort``
     returns, and a collective that is under way goes on waiting; only a closed connection, which
@@ -65,7 +63,6 @@ class Ranks:
     through torch end when the failed process does. Later ones time out after a second.
 
     Attributes:
-        name: Of the present call, the same on all ranks.
         lost: Why no rank can go on; empty while all is well.
     """
 
@@ -76,8 +73,8 @@ class Ranks:
         self.is_collective = self._store.is_shared
         self.lost = ""
         self._heard = ""  # the failure for which the groups were aborted
-        self._calls: Counter[str] = Counter()
-        self.name, self._num_settled = "", 0
+        self._whereabouts = Whereabouts(self._store)
+        self._num_settled = 0
         self._num_attempted = self._num_replayed = 0  # the last iteration that was
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -88,8 +85,8 @@ class Ranks:
 
     @contextmanager
     def _calling(self, kind: str) -> Iterator[None]:
-        self._calls[kind] += 1
-        self.name, self._num_settled = f"{kind} {self._calls[kind]}", 0
+        self._whereabouts.enter(kind)
+        self._num_settled = 0
         try:
             self._listen()
             with interruptible(self.check):
@@ -100,6 +97,12 @@ class Ranks:
             if raised is error:
                 raise
             raise raised from error
+        finally:
+            self._whereabouts.leave()
+
+    @property
+    def _name(self) -> str:
+        return self._whereabouts.name
 
     def check(self) -> None:
         """RankFailedError if the groups were given up."""
@@ -122,7 +125,7 @@ class Ranks:
         self._num_settled += 1
         told = self._attempts.exchange(
             mine,
-            stage=f"{self.name}/{self._num_settled}",
+            stage=f"{self._name}/{self._num_settled}",
             heard=self._refuse_failure,
         )
         return [told[rank] for rank in sorted(told)]
@@ -142,7 +145,7 @@ class Ranks:
 
     def _refuse_failure(self) -> None:
         self.check()
-        failed = self._store.get(f"{self.name}/failure")
+        failed = self._store.get(f"{self._name}/failure")
         if failed is not None:
             raise CaptureError(
                 f"{failed}. So no rank keeps this iteration; everything is as it was before"
@@ -151,11 +154,11 @@ class Ranks:
     def begin_attempt(self) -> None:
         """Say that this iteration is a warm-up or a capture, which ranks make together."""
         if self.is_collective:
-            self._num_attempted = self._calls[_ITERATION]
+            self._num_attempted = self._whereabouts.calls[_ITERATION]
             self._store.put("attempt", str(self._num_attempted))
 
     def note_replay(self) -> None:
-        self._num_replayed = self._calls[_ITERATION]
+        self._num_replayed = self._whereabouts.calls[_ITERATION]
 
     def close(self) -> None:
         """Listen no more, and leave gloo's threads idle; idempotent."""
@@ -182,6 +185,8 @@ class Ranks:
                 attempt = int(self._store.get("attempt") or 0)
                 if lost is None and self._num_attempted < attempt <= self._num_replayed:
                     lost = self._store.put_first("lost", _other_kinds(self._me, attempt))
+                if lost is None:
+                    self._whereabouts.answer()
             except (RuntimeError, ValueError):  # the group is destroyed, or the host has ended
                 return
             if lost is not None:
@@ -191,7 +196,7 @@ class Ranks:
 
     def _ended(self, error: BaseException) -> BaseException:
         """Tell of a failure, and hear whether training can go on; return what is to be raised."""
-        mine = f"{self._me} failed in {self.name}: {type(error).__name__}: {error}"
+        mine = f"{self._me} failed in {self._name}: {type(error).__name__}: {error}"
         try:
             first = self._meet(error, mine)
         except (RuntimeError, ValueError) as broken:  # no store: the process that hosts it ended
@@ -213,14 +218,11 @@ class Ranks:
     def _meet(self, error: BaseException, mine: str) -> str:
         """Wait for the other ranks to come out of the call as well; return who failed first."""
         store, me = self._store, dist.get_rank()
-        failure = f"{self.name}/failure"
+        failure = f"{self._name}/failure"
         if _may_follow(error):
             self._until(lambda: store.has([failure]) or store.has(["lost"]), _CAUSE_S)
         first = store.put_first(failure, mine)
-        store.put(f"{self.name}/out/{me}", json.dumps(self._issued()))
-        outs = [f"{self.name}/out/{rank}" for rank in store.ranks]
-        self._until(lambda: store.has(["lost"]) or store.has(outs), _GRACE_S)
-        if not store.has(["lost"]) and store.has(outs) and _are_in_step(map(store.get, outs)):
+        if self._whereabouts.come_out(_GRACE_S if _may_follow(error) else _SILENT_S):
             return first
         first = store.put_first("lost", first)
         self._heard = first
@@ -239,16 +241,6 @@ class Ranks:
     def _me(self) -> str:
         return self._store.name_of(dist.get_rank())
 
-    def _issued(self) -> dict[str, int]:
-        """Return how many collectives this rank has issued in each group of these ranks."""
-        ranks = set(self._store.ranks)
-        return {
-            group.group_name: int(backend._get_sequence_number_for_group())
-            for group in _all_groups()
-            if ranks.issuperset(dist.get_process_group_ranks(group))
-            for backend in _backends(group)
-        }
-
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not holds() and time.monotonic() < deadline:
@@ -258,15 +250,6 @@ class Ranks:
 def _may_follow(error: BaseException) -> bool:
     """Tell whether an error may come from a collective in which another rank was missing."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError | RankFailedError)
-
-
-def _are_in_step(told: Iterator[str | None]) -> bool:
-    """Tell whether ranks have issued equally many collectives in the groups that they share."""
-    counts: dict[str, set[int]] = {}
-    for text in told:
-        for name, count in json.loads(text or "{}").items():
-            counts.setdefault(name, set()).add(count)
-    return all(len(found) == 1 for found in counts.values())
 
 
 def _other_kinds(name: str, iteration: int) -> str:
@@ -279,23 +262,13 @@ def _other_kinds(name: str, iteration: int) -> str:
 
 def _abort() -> None:
     """Abort all process groups of this process."""
-    for group in _all_groups():
-        for backend in _backends(group):
+    for group in all_groups():
+        for backend in backends_of(group):
             with suppress(RuntimeError):  # it is destroyed, or cannot be aborted
                 if backend.name() == "gloo":
                     backend._set_default_timeout(_AFTERWARDS)
                 else:
                     backend.abort()
-
-
-def _all_groups() -> list[dist.ProcessGroup]:
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
-    for device_type in ("cpu", "cuda"):
-        with suppress(RuntimeError):  # none for this device
-            yield group._get_backend(torch.device(device_type))
 
 
 def await_gloo_threads() -> None:

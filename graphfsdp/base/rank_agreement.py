@@ -81,6 +81,10 @@ class RankStore:
     def has(self, keys: Iterable[str]) -> bool:
         return bool(_store().check([self._key(key) for key in keys]))
 
+    def count(self, key: str, num_more: int) -> int:
+        """Count on by so many, all ranks together; return the count."""
+        return int(_store().add(self._key(key), num_more))
+
     def _key(self, key: str) -> str:
         assert self.ranks  # which sets the prefix
         return f"{self._prefix}/{key}"

@@ -1,5 +1,7 @@
 """A fault on one rank: what the others hear, and that all of them are as they were before."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +54,32 @@ def fails_on_one_rank(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_an_error_on_one_rank_undoes_the_iteration_on_all(ranks2: RankPool, strategy: str) -> None:
     ranks2.run(fails_on_one_rank, strategy)
+
+
+def fails_while_the_other_is_busy() -> None:
+    """Rank 1 fails at the end of an iteration that rank 0 takes long for."""
+    step, model, optim = build("optim_grads_params", "full_iteration")
+    step(batch(0))
+    world = World(model, optim)
+
+    def hook(*args: object) -> None:
+        if dist.get_rank() == 1:
+            raise LateError("of rank 1")
+        time.sleep(1.5)
+
+    handle = optim.register_step_post_hook(hook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphfsdp._capture.ranks.ranks._SILENT_S", 0.7)
+        with pytest.raises((LateError, graphfsdp.CaptureError), match="of rank 1"):
+            step(batch(1))
+    world.assert_unchanged("call 1")
+    handle.remove()
+    step(batch(1))
+    assert step.phase is graphfsdp.Phase.WARMUP
+
+
+def test_a_rank_that_fails_waits_for_one_that_is_busy(ranks2: RankPool) -> None:
+    ranks2.run(fails_while_the_other_is_busy)
 
 
 def fails_on_both_ranks(strategy: str) -> int:

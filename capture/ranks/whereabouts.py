@@ -1,0 +1,114 @@
+"""Where ranks are when one has failed: on their way out of the same call, or out of reach.
+
+Note [Out of reach]: a rank that has failed waits for the others to come out of the call. How long
+that takes is no matter of a fixed time: one may still be recording, on a machine that is busy with
+other things. So each rank's listening thread looks where its rank is. If it has issued more
+collectives than the one that failed, and so waits for it in one, or if it has left the call without
+an error, it says at once that all is lost. If not, it gives a sign of life. Given up is also who
+gives none, or has not even begun the call, for a while.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphfsdp.base.rank_agreement import RankStore
+
+_PAUSE_S = 0.01
+_ASKED, _LOST, _SIGNS = "asked", "lost", "signs"
+
+
+class Whereabouts:
+    """Where this rank is, for the others to know.
+
+    Attributes:
+        name: Of the present call, or of the last one; the same on all ranks.
+        calls: How many calls of each kind have begun.
+    """
+
+    def __init__(self, store: RankStore) -> None:
+        self._store = store
+        self._is_inside = False
+        self._came_out = ""  # of which call with an error
+        self.calls: Counter[str] = Counter()
+        self.name = ""
+
+    def enter(self, kind: str) -> None:
+        self.calls[kind] += 1
+        self.name, self._is_inside = f"{kind} {self.calls[kind]}", True
+
+    def leave(self) -> None:
+        self._is_inside = False
+
+    def come_out(self, silent_s: float) -> bool:
+        """Wait for all ranks to come out of the present call with an error, as this one has.
+
+        False if some rank does not, or has issued other collectives; see Note [Out of reach].
+        """
+        store, issued = self._store, self._issued()
+        self._came_out = self.name
+        store.put(f"{self.name}/out/{dist.get_rank()}", json.dumps(issued))
+        store.put(_ASKED, json.dumps([self.name, issued]))
+        outs = [f"{self.name}/out/{rank}" for rank in store.ranks]
+        num_signs, since = 0, time.monotonic()
+        while not store.has(outs):
+            before, num_signs = num_signs, store.count(_SIGNS, 0)
+            since = time.monotonic() if num_signs != before else since
+            if store.has([_LOST]) or time.monotonic() - since > silent_s:
+                return False
+            time.sleep(_PAUSE_S)
+        return not store.has([_LOST]) and _are_in_step(map(store.get, outs))
+
+    def answer(self) -> None:
+        """Say where this rank is, if one has failed; for the thread that listens."""
+        asked = self._store.get(_ASKED)
+        if asked is None:
+            return
+        name, theirs = json.loads(asked)
+        kind, _, number = name.rpartition(" ")
+        if self.calls[kind] < int(number):
+            return
+        is_inside = self._is_inside and self.name == name
+        if name == self._came_out:  # asked for last: it comes before the end of the call
+            return
+        mine = self._issued()
+        if is_inside and all(mine.get(group, 0) <= count for group, count in theirs.items()):
+            self._store.count(_SIGNS, 1)
+        else:
+            self._store.put_first(_LOST, self._store.get(f"{name}/failure") or name)
+
+    def _issued(self) -> dict[str, int]:
+        """Return how many collectives this rank has issued in each group of these ranks."""
+        ranks = set(self._store.ranks)
+        return {
+            group.group_name: int(backend._get_sequence_number_for_group())
+            for group in all_groups()
+            if ranks.issuperset(dist.get_process_group_ranks(group))
+            for backend in backends_of(group)
+        }
+
+
+def _are_in_step(told: Iterator[str | None]) -> bool:
+    """Tell whether ranks have issued equally many collectives in the groups that they share."""
+    counts: dict[str, set[int]] = {}
+    for text in told:
+        for name, count in json.loads(text or "{}").items():
+            counts.setdefault(name, set()).add(count)
+    return all(len(found) == 1 for found in counts.values())
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
+    for device_type in ("cpu", "cuda"):
+        try:
+            yield group._get_backend(torch.device(device_type))
+        except RuntimeError:  # none for this device
+            continue
