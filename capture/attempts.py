@@ -206,7 +206,7 @@ class _PythonMovedError(Exception):
     """A capture has moved Python: it is undone, and repeated once the future was tried."""
 
     def __init__(self, before: Snapshot | None, moves: Sequence[Move]) -> None:
-        super().__init__("; ".join(map(str, moves))); print("MOVED", list(map(str, moves)))
+        super().__init__("; ".join(map(str, moves)))
         self.before = before
         self.moves = moves
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
+from graphfsdp._capture.ranks.ranks import await_gloo_threads
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.flat_runs import merge_neighbours
 from graphfsdp.sharding.layout import plan_unit
@@ -140,12 +141,14 @@ def test_zero_3_holds_one_block_and_the_root(options: dict[str, Any], most: int)
             result = func(*args, **(kwargs or {}))
             if str(func).startswith("graphfsdp.all_gather_"):
                 alive.append(weakref.ref(args[0]))
+                await_gloo_threads()  # they drop tensors a little after a collective has ended
                 peak = max(peak, sum(ref() is not None for ref in alive))
             return result
 
     with Watch():  # type: ignore[no-untyped-call]
         for _ in range(2):
             model(x).backward()
+    await_gloo_threads()
     passes = 2 if options.get("reshard_after_forward", True) else 1
     assert len(alive) >= 2 * passes * NUM_BLOCKS
     assert not any(ref() is not None for ref in alive)
