@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 YOUNG = 1  # generation: what was made since the last long look at everything
 
 
