@@ -15,7 +15,7 @@ from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
-from graphfsdp.base.collector import without_collector
+from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 
@@ -120,7 +120,7 @@ class Recording:
             constants.follow(self.constants)
         self.constants = constants
         is_first = not self.num_eager and not self.has_waited
-        with without_collector(), constants.noting(is_first=is_first):
+        with without_collector(YOUNG), constants.noting(is_first=is_first):
             yield
 
     def comparing(self) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from graphfsdp._capture.trace.values import (
     values_among,
 )
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
-from graphfsdp.base.collector import without_collector
+from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.op_tensors import OpCall, OperatorMode
 from graphfsdp.errors import CaptureError, PhaseError
 
@@ -235,9 +235,12 @@ class CpuGraphBackend:
         # A rank that stopped in the middle would leave the others waiting in a collective.
         recorder = Recorder(model, self.device, defers_refusals=collective)
         results, values = _run(recorder, iterate)
-        # Cyclic garbage would look like tensors that somebody keeps.
-        gc.collect()
+        # Cyclic garbage would look like tensors that somebody keeps. What a recording has made is
+        # young, since nothing was collected meanwhile; older garbage may hold some of it.
+        gc.collect(YOUNG)
         _await_release(recorder)
+        if any(info.alive for info in recorder.storages if not info.external):
+            gc.collect()
         _give_back_freed_pages()  # of the iteration: what undoes it is still in memory
         refuse_dropped_tensors(recorder.storages)
         builder = ProgramBuilder(recorder, values, scratch, self.arena, poisons=self._poisons)
@@ -262,7 +265,7 @@ class CpuGraphBackend:
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
-    with without_collector(), recorder.watching():
+    with without_collector(YOUNG), recorder.watching():
         outputs = iterate()
     values = [recorder.value_of(tensor, "output") for tensor in outputs]
     # Copies, so that the recorded results die here and do not look like escapes.

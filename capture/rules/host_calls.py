@@ -150,6 +150,9 @@ def _begins_capture(frame: FrameType) -> bool:
     return caller is not None and caller.f_code.co_filename.endswith("torch/cuda/graphs.py")
 
 
+_Profile = Callable[[FrameType, Any, Any], object]
+
+
 class HostListener(Protocol):
     """Whoever wants to know of calls on the host."""
 
@@ -163,9 +166,7 @@ class HostListener(Protocol):
 
 
 @contextmanager
-def host_watch(
-    listener: HostListener, function_mode: TorchFunctionMode
-) -> Iterator[Callable[[], None]]:
+def host_watch(listener: HostListener, function_mode: TorchFunctionMode) -> Iterator["HostWatch"]:
     """Report calls that no mode can see, while the body runs.
 
     ``torch.Generator``, threads and the entry of a compiled region are reached through Python's
@@ -178,13 +179,13 @@ def host_watch(
 
     Note [Autograd's threads]: what is on a GPU, autograd computes the gradients of on a thread of
     its own, which takes torch's modes along and Python's profile hook not. So whoever sees the
-    first operator there calls what this yields.
+    first operator there calls ``follow``.
     """
     previous = sys.getprofile()
-    hook = _Hook(listener, function_mode, previous if callable(previous) else None)
+    hook = HostWatch(listener, function_mode, previous if callable(previous) else None)
     sys.setprofile(hook.on_event)
     try:
-        yield hook.follow
+        yield hook
     finally:
         hook.end()
         if previous is None or callable(previous):
@@ -193,18 +194,19 @@ def host_watch(
             previous.enable()
 
 
-class _Hook:
+class HostWatch:
     """What Python calls at each call and return.
 
     An iteration makes hundreds of thousands of calls, nearly all of them in files and of names
-    that mean nothing here, so these are told first.
+    that mean nothing here, so these are told first. Most of them would be those of our own code
+    for each operator: it asks for a pause meanwhile.
     """
 
     def __init__(
         self,
         listener: HostListener,
         function_mode: TorchFunctionMode,
-        previous: Callable[[FrameType, Any, Any], object] | None,
+        previous: _Profile | None,
     ) -> None:
         self._listener = listener
         self._function_mode = function_mode
@@ -218,6 +220,18 @@ class _Hook:
         """Watch this thread too, until all is over; one with a profiler is left alone."""
         if sys.getprofile() is None:
             sys.setprofile(self.on_event_elsewhere)
+
+    def pause(self) -> _Profile | None:
+        """Stop watching this thread; return what ``resume`` needs. A profiler is told of all."""
+        profile = sys.getprofile()
+        if self._previous is not None or getattr(profile, "__self__", None) is not self:
+            return None
+        sys.setprofile(None)
+        return profile
+
+    def resume(self, paused: _Profile | None) -> None:
+        if paused is not None:
+            sys.setprofile(paused)
 
     def on_event_elsewhere(self, frame: FrameType, event: str, arg: Any) -> None:
         """Take an event of another thread, or let go of it; see sys.setprofile."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphfsdp._capture.rules.functions import FunctionRules, is_fixed_one_hot, one_hot
-from graphfsdp._capture.rules.host_calls import host_watch
+from graphfsdp._capture.rules.host_calls import HostWatch, host_watch
 from graphfsdp._capture.rules.refusals import (
     HIGHER_ORDER,
     NO_STORAGE,
@@ -71,19 +72,23 @@ class Watcher:
         self._function_rules = FunctionRules(device.type)
         self._num_quiet = 0  # how many calls are under way whose inside is not judged
         self._thread = threading.get_ident()
-        self._follow_thread: Callable[[], None] | None = None  # see Note [Autograd's threads]
+        self._has_modes_below = False  # of others, whose Python runs below every operator
+        self._host: HostWatch | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch while the body runs; raise a refusal even where the model has swallowed it."""
         functions = _FunctionMode(self)
         self._thread = threading.get_ident()
+        self._has_modes_below = not all(
+            isinstance(mode, OperatorMode) for mode in _get_current_dispatch_mode_stack()
+        )
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.tracking())
                 stack.enter_context(functions)
                 stack.enter_context(DispatchMode(self))
-                self._follow_thread = stack.enter_context(host_watch(self, functions))
+                self._host = stack.enter_context(host_watch(self, functions))
                 yield
         except Exception as error:
             # What follows a swallowed refusal, or what somebody made of it, is not the cause.
@@ -93,7 +98,7 @@ class Watcher:
         finally:
             # It holds the function mode, which holds this: a cycle that only the collector frees,
             # and with it a recording's nodes.
-            self._follow_thread = None
+            self._host = None
         if self.failure is not None:
             raise self.failure
 
@@ -168,9 +173,16 @@ class Watcher:
             return one_hot(*args, **kwargs)
         if self._num_quiet:
             return seal(function(*args, **kwargs))
-        refused = self._function_rules.refuse(function, args, kwargs, self.varies)
+        host = self._host
+        paused = None if host is None else host.pause()
+        try:
+            refused = self._function_rules.refuse(function, args, kwargs, self.varies)
+            if refused is not None:
+                self.refuse(*refused)
+        finally:
+            if host is not None:
+                host.resume(paused)
         if refused is not None:
-            self.refuse(*refused)
             with self.quiet():  # what it is made of is the same finding
                 return seal(function(*args, **kwargs))
         num_ops = self.num_ops
@@ -207,10 +219,21 @@ class Watcher:
                 self.refuse_at(use.op, refusal, use.module_path, use.source)
 
     def dispatch(self, call: OpCall) -> Any:
+        """Note an operator, and run it; below torch's own ones there is no Python of a user."""
+        host = self._host
+        if host is None:
+            return self._dispatch(call)
+        if threading.get_ident() != self._thread:
+            host.follow()  # see Note [Autograd's threads]
+        paused = host.pause() if call.is_trusted and not self._has_modes_below else None
+        try:
+            return self._dispatch(call)
+        finally:
+            host.resume(paused)
+
+    def _dispatch(self, call: OpCall) -> Any:
         if call.op.namespace == "profiler":
             return call.run()
-        if self._follow_thread is not None and threading.get_ident() != self._thread:
-            self._follow_thread()
         name = self.last_op = call.name
         self.num_ops += 1
         self.site = self.sites.here()
