@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -257,6 +258,30 @@ def states_and_streams() -> None:
     show(state.state(models[0]) is None, *(isinstance(model, FSDPModule) for model in models))
     for model in models:
         train(model)
+
+
+def pipelines() -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    place, part = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8)) for _ in range(2)]
+    model = parts[place]
+    fully_shard(model[0], mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for index in range(NUM_STEPS):
+        x = torch.cat((batch(index, part), batch(index + 9, part)))
+        losses: list[Tensor] = []
+        if place == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x.flip(0), losses=losses)
+        show(*losses)
+        optimizer.step()
+        optimizer.zero_grad()
+    show(*model.parameters())
 
 
 def uneven_tensor_parallelism() -> None:
