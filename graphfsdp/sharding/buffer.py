@@ -119,9 +119,9 @@ class ShardBuffer:
     def leave_meta(self, device: torch.device) -> None:
         """Take note of where a buffer will compute that has no memory yet."""
         if self.device.type == "meta":
-            self.device = device
+            self.device = torch.empty(0, device=device).device  # with its index
             if self.gradients is not None:
-                self.gradients.device = device
+                self.gradients.device = self.device
 
     def move(self, main: Tensor, grad: Tensor | None) -> None:
         """Copy into other memory, where the shards of all units are neighbours."""
