@@ -36,12 +36,20 @@ from graphfsdp.preflight.check import check as check
 from graphfsdp.preflight.report import CheckReport as CheckReport
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+    from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+
     from graphfsdp.checkpoint import AsyncSaver as AsyncSaver
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
+    from graphfsdp.sharding.forward import (
+        register_fsdp_forward_method as register_fsdp_forward_method,
+    )
     from graphfsdp.sharding.fully_shard import fully_shard as fully_shard
     from graphfsdp.sharding.materialize.materialize import materialize as materialize
     from graphfsdp.sharding.module import FSDPModule as FSDPModule
+    from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
+    from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 
 __version__ = "0.1.0"
 
@@ -49,6 +57,7 @@ __all__ = [
     "AsyncSaver",
     "BatchMismatchError",
     "Buckets",
+    "CPUOffloadPolicy",
     "CaptureError",
     "CaptureReport",
     "CapturedStep",
@@ -66,6 +75,7 @@ __all__ = [
     "MetricRing",
     "MixedPrecisionPolicy",
     "NotCopyableError",
+    "OffloadPolicy",
     "OverlapPolicy",
     "Phase",
     "PhaseError",
@@ -73,6 +83,7 @@ __all__ = [
     "RankFailedError",
     "Scope",
     "ShardingStrategy",
+    "UnshardHandle",
     "VerificationError",
     "capture",
     "check",
@@ -83,13 +94,20 @@ __all__ = [
     "materialize",
     "recompute",
     "recompute_contexts",
+    "register_fsdp_forward_method",
     "save",
+    "share_comm_ctx",
 ]
+# Of FSDP2, from where they are together.
+_WORDS = (
+    *("CPUOffloadPolicy", "FSDPModule", "OffloadPolicy", "UnshardHandle", "fully_shard"),
+    *("register_fsdp_forward_method", "share_comm_ctx"),
+)
 
 
 def __getattr__(name: str) -> Any:
     # DTensor takes about a second to import, which a run on one rank need not wait for.
-    if name in ("FSDPModule", "fully_shard"):
+    if name in _WORDS:
         from graphfsdp.sharding import fully_shard as module
 
         return getattr(module, name)

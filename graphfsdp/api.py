@@ -28,6 +28,7 @@ from graphfsdp.preconditions import (
     refuse_clipping_of_scaled_gradients,
     refuse_compiled_modules,
     refuse_foreign_optimizer,
+    refuse_offloaded_shards,
     refuse_other_types,
     refuse_parallel_wrapper,
     refuse_several,
@@ -151,6 +152,7 @@ def capture(
         refuse_beside_iteration(iteration, options)
     if options.scope is not Scope.NONE:
         refuse_parallel_wrapper(together)
+        refuse_offloaded_shards(together)
     for item in inner:
         adopt_sharded_parameters(together, item)
         refuse_clipping_of_scaled_gradients(item, options)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.base.sharded import IGNORED, sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
@@ -148,7 +148,7 @@ def refuse_unreduced_parameters(model: nn.Module, named_params: Mapping[str, nn.
     alone = [
         name
         for name, param in named_params.items()
-        if param not in reduced and not ranks <= _ranks_of(param)
+        if param not in reduced and not ranks <= _ranks_of(param) and not hasattr(param, IGNORED)
     ]
     if alone:
         listed = ", ".join(map(repr, alone[:_MAX_LISTED]))
@@ -160,6 +160,17 @@ def refuse_unreduced_parameters(model: nn.Module, named_params: Mapping[str, nn.
             "ranks, whose weights would drift apart. Ways out: fully_shard around the outermost "
             "module as well (strategy='no_shard' keeps a whole copy on each rank), or "
             "requires_grad_(False)"
+        )
+
+
+def refuse_offloaded_shards(model: nn.Module) -> None:
+    """Refuse a graph of a model whose weights come from the CPU's memory and go back there."""
+    if any(root.is_offloaded() for root in sharded_roots(model)):
+        raise ConfigError(
+            "fully_shard was given a CPUOffloadPolicy: its weights and gradients are copied from "
+            "and to the CPU's memory in each iteration, and the host waits for that, which no "
+            "graph can hold. Ways out: scope='none', or graphfsdp.optim.CPUOffload, which keeps "
+            "optimizer state there, with scope='forward_backward'"
         )
 
 

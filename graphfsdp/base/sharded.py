@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import RankGroups
 
+# On a parameter that ``fully_shard`` was told to leave alone.
+IGNORED = "_graphfsdp_is_ignored"
+
 
 @dataclass(frozen=True)
 class MainGrad:
@@ -38,6 +41,9 @@ class ShardedModule(Protocol):
 
     def replaced_parameters(self) -> Mapping[int, nn.Parameter]:
         """Return the sharded parameters by the id of the whole one that each has replaced."""
+
+    def is_offloaded(self) -> bool:
+        """Tell whether weights and gradients are in the CPU's memory between uses."""
 
     def process_groups(self) -> Sequence[dist.ProcessGroup]: ...
 

@@ -127,7 +127,7 @@ def rehearse_pool(
     root = _on_meta(model)
     for name in (*(name for name in units if name), ""):
         module = root.get_submodule(name)
-        make_unit(module, _PlannedGroup(module, options))
+        make_unit([module], _PlannedGroup([module], options))
     shards = join_units(root, _PlannedShards)
     pool = shards.units[0].schedule.pool
     for iteration in range(_MAX_ITERATIONS):

@@ -36,6 +36,7 @@ from graphfsdp.preconditions import (
     precision_of,
     refuse_beside_iteration,
     refuse_clipping_of_scaled_gradients,
+    refuse_offloaded_shards,
     refuse_other_types,
     refuse_parallel_wrapper,
     refuse_several,
@@ -218,6 +219,7 @@ class _Preflight:
 
     def _run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_parallel_wrapper(self._model)
+        refuse_offloaded_shards(self._model)
         for optimizer in self._optimizers:
             adopt_sharded_parameters(self._model, optimizer)
         named_params = trainable_of_all(self._model, self._optimizers)

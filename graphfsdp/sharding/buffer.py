@@ -5,11 +5,13 @@ the inner axis = elements that a rank gives to an all-gather. I = S, unless the 
 cut over an outer axis as well.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.collectives import Transfer, all_gather_
@@ -20,9 +22,16 @@ from graphfsdp.sharding.buffer_pool import BufferPool, take
 from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.layout import LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
-from graphfsdp.sharding.plan import BufferPlan
+from graphfsdp.sharding.plan import BufferDtypes, BufferPlan
 
 Moment = tuple[int, bool]
+
+
+class Memory(NamedTuple):
+    """Where something lies; pinned is page-locked, for fast copies to a GPU."""
+
+    device: torch.device
+    pinned: bool
 
 
 class _Prefetched(NamedTuple):
@@ -35,10 +44,18 @@ class ShardBuffer:
     """One BufferPlan's storage on this rank: [S] main weights, [B] gathered ones while unsharded.
 
     ``params``: what the optimizer and the user see of the main weights. ``gather_group``: of
-    all-gathers alone where possible, so that they do not queue behind reductions.
+    all-gathers alone where possible, so that they do not queue behind reductions. ``device`` is
+    where the unit computes; main weights and main grads are in the CPU's memory if ``offloaded``.
     """
 
-    def __init__(self, plan: BufferPlan, mesh: UnitMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: BufferPlan,
+        mesh: UnitMesh,
+        device: torch.device,
+        offload: CPUOffloadPolicy | None = None,
+    ) -> None:
+        self.device = device
         self.plan = plan
         self.layout = plan.layout
         self.dtypes = plan.dtypes
@@ -46,7 +63,8 @@ class ShardBuffer:
         self.mesh = mesh
         self.gather_group: dist.ProcessGroup = mesh.inner
         self._pool: BufferPool | None = None
-        self.main = zeros_flat(plan.main_numel, plan.dtypes.main, device)
+        self.offload = offload
+        self.main = self.new_zeros(plan.main_numel, plan.dtypes.main)
         self.gradients: Gradients | None = None
         if plan.trainable:
             self.make_gradients()
@@ -59,9 +77,35 @@ class ShardBuffer:
 
     def make_gradients(self) -> None:
         """Give memory to main grads, also where parameters were frozen when they were sharded."""
-        grad = zeros_flat(self.plan.main_numel, self.dtypes.grad, self.main.device)
-        self.gradients = Gradients(self.plan, self.mesh, grad)
+        grad = self.new_zeros(self.plan.main_numel, self.dtypes.grad)
+        self.gradients = Gradients(self.plan, self.mesh, grad, self.device)
         self.gradients.pool = self._pool
+
+    def new_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for main weights or main grads."""
+        memory = self.memory
+        if memory.pinned:
+            return torch.zeros(numel, dtype=dtype, pin_memory=True)
+        return zeros_flat(numel, dtype, memory.device)
+
+    @property
+    def memory(self) -> "Memory":
+        """Where main weights and main grads are."""
+        if self.offload is None or self.device.type == "meta":
+            return Memory(self.device, pinned=False)
+        pinned = self.offload.pin_memory and self.device.type == "cuda"
+        return Memory(torch.device("cpu"), pinned=pinned)
+
+    def cast(self, dtypes: BufferDtypes) -> None:
+        """Go on with other dtypes, in new memory; the layout stays."""
+        self.reshard(outside=True)
+        main = self.main
+        self.dtypes = dtypes
+        self.plan = replace(self.plan, dtypes=dtypes)
+        self.main = self.new_zeros(self.plan.main_numel, dtypes.main)
+        self.main.copy_(main)
+        if self.gradients is not None:
+            self.make_gradients()
 
     @property
     def trainable(self) -> bool:
@@ -71,6 +115,13 @@ class ShardBuffer:
     def grad(self) -> Tensor | None:
         """[S] main grads, [B] where nothing is sharded; None if it was frozen from the start."""
         return None if self.gradients is None else self.gradients.main
+
+    def leave_meta(self, device: torch.device) -> None:
+        """Take note of where a buffer will compute that has no memory yet."""
+        if self.device.type == "meta":
+            self.device = torch.empty(0, device=device).device  # with its index
+            if self.gradients is not None:
+                self.gradients.device = self.device
 
     def move(self, main: Tensor, grad: Tensor | None) -> None:
         """Copy into other memory, where the shards of all units are neighbours."""
@@ -124,7 +175,8 @@ class ShardBuffer:
             return self.full
         self._gathered_at = self.moment()
         if not self.sharded:
-            self.full = self.main.to(self.dtypes.compute)  # the main weights, if they fit
+            # The main weights themselves, if they fit.
+            self.full = self.main.to(self.device, self.dtypes.compute)
         else:
             source = self._unshard_outside()
             self.full = self._new_full()
@@ -185,7 +237,7 @@ class ShardBuffer:
 
     def _new_full(self) -> Tensor:
         numel, dtype = self.layout.total_numel, self.dtypes.compute
-        return take(self._pool, self, numel, dtype, self.main.device)
+        return take(self._pool, self, numel, dtype, self.device)
 
     def use_pool(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -196,7 +248,8 @@ class ShardBuffer:
         """Return [I], this rank's part for an all-gather over the inner axis."""
         if self._inner is not None:
             return self._inner
-        source = self.main.to(self.dtypes.compute)  # the main weights themselves, if they fit
+        # The main weights themselves, if they fit.
+        source = self.main.to(self.device, self.dtypes.compute)
         if not self.mesh.cuts_outside or self.mesh.outer is None or not source.numel():
             return source
         inner = source.new_empty(source.numel() * self.mesh.num_outer)

@@ -1,32 +1,53 @@
 """`fully_shard`: ZeRO on a module, in FSDP2's words."""
 
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.utils import _pytree as pytree
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from graphfsdp.base.dtensors import can_be_copied
 from graphfsdp.base.recut import recut_hook
+from graphfsdp.base.sharded import IGNORED
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
-from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.arguments import (
+    check_precision,
+    parse_offload,
+    parse_reshard,
+    refuse_placements,
+)
+from graphfsdp.sharding.assigning import assign_in_place, receive_values
+from graphfsdp.sharding.forward import begin_forward, end_forward
+from graphfsdp.sharding.forward import register_fsdp_forward_method as register_fsdp_forward_method
 from graphfsdp.sharding.group import ShardGroup, UnitOptions
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
-from graphfsdp.sharding.module import attach, shards_of
+from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
+from graphfsdp.sharding.module import attach
+from graphfsdp.sharding.pipelines import give_state, state_of
+from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 from graphfsdp.sharding.unit import Unit
+
+_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module: nn.Module,
+    module: _Modules,
     mesh: DeviceMesh | None = None,
     *,
     strategy: str | int | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS,
     mp_policy: MixedPrecisionPolicy | TorchPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int | None = True,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Set[nn.Parameter] | None = None,
+    dp_mesh_dims: None = None,
     gradient_reduction: str = "mean",
     shard_axis: str | None = None,
     replicate_axis: str | None = None,
@@ -34,7 +55,7 @@ def fully_shard(
     outer_strategy: str = "no_shard",
     overlap: bool | OverlapPolicy = True,
     buffer_pool: bool = False,
-) -> nn.Module:
+) -> _Modules:
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
     Call it on inner modules first, on the root last; each call makes one unit, which is gathered
@@ -43,13 +64,22 @@ def fully_shard(
     groups.
 
     Args:
-        module: Takes over all its parameters that no unit below has.
+        module: Takes over all its parameters that no unit below has. A list of modules that run
+            one after the other makes one unit: it is gathered when the first runs and dropped when
+            all have. Of modules that contain each other the outermost count.
         mesh: 1-D, or 2-D as (replicate, shard): the unit is cut over the ranks of the inner axis
             and repeated on the outer one, where gradients are reduced in the last microbatch only.
             None is all ranks of the default process group.
         strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3.
         mp_policy: Dtypes of the copies of each weight and gradient; torch's own policy, too.
-        reshard_after_forward: For "optim_grads_params": backward gathers whole weights again.
+        reshard_after_forward: For "optim_grads_params": backward gathers whole weights again. None
+            is FSDP2's default: all units but the root. A number of ranks to reshard to may be 1,
+            which is False, or all ranks of the inner axis, which is True.
+        shard_placement_fn: May say ``None`` or ``Shard(0)`` of each parameter.
+        offload_policy: torch's ``CPUOffloadPolicy`` keeps main weights, main grads and so optimizer
+            state in the CPU's memory; not in a graph.
+        ignored_params: Are not sharded, and nobody reduces their gradients.
+        dp_mesh_dims: Not supported; see ``shard_axis`` and ``replicate_axis``.
         gradient_reduction: "mean" over ranks, or "sum" for a per-token loss, which is already
             divided by the number of tokens on all ranks.
         shard_axis: Name of the inner axis, in a mesh with more axes than are wanted here.
@@ -64,72 +94,98 @@ def fully_shard(
         buffer_pool: Whole weights and gradients have fixed places, planned beforehand.
 
     Returns:
-        The module, which is an ``FSDPModule`` now.
+        The module, or the list, whose modules are each an ``FSDPModule`` now.
 
     Raises:
         ConfigError: the module, the mesh or a combination of options cannot be used.
         PrecisionError: ``.grad`` would need another dtype than its parameter.
     """
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, FSDPModule):
-        raise ConfigError(
-            f"fully_shard was called twice on the same {type(module).__name__}. Remedy: once per "
-            "module, inner modules first"
-        )
-    _check_embeddings(module)
+    modules = _outermost(module)
     policy = _policy(mp_policy)
-    _check_precision(module, policy)
+    ignored = frozenset(ignored_params or ())
+    for each in modules:
+        _check_embeddings(each)
+        check_precision(each, policy)
+        refuse_placements(each, ignored, shard_placement_fn)
+    if dp_mesh_dims is not None:
+        raise ConfigError(
+            "fully_shard does not take dp_mesh_dims, with parameters on all axes of a mesh. "
+            "Remedy: parallelize_module over mesh['tp'], then fully_shard with mesh['dp'], or with "
+            "shard_axis and replicate_axis"
+        )
     parsed = ShardingStrategy.parse(strategy)
+    axes = find_axes(
+        _default_mesh(modules) if mesh is None else mesh,
+        shard_axis=shard_axis,
+        replicate_axis=replicate_axis,
+        expert_axis=expert_axis,
+        cuts_outside=_cuts_outside(outer_strategy, parsed),
+    )
     options = UnitOptions(
-        mesh=find_axes(
-            _default_mesh(module) if mesh is None else mesh,
-            shard_axis=shard_axis,
-            replicate_axis=replicate_axis,
-            expert_axis=expert_axis,
-            cuts_outside=_cuts_outside(outer_strategy, parsed),
-        ),
+        mesh=axes,
         strategy=parsed,
         policy=policy,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=parse_reshard(reshard_after_forward, axes.inner.size()),
         reduction=_check_reduction(gradient_reduction),
         overlap=OverlapPolicy.parse(overlap),
         buffer_pool=buffer_pool,
+        offload=parse_offload(offload_policy),
+        ignored=ignored,
     )
-    make_unit(module, ShardGroup(module, options))
+    for param in ignored:
+        setattr(param, IGNORED, True)
+    make_unit(modules, ShardGroup(modules, options))
     return module
 
 
-def make_unit(module: nn.Module, group: ShardGroup) -> None:
-    """Let a module run on parameters that a group has taken over from it."""
-    unit = Unit(module, group)
+def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules of one unit; ConfigError if they cannot be one."""
+    modules = [given] if isinstance(given, nn.Module) else given
+    if not isinstance(modules, list | tuple) or not all(
+        isinstance(module, nn.Module) for module in modules
+    ):
+        kinds = type(given).__name__
+        if isinstance(given, list | tuple):
+            kinds += " of " + ", ".join(sorted({type(module).__name__ for module in given}))
+        raise ConfigError(f"fully_shard takes a torch.nn.Module or a list of them, got {kinds}")
+    if not modules:
+        raise ConfigError("fully_shard got an empty list of modules, of which there is no unit")
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"fully_shard was called twice on the same {type(module).__name__}. Remedy: once "
+                "per module, inner modules first"
+            )
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_container and type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"{type(module).__name__} has no forward pass of its own, around which fully_shard "
+                "could gather its weights. Remedy: fully_shard for each module in it, or for the "
+                "module that holds it"
+            )
+    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    found = {id(module): module for module in modules if id(module) not in inside}
+    return list(found.values())
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def make_unit(modules: Sequence[nn.Module], group: ShardGroup) -> None:
+    """Let modules run on parameters that a group has taken over from them."""
+    unit = Unit(modules, group)
     group.bind_views()
-    attach(module, unit)
-    _add_hooks(module, unit)
-
-
-def _add_hooks(module: nn.Module, unit: Unit) -> None:
-    policy = unit.group.options.policy
-
-    def before(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        shards_of(module)
-        unit.enter_forward()
-        dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        casted: tuple[tuple[Any, ...], dict[str, Any]] = _cast((args, kwargs), dtype)
-        return casted
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit.leave_forward()
-        return _cast(output, policy.output_dtype)
-
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
-    module.register_load_state_dict_pre_hook(
-        recut_hook(lambda: [item.param for item in unit.group.managed])
-    )
-    module.register_state_dict_post_hook(_make_copyable)
+    for module in modules:
+        attach(module, unit)
+        give_state(module)
+        module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(end_forward, always_call=True)
+        module.register_load_state_dict_pre_hook(receive_values)
+        module.register_load_state_dict_pre_hook(
+            recut_hook(lambda: [item.param for item in group.managed])
+        )
+        module.register_load_state_dict_pre_hook(assign_in_place)
+        module.register_state_dict_post_hook(_make_copyable)
 
 
 def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionPolicy:
@@ -142,17 +198,6 @@ def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionP
         output_dtype=given.output_dtype,
         cast_forward_inputs=given.cast_forward_inputs,
     )
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return values
-
-    def cast(leaf: Any) -> Any:
-        castable = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if castable else leaf
-
-    return pytree.tree_map(cast, values)
 
 
 def _make_copyable(
@@ -184,13 +229,14 @@ def _cuts_outside(outer_strategy: str, strategy: ShardingStrategy) -> bool:
     return outer.stage == 1
 
 
-def _default_mesh(module: nn.Module) -> DeviceMesh:
+def _default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
     if not dist.is_initialized():
         raise ConfigError(
             "fully_shard needs a process group: torch.distributed is not initialised. Remedy: "
             "start with torchrun and call torch.distributed.init_process_group(), or pass a mesh"
         )
-    kinds = [param.device.type for param in module.parameters() if not param.is_meta]
+    params = [param for module in modules for param in module.parameters()]
+    kinds = [param.device.type for param in params if not param.is_meta]
     if not kinds:  # on meta: where the ranks can talk
         on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
         kinds = ["cuda" if on_gpu else "cpu"]
@@ -205,18 +251,4 @@ def _check_embeddings(module: nn.Module) -> None:
                 "renormalises rows of its weight in the forward pass, where the weight is a "
                 "gathered copy, so that would be lost. Remedy: max_norm=None, and bound what was "
                 "looked up: x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
-            )
-
-
-def _check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    if policy.use_decoupled_grad or policy.main_grads_dtype is None:
-        return
-    for name, param in module.named_parameters():
-        main = policy.main_params_dtype or param.dtype
-        if param.requires_grad and main != policy.main_grads_dtype:
-            raise PrecisionError(
-                f"main_grads_dtype is {policy.main_grads_dtype}, but the main weight of {name!r} "
-                f"is {main}, so .grad could only be a casted copy of the persistent gradient. "
-                "Ways out: use_decoupled_grad=True with an optimizer that reads decoupled_grad "
-                "(FusedAdam), or equal main_params_dtype and main_grads_dtype"
             )

@@ -6,7 +6,9 @@ that axis.
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,14 +22,30 @@ from graphfsdp.sharding.plan import BufferPlan
 Reducing = Generator[None, None, None]  # yields while a collective is under way
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """What the ranks' gradients come to: their mean or sum, or the sum divided by a number."""
+
+    kind: str
+    divisor: float | None = None
+
+    @property
+    def collective(self) -> str:
+        return self.kind if self.divisor is None else "sum"
+
+
 class Gradients:
     """The gradients of one buffer on their way to its [S] main grads.
 
-    ``accumulate`` means everywhere that the main grads hold something that must stay.
+    ``accumulate`` means everywhere that the main grads hold something that must stay. ``device`` is
+    where gradients are computed; main grads may be in the memory of the CPU.
     """
 
-    def __init__(self, plan: BufferPlan, mesh: UnitMesh, main: Tensor) -> None:
+    def __init__(
+        self, plan: BufferPlan, mesh: UnitMesh, main: Tensor, device: torch.device
+    ) -> None:
         self.main = main
+        self.device = device
         self._layout = plan.layout
         self._comm_dtype = plan.dtypes.comm
         self._sharded = plan.sharded
@@ -52,7 +70,11 @@ class Gradients:
 
     @property
     def _comm_is_main(self) -> bool:
-        return self._comm_dtype == self.main.dtype
+        return self._comm_dtype == self.main.dtype and not self._is_elsewhere
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self.main.device != self.device
 
     def add(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
         """Add one backward pass's gradients, each whole, in slot order.
@@ -90,14 +112,14 @@ class Gradients:
         if not self._sharded and free and self._comm_is_main:
             return self.main
         numel = self._layout.total_numel
-        full = take(self.pool, self, numel, self._comm_dtype, self.main.device)
+        full = take(self.pool, self, numel, self._comm_dtype, self.device)
         for start, length in _gaps(self._layout):
             # Padding is reduced too: whatever lay there must not become a NaN.
             full.narrow(0, start, length).zero_()
         return full
 
     def reduce(
-        self, lane: Lane | None, *, accumulate: bool, reduction: str, outside: bool = True
+        self, lane: Lane | None, *, accumulate: bool, reduction: Reduction, outside: bool = True
     ) -> Reducing:
         """Reduce over all ranks into the main grads; yields when a collective is under way.
 
@@ -117,7 +139,7 @@ class Gradients:
             elif target is None:
                 # Main grads that hold something must not be reduced over the outer axis again.
                 target = self.main
-                if accumulate or self._cuts_outside:
+                if accumulate or self._cuts_outside or self._is_elsewhere:
                     parts = self._mesh.inner.size() if self._sharded else 1
                     numel = self._layout.total_numel // parts
                     target = full.new_empty(numel, dtype=self.main.dtype)
@@ -131,20 +153,22 @@ class Gradients:
             yield from self._reduce_outside(outer, lane, accumulate=accumulate, reduction=reduction)
 
     def _reduce_inside(
-        self, full: Tensor, target: Tensor, lane: Lane | None, *, adds: bool, reduction: str
+        self, full: Tensor, target: Tensor, lane: Lane | None, *, adds: bool, reduction: Reduction
     ) -> Reducing:
         """Reduce [B] gradients over the inner axis into [I] ``target``, or onto it."""
         reduced = full
         if self._sharded:
             straight = not adds and self._comm_is_main
             reduced = target if straight else full.new_empty(target.numel())
-        yield from _collective(lane, reduced, full, self._mesh.inner, reduction)
-        if reduction == "mean" and self._mesh.num_experts_ranks > 1:
+        yield from _collective(lane, reduced, full, self._mesh.inner, reduction.collective)
+        if reduction.divisor is not None:
+            reduced.div_(reduction.divisor)
+        elif reduction.kind == "mean" and self._mesh.num_experts_ranks > 1:
             reduced.mul_(1 / self._mesh.num_experts_ranks)
         _put(reduced, target, adds=adds)
 
     def _reduce_outside(
-        self, outer: dist.ProcessGroup, lane: Lane | None, *, accumulate: bool, reduction: str
+        self, outer: dist.ProcessGroup, lane: Lane | None, *, accumulate: bool, reduction: Reduction
     ) -> Reducing:
         """Reduce what waits for it over the outer axis into the main grads."""
         partial, self._partial = self._partial, None
@@ -154,7 +178,7 @@ class Gradients:
         if self._cuts_outside:
             straight = not adds and self._comm_is_main
             reduced = self.main if straight else sent.new_empty(self.main.numel())
-        yield from _collective(lane, reduced, sent, outer, reduction)
+        yield from _collective(lane, reduced, sent, outer, reduction.collective)
         _put(reduced, self.main, adds=adds)
 
 
@@ -175,7 +199,7 @@ def _collective(
 def _put(value: Tensor, target: Tensor, *, adds: bool) -> None:
     """Write a value over the target or onto it; nothing if it is there already."""
     if adds:
-        target.add_(value)
+        target.add_(value.to(target.device))
     elif value is not target:
         target.copy_(value)
 

@@ -6,26 +6,29 @@ So hooks of gradients would not be called, and a gradient that reaches the param
 would be overwritten. Both are errors.
 """
 
+import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.gradients import Reduction
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
-from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
-from graphfsdp.sharding.row_tensors import make_dtensor
+from graphfsdp.sharding.plan import BufferDtypes, BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.rows.tensors import make_dtensor
 
 # On a parameter that a unit manages.
 _IS_SHARDED = "_graphfsdp_is_sharded"
@@ -37,11 +40,11 @@ _TAKEN_AS = "_graphfsdp_taken_as"
 class ManagedParameter:
     """One parameter of a unit; ``owners`` are several modules where it is tied.
 
-    ``param`` is what the optimizer and the user see: a DTensor over this rank's main weights;
-    ``main_grad`` is one over its main grads, maybe of no row. ``whole`` gives what the module held
-    before, if somebody still does. ``axes``: how model parallelism has cut it; the buffer holds
-    this rank's part of that. ``awaited``: the whole parameter on the meta device, until there are
-    values.
+    ``name`` begins with a number where the unit has several modules. ``param`` is what the
+    optimizer and the user see: a DTensor over this rank's main weights; ``main_grad`` is one over
+    its main grads, maybe of no row. ``whole`` gives what the module held before, if somebody still
+    does. ``axes``: how model parallelism has cut it; the buffer holds this rank's part of that.
+    ``awaited``: the whole parameter on the meta device, until there are values.
     """
 
     name: str
@@ -96,26 +99,32 @@ class UnitOptions:
     mesh: UnitMesh
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
     overlap: OverlapPolicy
     buffer_pool: bool
     reduction: str = "mean"
+    offload: CPUOffloadPolicy | None = None
+    ignored: frozenset[nn.Parameter] = frozenset()
 
 
 class ShardGroup:
-    """The buffers and parameters of one unit; it has no ``name`` until the root is known."""
+    """The buffers and parameters of one unit.
 
-    name: str
+    ``names`` are those of its modules; none has one until the root is known.
+    """
+
+    names: list[str]
     managed: list[ManagedParameter]
     buffers: list[ShardBuffer]
 
-    def __init__(self, module: nn.Module, options: UnitOptions) -> None:
+    def __init__(self, modules: Sequence[nn.Module], options: UnitOptions) -> None:
         """Take over what no unit below has taken; ConfigError if a parameter cannot be sharded."""
-        self.name = ""
+        self.names = [""] * len(modules)
         self.options = options
+        self.reduction = Reduction(options.reduction)
         self.managed = []
         self.buffers = []
-        found = _free_parameters(module)
+        found = _free_parameters(modules, options.ignored)
         axes = {
             name: find_model_axes(name, param, options.mesh.experts)
             for name, (param, _) in found.items()
@@ -139,14 +148,14 @@ class ShardGroup:
             self._take(found, plan)
 
     def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
-        whole, _ = found[plan.names[0]]
-        buffer = ShardBuffer(plan, self.options.mesh, whole.device)
+        whole = found[plan.names[0]].param
+        buffer = ShardBuffer(plan, self.options.mesh, whole.device, self.options.offload)
         self.buffers.append(buffer)
         with torch.no_grad():
             for name, slot in zip(plan.names, plan.layout.slots, strict=True):
-                buffer.load(slot, local_part(found[name][0]))
+                buffer.load(slot, local_part(found[name].param))
         for name, slot in zip(plan.names, plan.layout.slots, strict=True):
-            whole, owners = found[name]
+            whole, owners = found[name].param, found[name].owners
             view = self._as_dtensor(buffer.local_view(buffer.main, slot), name, buffer, slot)
             param = _replacement(whole, view, name)
             setattr(whole, _TAKEN_AS, name)
@@ -175,9 +184,7 @@ class ShardGroup:
             if dtensor.device == local.device:
                 dtensor._local_tensor = local
             else:  # it was on the meta device
-                new = self._as_dtensor(local, item.name, item.buffer, item.slot)
-                become(dtensor, nn.Parameter(new, dtensor.requires_grad), self.full_name(item))
-                _watch_gradient(dtensor, self.full_name(item))
+                self._become(item)
             self._bind_gradient_view(item)
 
     def _bind_gradient_view(self, item: ManagedParameter) -> None:
@@ -232,8 +239,34 @@ class ShardGroup:
     def awaits_values(self) -> bool:
         return any(item.awaited is not None for item in self.managed)
 
+    @property
+    def name(self) -> str:
+        return " + ".join(self.names)
+
     def full_name(self, item: ManagedParameter) -> str:
-        return f"{self.name}.{item.name}".lstrip(".")
+        module, name = self.names[0], item.name
+        if len(self.names) > 1:
+            index, name = name.split(".", 1)
+            module = self.names[int(index)]
+        return f"{module}.{name}".lstrip(".")
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Go on with floating-point parameters of another dtype, the same for all who hold them."""
+        for buffer in self.buffers:
+            if buffer.dtypes.main.is_floating_point:
+                dtypes = BufferDtypes.of(dtype, self.options.policy)
+                buffer.cast(dataclasses.replace(dtypes, main=dtype))
+        for item in self.managed:
+            if item.param.dtype != item.buffer.dtypes.main:
+                item.param.grad = None
+                self._become(item)
+        self.bind_views()
+
+    def _become(self, item: ManagedParameter) -> None:
+        local = item.buffer.local_view(item.buffer.main, item.slot)
+        new = self._as_dtensor(local, item.name, item.buffer, item.slot)
+        become(item.param, nn.Parameter(new, item.param.requires_grad), self.full_name(item))
+        _watch_gradient(item.param, self.full_name(item))
 
     def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         """Yield every parameter with its whole, gathered weight; gathers what is not here."""
@@ -247,8 +280,13 @@ class ShardGroup:
         for buffer in self.buffers:
             buffer.reshard(outside=outside)
 
-    def describe(self) -> list[str]:
-        """Return one line per parameter with all that must be equal on every rank."""
+    def describe(self, group: dist.ProcessGroup) -> list[str]:
+        """Return one line per parameter with all that must be equal on the ranks of a group.
+
+        Ranks of model parallelism may hold parts of other lengths, at other places, in another
+        order.
+        """
+        is_cut_alike = group in self.options.mesh.groups
         options = self.options
         kind = f"{options.strategy.value}, reshard_after_forward={options.reshard_after_forward}"
         if options.mesh.outer is not None:
@@ -260,14 +298,15 @@ class ShardGroup:
             dtypes = item.buffer.dtypes
             lines.append(
                 self.full_name(item)
-                + f" of shape {item.slot.shape}"
+                + (f" of shape {item.slot.shape}" if is_cut_alike else "")
                 + ("" if item.axes is None else f" of {item.axes.shape}")
-                + f" at {item.slot.offset}, main weight {dtypes.main}, "
+                + (f" at {item.slot.offset}" if is_cut_alike else "")
+                + f", main weight {dtypes.main}, "
                 f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
                 f"{'trainable' if item.trains else 'frozen'}"
                 f"{'' if item.awaited is None else ', without values'}"
             )
-        return lines
+        return lines if is_cut_alike else sorted(lines)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -330,21 +369,23 @@ class ShardGroup:
                 for _ in waits.reduce(
                     None,
                     accumulate=accumulate,
-                    reduction=self.options.reduction,
+                    reduction=self.reduction,
                     outside=outside,
                 ):
                     pass  # without a lane each collective is waited for
 
 
-_Found = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
+class _Found(NamedTuple):
+    param: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
 
 
-def _free_parameters(module: nn.Module) -> dict[str, _Found]:
+def _free_parameters(modules: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> dict[str, _Found]:
     """Return the parameters that are not sharded yet, each once, with all that hold them."""
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-    for module_name, owner in module.named_modules():
+    for module_name, owner in _named_modules(modules):
         for name, param in owner._parameters.items():
-            if param is None or hasattr(param, _IS_SHARDED):
+            if param is None or hasattr(param, _IS_SHARDED) or param in ignored:
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
             if hasattr(param, _TAKEN_AS):
@@ -355,7 +396,13 @@ def _free_parameters(module: nn.Module) -> dict[str, _Found]:
                 )
             _refuse_gradient_hooks(param, functools.partial(str, full_name))
             found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
-    return {name: (param, owners) for name, param, owners in found.values()}
+    return {name: _Found(param, owners) for name, param, owners in found.values()}
+
+
+def _named_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for index, module in enumerate(modules):
+        for name, inner in module.named_modules():
+            yield (f"{index}.{name}".rstrip(".") if len(modules) > 1 else name), inner
 
 
 def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:

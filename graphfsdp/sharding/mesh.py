@@ -7,13 +7,13 @@ and reduces; the other ranks' parts only show in the shape of the DTensor, in no
 checkpoints.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.dtensors import as_dtensor
@@ -207,17 +207,10 @@ class ModelAxes:
     def all_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
 
-    def num_parts(self, dim: int) -> int:
-        return math.prod(self.mesh.size(axis) for axis in self._axes_of(dim))
-
     def offset(self, dim: int) -> int:
         """Return where this rank's part begins along a tensor dim, in the whole parameter."""
-        part = 0
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        for axis in self._axes_of(dim):  # the first axis cuts first
-            part = part * self.mesh.size(axis) + coordinate[axis]
-        return part * (self.shape[dim] // self.num_parts(dim))
+        _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return int(offsets[dim])
 
     def as_seen(self, local: Tensor) -> Tensor:
         """Return this rank's part as the module computes with it; autograd goes through."""
@@ -226,15 +219,12 @@ class ModelAxes:
         seen: Tensor = as_dtensor(local, self.mesh, self.placements, self.shape)
         return seen
 
-    def _axes_of(self, dim: int) -> list[int]:
-        return [axis for axis, place in enumerate(self.placements) if place.is_shard(dim)]
-
 
 def find_model_axes(name: str, param: nn.Parameter, experts: DeviceMesh | None) -> ModelAxes | None:
     """Take a DTensor of ``parallelize_module``'s, or a plain parameter; None if on no such axis.
 
     Along ``experts`` each rank has other experts, as plain parameters. ConfigError: its parts are
-    not equally large, or no plain pieces of it.
+    no plain pieces of it.
     """
     if isinstance(param, DTensor):
         axes = ModelAxes(param.device_mesh, tuple(param.placements), tuple(param.shape), wraps=True)
@@ -253,14 +243,6 @@ def find_model_axes(name: str, param: nn.Parameter, experts: DeviceMesh | None) 
             raise ConfigError(
                 f"parameter {name!r} is {place!r} on mesh axis {axis}; fully_shard takes "
                 "parameters that are Shard or Replicate there. Remedy: redistribute it first"
-            )
-    for dim, size in enumerate(axes.shape):
-        num_parts = axes.num_parts(dim)
-        if size % num_parts:
-            raise ConfigError(
-                f"dim {dim} of parameter {name!r} of shape {axes.shape} is cut into {num_parts} "
-                f"parts by {axes.placements}, and {size} is no multiple of that. Remedy: pad it, "
-                "or leave it whole on that axis"
             )
     return axes
 

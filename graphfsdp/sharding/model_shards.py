@@ -12,11 +12,11 @@ from torch.distributed import distributed_c10d as c10d
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.base.rank_agreement import timeout_of
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.buffer import Memory, ShardBuffer
 from graphfsdp.sharding.schedule import Schedule
 from graphfsdp.sharding.unit import Unit
 
-_Kind = tuple[torch.dtype, torch.device, bool]
+_Kind = tuple[torch.dtype, Memory, bool]
 
 
 class ModelShards:
@@ -32,7 +32,9 @@ class ModelShards:
         self.units = units
         names = {id(module): name for name, module in root.named_modules()}
         for unit in units:
-            unit.group.name = names[id(unit.module)]
+            # One of a unit's modules may be called on its own, outside of the others' root.
+            unit.group.names = [names.get(id(m), type(m).__name__) for m in unit.modules]
+            unit.is_root = root in unit.modules
         self._refuse_busy_units()
         self._refuse_shared_parameters(root)
         self._refuse_other_structure()
@@ -40,14 +42,14 @@ class ModelShards:
         for unit in pinned:
             unit.reshard()
         with torch.inference_mode(False):  # what is made here is trained later
-            self._move_together()
+            self.move_together()
             self._join_schedules()
         for unit in pinned:
             unit.unshard()
 
     def _join_schedules(self) -> None:
         """Let all units go by one schedule, and give all-gathers communicators of their own."""
-        schedule = Schedule()
+        self.schedule = schedule = Schedule()
         for unit in self.units:
             unit.schedule = schedule
             schedule.units.append(unit)
@@ -83,7 +85,7 @@ class ModelShards:
                 if found is None or (module, name) in found[1].owners:
                     continue
                 here = f"{module_name}.{name}" if module_name else name
-                there = f"{found[0].group.name}.{found[1].name}".lstrip(".")
+                there = found[0].group.full_name(found[1])
                 raise ConfigError(
                     f"parameter {here!r} is the same as {there!r}, which unit "
                     f"{found[0].group.name!r} has taken over; outside that unit it would be a "
@@ -100,7 +102,7 @@ class ModelShards:
                 line
                 for unit in self.units
                 if group in unit.group.groups
-                for line in unit.group.describe()
+                for line in unit.group.describe(group)
             ]
             # A rank that finds something goes on: those that share another group with it wait.
             everyone: list[tuple[str | None, list[str]]] = [(None, [])] * group.size()
@@ -120,23 +122,22 @@ class ModelShards:
 
     def move_to(self, device: torch.device) -> None:
         """Give memory on a device to the shards that are on the meta device, with all others."""
-        self._move_together(device)
+        self.move_together(device)
 
-    def _move_together(self, in_place_of_meta: torch.device | None = None) -> None:
+    def move_together(self, in_place_of_meta: torch.device | None = None) -> None:
         kinds: dict[_Kind, list[ShardBuffer]] = {}
         for unit in self.units:
             unit.group.follow_requires_grad()
             for buffer in unit.group.buffers:
-                device = buffer.main.device
-                if in_place_of_meta is not None and buffer.main.is_meta:
-                    device = in_place_of_meta
-                kind = (buffer.main.dtype, device, buffer.grad is not None)
+                if in_place_of_meta is not None:
+                    buffer.leave_meta(in_place_of_meta)
+                kind = (buffer.main.dtype, buffer.memory, buffer.grad is not None)
                 kinds.setdefault(kind, []).append(buffer)
-        for (_, device, has_grads), buffers in kinds.items():
-            mains = _cut([buffer.main for buffer in buffers], device)
+        for (_, memory, has_grads), buffers in kinds.items():
+            mains = _cut([buffer.main for buffer in buffers], memory)
             grads: Iterator[Tensor | None] = iter([None] * len(buffers))
             if has_grads:
-                grads = _cut([b.grad for b in buffers if b.grad is not None], device)
+                grads = _cut([b.grad for b in buffers if b.grad is not None], memory)
             for buffer, main, grad in zip(buffers, mains, grads, strict=True):
                 buffer.move(main, grad)
         for unit in self.units:
@@ -150,11 +151,12 @@ def _difference(first: list[str], other: list[str], rank: int) -> str:
     return "they are equal"
 
 
-def _cut(tensors: list[Tensor], device: torch.device) -> Iterator[Tensor]:
+def _cut(tensors: list[Tensor], memory: Memory) -> Iterator[Tensor]:
     """Yield views of one new storage, as long as the given tensors, one after the other."""
     numels = [tensor.numel() for tensor in tensors]
     starts = neighbour_starts(numels, tensors[0].element_size())
-    flat = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=device)
+    dtype, device = tensors[0].dtype, memory.device
+    flat = torch.zeros(starts[-1], dtype=dtype, device=device, pin_memory=memory.pinned)
     for start, tensor in zip(starts, tensors, strict=False):
         yield flat.narrow(0, start, tensor.numel())
 

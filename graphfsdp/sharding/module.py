@@ -1,5 +1,6 @@
 """What a module is after `fully_shard`, and how to get at its unit."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -7,10 +8,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchModule
+from torch.distributed.fsdp import UnshardHandle as TorchHandle
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.sharded import MainGrad
 from graphfsdp.errors import ConfigError, NotCopyableError
+from graphfsdp.sharding.arguments import check_precision
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.materialize.meta_tensors import mark_unset_
 from graphfsdp.sharding.model_shards import ModelShards
@@ -20,15 +24,26 @@ _UNIT = "_graphfsdp_unit"
 _SHARDS = "_graphfsdp_shards"
 
 
-class UnshardHandle:
+class UnshardHandle(TorchHandle):
     """What ``unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
         """Return at once: the weights have arrived, or kernels are ordered behind them."""
 
 
-class FSDPModule:
-    """What a module can do after ``fully_shard``, in FSDP2's names."""
+class FSDPModule(TorchModule):
+    """What a module can do after ``fully_shard``, in FSDP2's names; docs/fsdp2.md has them all.
+
+    It is one of torch's, so that what asks for those finds it, and has nothing of theirs.
+    """
+
+    # Read by each forward pass, so that guards of a graph compare it.
+    gradient_divide_factor: float | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make what is made of a container, a slice of a ``Sequential`` for one, a plain one."""
+        plain: Any = next(kind for kind in cls.__mro__ if not issubclass(kind, TorchModule))
+        return plain(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse to be copied."""
@@ -56,15 +71,17 @@ class FSDPModule:
         """Put the shards of this unit back and drop its whole weights."""
         unit_of(self).reshard()
 
-    def set_requires_gradient_sync(self, requires_sync: bool, *, recurse: bool = True) -> None:
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
         """Reduce gradients after each backward pass, or keep them unreduced.
 
         Args:
-            requires_sync: False while accumulating over backward passes.
+            requires_gradient_sync: False while accumulating over backward passes.
             recurse: Also the units below.
         """
         for unit in units_in(self, recurse=recurse):
-            unit.requires_gradient_sync = requires_sync
+            unit.requires_gradient_sync = requires_gradient_sync
 
     def set_is_last_microbatch(self, is_last: bool) -> None:
         """Tell all units below whether the coming backward pass ends the iteration.
@@ -82,10 +99,10 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Ignored: backward gathers what it asks for, and nothing else."""
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass; see ``OverlapPolicy``."""
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass; see ``OverlapPolicy``."""
 
     @torch.no_grad()
@@ -111,23 +128,102 @@ class FSDPModule:
         for unit in units_in(self, recurse=recurse):
             unit.requires_all_reduce = requires_all_reduce
 
-    def set_reshard_after_forward(self, reshard: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Drop whole weights between forward and backward, or keep them."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(
+                f"reshard_after_forward must be True or False, got {reshard_after_forward!r}"
+            )
         for unit in units_in(self, recurse=recurse):
-            unit.reshard_after_forward = reshard
+            unit.reshard_after_forward = reshard_after_forward
 
-    def set_reshard_after_backward(self, reshard: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
         """Drop whole weights when a backward pass is over, or keep them for the next forward.
 
         Kept weights are gathered again after an iteration's last backward pass, behind which the
         optimizer steps; those of ``unshard`` stay as they are until ``reshard``.
 
         Args:
-            reshard: False between the microbatches of a pipeline, True in the last one.
+            reshard_after_backward: False between the microbatches of a pipeline, True in the last.
             recurse: Also the units below.
         """
         for unit in units_in(self, recurse=recurse):
-            unit.reshard_after_backward = reshard
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients of this unit by a number of one's own.
+
+        Whatever ``gradient_reduction`` says. A captured graph guards the number.
+
+        Args:
+            factor: What they are divided by.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
+            raise ConfigError(f"the gradient divide factor must be positive, got {factor!r}")
+        unit = unit_of(self)
+        unit.group.reduction = dataclasses.replace(unit.group.reduction, divisor=float(factor))
+        for module in unit.modules:
+            module.gradient_divide_factor = float(factor)  # type: ignore[assignment]
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's former word for ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def reset_iter_state(self) -> None:
+        """FSDP2's word for ``abandon_iteration``."""
+        self.abandon_iteration()
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let what comes wait for an event, behind which an optimizer has stepped elsewhere."""
+        event.wait()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Ignored: a unit's gradients are reduced together, zeros for parameters without one."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Ignored: the mean over ranks is the backend's; see ``gradient_reduction``."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Ignored: at most two whole gradient buffers are alive."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Ignored: all-gathers have a communicator of their own; see ``OverlapPolicy``."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Ignored: collectives work on the flat buffers themselves; nothing is staged."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Ignored: collectives work on the flat buffers themselves; nothing is staged."""
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Refuse to gather with a function of one's own."""
+        raise _refuse_custom("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Refuse to reduce with a function of one's own."""
+        raise _refuse_custom("set_custom_reduce_scatter")
+
+    def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:
+        """Refuse a function between the reductions over the inner and the outer axis."""
+        raise _refuse_custom("set_all_reduce_hook")
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise ConfigError(
+            "something asks for the state of FSDP2 of a module that graphfsdp.fully_shard has "
+            "sharded, which has none. Remedy: the methods of FSDPModule; docs/fsdp2.md lists them"
+        )
+
+    def is_offloaded(self) -> bool:
+        """Tell whether some unit keeps its shards in the CPU's memory."""
+        return any(unit.group.options.offload is not None for unit in units_in(self))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -211,16 +307,37 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         group = unit_of(self).group
-        parent: Any = super()
+        parent: Any = super(TorchModule, self)  # not what torch does there
         if not group.awaits_values:
-            return parent._apply(fn, recurse)
-        with _set_aside(group, fn) as device:
+            dtype = _casts_to(group, fn)
+            if dtype is None:
+                return parent._apply(fn, recurse)
+            self._cast(group, dtype)
+            with _set_aside(group):
+                return parent._apply(fn, recurse)
+        device = _moves_to(group, fn)
+        with _set_aside(group):
             if device is not None:
                 found: ModelShards | None = getattr(self, _SHARDS, None)
                 if found is not None:
                     found.move_to(device)
-                _give_shards_memory(group, device)
+                give_shards_memory(group, device)
             return parent._apply(fn, recurse)
+
+    def _cast(self, group: ShardGroup, dtype: torch.dtype) -> None:
+        unit = unit_of(self)
+        if unit.is_whole or group.has_pending_gradients:
+            raise ConfigError(
+                f"unit {group.name!r} cannot be cast to {dtype} while it is unsharded, or has "
+                "gradients that wait for their reduction. Remedy: reshard() it, and cast between "
+                "two iterations"
+            )
+        for module in unit.modules:
+            check_precision(module, group.options.policy, dtype)
+        group.cast(dtype)
+        found: ModelShards | None = getattr(self, _SHARDS, None)
+        if found is not None:
+            found.move_together()
 
     def prepare_shards(self) -> None:
         """Move the shards of all units together; the first forward does it otherwise.
@@ -237,6 +354,13 @@ def _refuse_copy() -> NotCopyableError:
         "and process groups share. Remedy: graphfsdp.save and graphfsdp.load, or "
         "{name: p.detach().full_tensor() for name, p in model.named_parameters()} on all ranks; "
         "for a second model, build it anew, shard it, and load that"
+    )
+
+
+def _refuse_custom(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is not supported: a recording must know what each collective reads and writes. "
+        "Remedy: a backend of torch.distributed that does it, given with the mesh"
     )
 
 
@@ -275,7 +399,8 @@ def join_units(
     members = units_in(root)
     shards = join(root, members)
     for member in members:
-        setattr(member.module, _SHARDS, shards)
+        for module in member.modules:
+            setattr(module, _SHARDS, shards)
     return shards
 
 
@@ -284,17 +409,25 @@ def units_in(module: object, *, recurse: bool = True) -> list[Unit]:
     if not recurse:
         return [unit_of(module)]
     assert isinstance(module, nn.Module)
-    return [unit_of(child) for child in module.modules() if isinstance(child, FSDPModule)]
+    found = (unit_of(child) for child in module.modules() if isinstance(child, FSDPModule))
+    return list(dict.fromkeys(found))  # some have several modules
 
 
-@contextmanager
-def _set_aside(
-    group: ShardGroup, function: Callable[[Tensor], Tensor]
-) -> Iterator[torch.device | None]:
-    """Keep a unit's parameters out of ``nn.Module._apply(function)``.
+def _casts_to(group: ShardGroup, function: Callable[[Tensor], Tensor]) -> torch.dtype | None:
+    """Return the dtype that a function gives a unit's floating-point weights, if another one."""
+    for buffer in group.buffers:
+        if not buffer.dtypes.main.is_floating_point:
+            continue
+        probe = torch.empty(0, dtype=buffer.dtypes.main, device=buffer.main.device)
+        with torch.no_grad():
+            dtype = function(probe).dtype
+        if dtype != probe.dtype:
+            return dtype
+    return None
 
-    Yields the device that the function moves them to; None if it leaves them on the meta device.
-    """
+
+def _moves_to(group: ShardGroup, function: Callable[[Tensor], Tensor]) -> torch.device | None:
+    """Return where a function moves a unit on the meta device; None if it leaves it there."""
     device = None
     for buffer in group.buffers:
         probe = torch.empty(0, dtype=buffer.main.dtype, device="meta")
@@ -306,22 +439,32 @@ def _set_aside(
                 "fully_shard, or give fully_shard an mp_policy"
             )
         device = None if moved.is_meta else moved.device
+    return device
+
+
+@contextmanager
+def _set_aside(group: ShardGroup) -> Iterator[None]:
+    """Keep a unit's parameters out of ``nn.Module._apply``."""
     places = [(owner, name, item.param) for item in group.managed for owner, name in item.owners]
     for owner, name, _ in places:
         owner._parameters[name] = None
     try:
-        yield device
+        yield
     finally:
         for owner, name, param in places:
             owner._parameters[name] = param
 
 
-def _give_shards_memory(group: ShardGroup, device: torch.device) -> None:
+def give_shards_memory(group: ShardGroup, device: torch.device) -> None:
     """Give a unit's shards memory where they have none; values are the user's from now on."""
     for buffer in group.buffers:
         if buffer.main.is_meta:
-            main, grad = torch.zeros_like(buffer.main, device=device), buffer.grad
-            buffer.move(main, None if grad is None else torch.zeros_like(grad, device=device))
+            buffer.leave_meta(device)
+            main, grad = buffer.main, buffer.grad
+            buffer.move(
+                buffer.new_zeros(main.numel(), main.dtype),
+                None if grad is None else buffer.new_zeros(grad.numel(), grad.dtype),
+            )
     group.bind_views()
     for item in group.managed:
         if item.awaited is not None:

@@ -37,6 +37,8 @@ class Scheduled(Protocol):
 
     def leave_backward(self) -> None: ...
 
+    def end_pass(self) -> None: ...
+
 
 Entry = tuple[Scheduled, ShardBuffer]
 
@@ -157,6 +159,12 @@ class Schedule:
         if not self._inside:
             self._forward.end()
             self._drop_prefetched()
+            for other in self.units:
+                other.end_pass()
+
+    def share_lanes(self, other: "Schedule") -> None:
+        """Work on the streams of another root, which does not work at the same time."""
+        self._lanes = other._lanes
 
     def make_room(self) -> None:
         """Wait for reductions until one more whole gradient buffer may be made."""
@@ -223,7 +231,7 @@ class Schedule:
             self._reductions.popleft().abandon()
 
     def _lane(self, kind: str, buffer: ShardBuffer) -> Lane:
-        device = buffer.main.device
+        device = buffer.device
         key = (kind, device)
         if key not in self._lanes:
             # Of high priority, so that a collective need not wait until kernels leave room.

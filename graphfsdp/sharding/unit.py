@@ -48,7 +48,11 @@ from graphfsdp.sharding.schedule import Schedule
 
 
 class Unit:
-    """One module that `fully_shard` has wrapped.
+    """One module that `fully_shard` has wrapped, or a list of them.
+
+    Note [Units of several modules]: weights are gathered when the first module runs, stay until the
+    last one has, and are one output of autograd for all of them, so that gradients come at once.
+    What has not run when the outermost forward pass is over runs on its own, and gathers again.
 
     With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
     reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
@@ -58,9 +62,10 @@ class Unit:
     begins. ``positions`` are those of parameters in ``group.managed``.
     """
 
-    def __init__(self, module: nn.Module, group: ShardGroup) -> None:
-        self.module = module
+    def __init__(self, modules: Sequence[nn.Module], group: ShardGroup) -> None:
+        self.modules = modules
         self.group = group
+        self.is_root = False
         self.schedule = Schedule()
         self.requires_gradient_sync = True
         self.is_last_microbatch = True
@@ -78,8 +83,11 @@ class Unit:
         self._whole: list[tuple[Tensor, int]] = []  # copies in a forward pass, and their versions
         self._recomputing = False
         self._from_leaves = False  # gradients have come from reentrant recomputations
+        self._waiting: set[nn.Module] = set()  # modules that have not run in this forward pass
+        self._kept: list[Tensor] = []  # whole weights for them
+        self._kept_with_gradients = False
         for owner in {id(o): o for item in group.managed for o, _ in item.owners}.values():
-            if owner is not module:
+            if owner not in modules:
                 owner.register_forward_pre_hook(self._inner_call)
 
     @property
@@ -93,7 +101,13 @@ class Unit:
             with nvtx_range(f"unshard {self.group.name}"):
                 buffer.begin_unshard(lane)
 
-    def enter_forward(self) -> None:
+    @property
+    def _reshards_after_forward(self) -> bool:
+        """As FSDP2 does it, where nobody has said anything: all units but the root."""
+        asked = self.reshard_after_forward
+        return self._frees and (not self.is_root if asked is None else asked)
+
+    def enter_forward(self, module: nn.Module) -> None:
         """PhaseError: the unit is inside its own forward. Capture: an all-gather per buffer."""
         if self.in_forward:
             raise PhaseError(
@@ -104,15 +118,28 @@ class Unit:
         self.group.follow_requires_grad()
         self.in_forward = True
         self.schedule.enter_forward(self)
-        self._refresh()
-        with self._gathering():
-            self._install(self._differentiable_views())
+        if module in self._waiting and self._can_use_kept():
+            self._install(self._kept)
+        else:
+            self._waiting.clear()
+            self._refresh()
+            with self._gathering():
+                views = self._differentiable_views()
+            self._install(views)
+            if len(self.modules) > 1 and not is_in_backward():
+                self._kept, self._waiting = views, set(self.modules)
+                self._kept_with_gradients = torch.is_grad_enabled()
+        self._waiting.discard(module)
         copies = [buffer.copy for buffer in self.group.buffers]
         self._whole = [(copy, version_of(copy)) for copy in copies if copy is not None]
-        frees = self._frees and self.reshard_after_forward and not self.pinned
+        frees = self._reshards_after_forward and not self.pinned
         if torch.is_grad_enabled() and frees and not foreign_hooks_are_active():
             hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
             self._context.enter_context(hooks)
+
+    def _can_use_kept(self) -> bool:
+        alike = self._kept_with_gradients == torch.is_grad_enabled()
+        return alike and not is_in_backward() and not self.group.is_old
 
     def leave_forward(self) -> None:
         """Drop whole weights that are not kept; PhaseError if the forward has written into them."""
@@ -142,8 +169,20 @@ class Unit:
         if is_in_backward() and torch.is_grad_enabled() and self.group.trainable:
             self._queue_end_of_backward()  # a recomputation, whose backward needs the weights too
             return
-        if self._frees and (self.reshard_after_forward or not torch.is_grad_enabled()):
+        if not self._waiting:
+            self._drop_after_forward()
+
+    def _drop_after_forward(self) -> None:
+        self._kept = []
+        if self._reshards_after_forward or (self._frees and not torch.is_grad_enabled()):
             self._drop_weights(outside=not torch.is_grad_enabled() and not self._fresh)
+
+    def end_pass(self) -> None:
+        """Wait no longer for modules that did not run in a forward pass that is over."""
+        if self._waiting:
+            self._waiting.clear()
+            if not self.is_whole:
+                self._drop_after_forward()
 
     def unshard(self) -> None:
         self.pinned = True
@@ -185,7 +224,7 @@ class Unit:
                 id(buffer) in trained or buffer.gradients.is_pending
             ):
                 buffer.gradients.add(per_buffer[id(buffer)], accumulate=accumulate)
-                lane, how = self.schedule.reduce_lane(self, buffer), self.group.options.reduction
+                lane, how = self.schedule.reduce_lane(self, buffer), self.group.reduction
                 steps.append(
                     buffer.gradients.reduce(
                         lane, accumulate=accumulate, reduction=how, outside=outside
@@ -243,6 +282,8 @@ class Unit:
         self._context.close()
         self.in_forward = False
         self._fresh = False
+        self._waiting.clear()
+        self._kept = []
         self._recomputing = self._from_leaves = False
         self._whole.clear()
         self._landed.clear()
@@ -363,7 +404,7 @@ class Unit:
         A new one for each forward pass on a GPU: a leaf that an old loss still holds remembers the
         stream of that loss, for which a capture cannot wait.
         """
-        device = self.group.trainable[0].buffer.main.device
+        device = self.group.trainable[0].buffer.device
         if device.type == "cpu":
             return self._cpu_token
         return torch.empty(0, device=device, requires_grad=True)

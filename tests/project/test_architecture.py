@@ -27,7 +27,8 @@ UNDO_AND_REPORT = frozenset({f"{CAPTURE}.undo", f"{CAPTURE}.report"})
 BACKENDS = frozenset({f"{CAPTURE}.cpu", f"{CAPTURE}.cuda"})
 MAY_IMPORT = {
     "graphfsdp.base": BASE,
-    "graphfsdp.sharding": BASE | {"graphfsdp.sharding.materialize"},
+    "graphfsdp.sharding": BASE | {"graphfsdp.sharding.materialize", "graphfsdp.sharding.rows"},
+    "graphfsdp.sharding.rows": BASE | {"graphfsdp.sharding"},
     "graphfsdp.sharding.materialize": BASE | {"graphfsdp.sharding"},
     TRACE: BASE,
     **dict.fromkeys(CHECKS, BASE | {TRACE}),

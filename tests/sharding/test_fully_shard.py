@@ -111,8 +111,8 @@ def test_unshard_by_hand_and_reshard(strategy: str) -> None:
     plain = dict(make_net(None).named_parameters())
     sharded = dict(model.named_parameters())
     for unit in units(model):  # the root comes first
-        assert isinstance(unit.module, graphfsdp.FSDPModule)
-        unit.module.unshard()
+        assert isinstance(unit.modules[0], graphfsdp.FSDPModule)
+        unit.modules[0].unshard()
     for name, param in model.named_parameters():
         assert not isinstance(param, DTensor)
         assert torch.equal(param, plain[name]), name
@@ -122,8 +122,8 @@ def test_unshard_by_hand_and_reshard(strategy: str) -> None:
     by_hand.backward()
     assert not any(isinstance(param, DTensor) for param in model.parameters())
     for unit in units(model):
-        assert isinstance(unit.module, graphfsdp.FSDPModule)
-        unit.module.reshard()
+        assert isinstance(unit.modules[0], graphfsdp.FSDPModule)
+        unit.modules[0].reshard()
     assert all(param is sharded[name] for name, param in model.named_parameters())
     other = make_net(strategy)
     loss = other(*batch)

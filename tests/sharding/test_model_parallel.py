@@ -153,23 +153,22 @@ def test_meshes_and_cuts_that_do_not_fit_are_refused_by_name() -> None:
     other = hybrid_mesh((4,), ("all",))
     tp = mesh["tp"]
     even = distribute_tensor(torch.ones(4, 2), tp, [Shard(0)])
-    uneven = distribute_tensor(torch.ones(3, 2), tp, [Shard(0)])
     partial = DTensor.from_local(torch.ones(4, 2), tp, [Partial()])
     elsewhere = "parameter 'weight' lies on the mesh axes ('tp',)", "Remedy: make one mesh"
     refused: list[tuple[DTensor, Any, tuple[str, ...]]] = [
         (even, other, elsewhere),
         (even, None, elsewhere),
         (even, tp, elsewhere),
-        (uneven, mesh["dp"], ("dim 0 of parameter 'weight' of shape (3, 2) is cut into 2 parts",)),
         (partial, mesh["dp"], ("parameter 'weight' is Partial(sum) on mesh axis 0",)),
     ]
     for weight, over, words in refused:
         with raises_on_rank(ConfigError, *words):
             graphfsdp.fully_shard(_OneWeight(weight), over)
-    fine: Any = graphfsdp.fully_shard(
-        _OneWeight(distribute_tensor(torch.ones(3, 2), tp, [Replicate()])), mesh["dp"]
-    )
-    assert torch.equal(fine.weight.full_tensor(), torch.ones(3, 2))
+    whole = torch.arange(10.0).view(5, 2)
+    for place in (Replicate(), Shard(0), Shard(1)):
+        cut = distribute_tensor(whole, tp, [place])
+        fine: Any = graphfsdp.fully_shard(_OneWeight(cut), mesh["dp"])
+        assert torch.equal(fine.weight.full_tensor(), whole), place
 
 
 @on_ranks("ranks4")

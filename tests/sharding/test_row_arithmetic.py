@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import ASKS_SUBCLASSES, RowShard
-from graphfsdp.sharding.row_tensors import make_dtensor
+from graphfsdp.sharding.rows.tensors import make_dtensor
 from ranks import on_ranks
 
 NUM_SAMPLES = 4
@@ -178,3 +178,36 @@ def test_operators_do_on_uneven_rows_what_they_do_on_the_whole_or_are_refused() 
     assert not seen["wrong"], (len(seen["wrong"]), seen["wrong"][:40])
     assert seen["num_right"] >= FEWEST["right"], seen["num_right"]
     assert len(seen["right"]) >= FEWEST["operators"], len(seen["right"])
+
+
+def _write_views(p: Tensor) -> list[Tensor]:
+    """Write into views of rows, and look at what both sides see."""
+    seen = []
+    view = p.t()
+    view.mul_(2)
+    seen += [p.clone(), view.clone()]
+    p.add_(1)
+    seen.append(view * 1)
+    view[0].zero_()
+    seen += [p.clone(), view.clone()]
+    other = p.detach().clone().T
+    other.div_(other.norm())
+    seen += [other, other @ other.T]
+    p[0].fill_(3)
+    p.flatten()[5:9].neg_()
+    seen.append(p.clone())
+    first, second = p.t().chunk(2)
+    first.add_(second.sum())
+    return [*seen, p.clone(), view.clone()]
+
+
+@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
+@on_ranks("ranks2")
+def test_views_and_their_rows_see_what_is_written_into_either() -> None:
+    """torch.optim.Muon writes into a transposed gradient."""
+    torch.manual_seed(0)
+    whole = torch.randn(5, 4)
+    for thirds in CUTS:
+        found = _write_views(_rows(whole, thirds))
+        for index, expected in enumerate(_write_views(whole.clone())):
+            torch.testing.assert_close(_full(found[index]), expected, msg=f"{thirds}: {index}")

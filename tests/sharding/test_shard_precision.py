@@ -166,7 +166,7 @@ def _laid_out(twin: nn.Module, main: dict[str, nn.Parameter]) -> dict[str, Tenso
             )
             for buffer in unit.group.buffers
         }
-        prefix = next(key for key, module in twin.named_modules() if module is unit.module)
+        prefix = next(key for key, module in twin.named_modules() if module is unit.modules[0])
         for item in unit.group.managed:
             key = f"{prefix}.{item.name}".lstrip(".")
             view = item.buffer.full_view(flats[id(item.buffer)], item.slot)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,15 @@ def test_without_a_process_group() -> None:
 
 
 def test_what_is_no_module() -> None:
-    with pytest.raises(ConfigError, match=r"takes a torch.nn.Module, got list"):
-        graphfsdp.fully_shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    wrong: list[Any] = [lambda: None, [nn.Linear(2, 2), 3]]
+    for given in wrong:
+        with pytest.raises(ConfigError, match=r"takes a torch.nn.Module or a list.*got (fun|list)"):
+            graphfsdp.fully_shard(given)
+    with pytest.raises(ConfigError, match=r"empty list"):
+        graphfsdp.fully_shard([])
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict()):
+        with pytest.raises(ConfigError, match=r"no forward pass of its own.*Remedy"):
+            graphfsdp.fully_shard(container)
 
 
 @on_ranks("ranks2")

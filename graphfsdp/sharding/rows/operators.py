@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from graphfsdp.errors import ConfigError
 
+_alias = torch.ops.aten.alias.default
+
 # Beside those that torch tags as pointwise.
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 _LOCAL = frozenset(
@@ -110,6 +112,50 @@ def resolved(size: Sequence[int], numel: int) -> tuple[int, ...]:
         return tuple(size)
     known = math.prod(length for length in size if length != -1)
     return tuple(numel // known if length == -1 else length for length in size) if known else ()
+
+
+def view_of_rows(
+    func: torch._ops.OpOverload,
+    local: Tensor,  # [rows here, ...]
+    shape: tuple[int, ...],  # of the whole
+    place: tuple[tuple[int, ...], Any],  # its strides and storage offset
+    args: tuple[Any, ...],
+) -> tuple[Tensor, tuple[int, ...]] | None:
+    """Return the view that an operator makes of the rows here, and the shape of the whole one.
+
+    None where some row would be somewhere else, or none.
+    """
+    if not shape:
+        return None
+    dims = len(shape)
+    name = func._schema.name.removeprefix("aten::")
+    if name == "as_strided":
+        same = tuple(args[0]) == shape and tuple(args[1]) == place[0]
+        here = len(args) < 3 or args[2] in (None, place[1])
+        return (_alias(local), shape) if same and here else None
+    if name in ("view", "_unsafe_view"):
+        numel = math.prod(shape)
+        size = resolved(args[0], numel)
+        if not size or size[0] != shape[0] or not numel:
+            return None
+        return func(local, [local.shape[0], *size[1:]]), size
+    if name == "slice":
+        given: tuple[Any, ...] = tuple(args[1:])
+        start, end, step = given + (None, None, 1)[len(given) :]
+        if args[:1] in ((), (0,), (-dims,)):
+            everything = start in (None, 0) and (end is None or end >= shape[0]) and step == 1
+            return (_alias(local), shape) if everything else None
+    keeps_rows = {
+        "slice": lambda: args[0] % dims > 0,
+        "select": lambda: args[0] % dims > 0,
+        "transpose": lambda: args[0] % dims > 0 and args[1] % dims > 0,
+        "unsqueeze": lambda: args[0] % (dims + 1) > 0,
+        "permute": lambda: args[0][0] % dims == 0,
+    }.get(name)
+    if keeps_rows is None or not keeps_rows():
+        return None
+    view = func(local, *args)
+    return view, (shape[0], *view.shape[1:])
 
 
 def refuse_plain(func: torch._ops.OpOverload, tensors: Sequence[Tensor]) -> None:

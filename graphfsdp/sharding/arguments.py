@@ -1,0 +1,77 @@
+"""What ``fully_shard`` takes of FSDP2's arguments, and what it refuses by name."""
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from graphfsdp.config import MixedPrecisionPolicy
+from graphfsdp.errors import ConfigError, PrecisionError
+
+
+def parse_reshard(given: bool | int | None, num_ranks: int) -> bool | None:
+    """Return what a number of ranks to reshard to comes to; ConfigError if to nothing we have."""
+    if given is None or isinstance(given, bool):
+        return given
+    if given == num_ranks:
+        return True
+    if given == 1:
+        return False
+    raise ConfigError(
+        f"reshard_after_forward must be True, False, None, 1 or the {num_ranks} ranks that the "
+        f"unit is cut over, got {given!r}: between forward and backward weights are whole, or cut "
+        "over all of them. Remedy: True, which needs least memory, or False, which gathers least"
+    )
+
+
+def parse_offload(given: OffloadPolicy | None) -> CPUOffloadPolicy | None:
+    """Return the policy if there is something to do; ConfigError if it is of another kind."""
+    if isinstance(given, CPUOffloadPolicy):
+        return given
+    if given is None or type(given) is OffloadPolicy:
+        return None
+    raise ConfigError(
+        "offload_policy must be a torch.distributed.fsdp.OffloadPolicy or CPUOffloadPolicy, got "
+        f"{type(given).__name__}"
+    )
+
+
+def refuse_placements(
+    module: nn.Module,
+    ignored: Set[nn.Parameter],
+    place: Callable[[nn.Parameter], Any] | None,
+) -> None:
+    """Refuse a ``shard_placement_fn`` that wants something else than whole rows."""
+    if place is None:
+        return
+    for name, param in module.named_parameters():
+        wanted = None if param in ignored else place(param)
+        if wanted is not None and wanted != Shard(0):
+            raise ConfigError(
+                f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}; "
+                "fully_shard cuts parameters by rows alone, all over the same ranks. Remedy: None "
+                "or Shard(0); for experts on other ranks a call with another mesh"
+            )
+
+
+def check_precision(
+    module: nn.Module, policy: MixedPrecisionPolicy, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse gradients of another dtype than their parameters, where they are bound to .grad.
+
+    ``dtype``: of the parameters; None is the one that each has, or that the policy gives it.
+    """
+    if policy.use_decoupled_grad or policy.main_grads_dtype is None:
+        return
+    for name, param in module.named_parameters():
+        main = dtype or policy.main_params_dtype or param.dtype
+        if param.requires_grad and main != policy.main_grads_dtype:
+            raise PrecisionError(
+                f"main_grads_dtype is {policy.main_grads_dtype}, but the main weight of {name!r} "
+                f"is {main}, so .grad could only be a casted copy of the persistent gradient. "
+                "Ways out: use_decoupled_grad=True with an optimizer that reads decoupled_grad "
+                "(FusedAdam), or equal main_params_dtype and main_grads_dtype"
+            )

@@ -1,0 +1,58 @@
+"""What torch's pipeline schedules ask of sharded modules besides their methods."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.module import FSDPModule, shards_of
+
+
+class ShardState:
+    """What ``fully_shard.state(module)`` returns: an object for each module, with nothing to set.
+
+    torch's pipelines, which accumulate gradients unreduced, go through it to have them reduced at
+    last. They ask torch's ``fully_shard`` for it.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module = module
+        self._state_ctx = SimpleNamespace(all_states=())
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._module.finish_microbatches()
+
+
+def give_state(module: nn.Module) -> None:
+    """Let torch's own ``fully_shard`` find the state of a module."""
+    assert isinstance(module, FSDPModule)
+    torch_function: Any = torch_fully_shard
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[torch_function.__wrapped__] = ShardState(module)
+
+
+def state_of(module: nn.Module) -> ShardState | None:
+    """Return the state of a sharded module, the same each time; None if it is none."""
+    torch_function: Any = torch_fully_shard
+    found = torch_function.state(module) if isinstance(module, FSDPModule) else None
+    return found if isinstance(found, ShardState) else None
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let the units of several roots gather and reduce on the same side streams.
+
+    The parts of a pipeline on one rank are such roots: they never work at the same time.
+
+    Raises:
+        ConfigError: a module is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(f"share_comm_ctx takes sharded modules, got {type(module).__name__}")
+    schedules = [shards_of(module).schedule for module in modules]
+    for schedule in schedules[1:]:
+        schedule.share_lanes(schedules[0])

@@ -1,0 +1,300 @@
+"""What FSDP2's users write. tests/sharding/test_fsdp2_scripts.py runs it with either import.
+
+Only the first import is changed for that. Each function is a script and prints what it computes.
+"""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+NUM_STEPS = 3
+
+
+def whole_model(width: int = 8, hidden: int = 5) -> Any:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width))
+    return nn.Sequential(first, nn.Sequential(nn.Linear(width, 3)))
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    for child in model:
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def batch(index: int, part: int | None = None, width: int = 8) -> Tensor:
+    part = dist.get_rank() if part is None else part
+    generator = torch.Generator().manual_seed(100 + 7 * index + part)
+    return torch.randn(4, width, generator=generator)
+
+
+def show(*values: Any) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            whole: Any = value.full_tensor() if isinstance(value, DTensor) else value
+            value = [f"{number:.4g}" for number in whole.detach().float().flatten().tolist()]
+        print(value)
+
+
+def train(model: Any, steps: int = NUM_STEPS, **options: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    for index in range(steps):
+        model(batch(index)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    show(*model.parameters())
+    return model
+
+
+def means_norms_and_averages_of_weights() -> None:
+    model = sharded(whole_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # FSDP2 has no maximum of a rank without rows.
+    kinds = (2.0, 1.0, float("inf")) if dist.get_world_size() == 2 else (2.0, 1.0)
+    averages = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for index in range(NUM_STEPS):
+        model(batch(index)).square().mean().backward()
+        for kind in kinds:
+            show(kind, nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=kind))
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            value = param.detach()
+            averages[name].lerp_(value, 0.1)
+            show(name, value.mean(), value.abs().mean(), value.std())
+            if len(kinds) == 3:
+                show(value.max(), value.min())
+            show(value.sum(), value.norm(), value * 2, averages[name], averages[name].mean())
+
+
+def gradients_of_functions_of_a_weight() -> None:
+    functions: list[Callable[[Any], Tensor]] = [
+        lambda q: q.sum(),
+        lambda q: (q.full_tensor() ** 2).sum(),
+        lambda q: (q * q).mean(),
+    ]
+    for name, param in sharded(whole_model()).named_parameters():
+        for function in functions:
+            q = param.detach().clone().requires_grad_()
+            function(q).backward()
+            show(name, q.grad)
+
+
+def copies_and_files() -> None:
+    model = sharded(whole_model())
+
+    def saved(value: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file)
+
+    for name, param in model.named_parameters():
+        show(name, copy.deepcopy(param), saved(param), saved(param.data))
+    for state in (copy.deepcopy(model.state_dict()), saved(model.state_dict())):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        model.load_state_dict(state)
+        show(*model.parameters())
+
+
+def slices_and_containers() -> None:
+    model = sharded(whole_model())
+    part = model[:1]
+    show(type(part).__name__, isinstance(part, FSDPModule), isinstance(part[0], FSDPModule))
+    show(isinstance(model, torch.distributed.fsdp.FSDPModule), part(batch(0)))
+    model[0](batch(1)).sum().backward()
+    show(model[0][0].weight.grad)
+    try:
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    except ValueError:
+        show("refused")
+
+
+def casts_after_sharding() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        model = sharded(whole_model()).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(0).to(dtype)).square().mean().backward()
+        show(*((param.dtype, param.grad.dtype) for param in model.parameters()))
+        if dtype == torch.float64:  # sums in bfloat16 depend on their order
+            optimizer.step()
+            show(*model.parameters())
+
+
+def values_for_the_meta_device() -> None:
+    whole = whole_model().state_dict()
+    for way in ("assign", "load", "copy"):
+        with torch.device("meta"):
+            model = sharded(whole_model())
+        if way != "assign":
+            model.to_empty(device="cpu")
+        values: dict[str, Any] = {}
+        for name, value in whole.items():
+            param = model.get_parameter(name)
+            values[name] = distribute_tensor(value, param.device_mesh, param.placements)
+            if way == "copy":
+                with torch.no_grad():
+                    param.copy_(values[name])
+        if way != "copy":
+            model.load_state_dict(values, assign=way == "assign")
+        show(way)
+        train(model)
+
+
+class Head(nn.Module):
+    """Ends in two modules that are one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(torch.tanh(self.body(x)))
+        return out
+
+    def forward(self, x: Tensor, has_head: bool = True) -> Tensor:
+        out = self.hidden(x)
+        return self.head(out) if has_head else out
+
+
+def several_modules_in_one_unit() -> None:
+    torch.manual_seed(0)
+    model: Any = Head()
+    fully_shard(model.body)
+    show(type(fully_shard([model.norm, model.head])).__name__, isinstance(model.head, FSDPModule))
+    fully_shard(model)
+    train(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(NUM_STEPS):  # the head for a part of the sequence at a time
+        hidden = model(batch(index), has_head=False)
+        leaf = hidden.detach().requires_grad_()
+        for rows in leaf.chunk(2):
+            model.head(rows).square().mean().backward()
+        hidden.backward(leaf.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    show(*model.parameters())
+
+
+def ignored_parameters() -> None:
+    model = whole_model()
+    ignored = {model[1][0].bias}
+    sharded(model, ignored_params=ignored)
+    show([isinstance(param, DTensor) for param in model.parameters()])
+    train(model, foreach=False)
+
+
+def offloading() -> None:
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        model = train(sharded(whole_model(), offload_policy=policy))
+        show({param.device.type for param in model.parameters()})
+
+
+class Encoder(nn.Linear):
+    """Has a forward pass by another name."""
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return scale * torch.tanh(super().forward(x))
+
+
+def other_forward_methods() -> None:
+    torch.manual_seed(0)
+    model: Any = Encoder(8, 3)
+    register_fsdp_forward_method(model, "encode")
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    model.encode(batch(0), scale=2.0).square().mean().backward()
+    show(*(param.grad for param in model.parameters()))
+    try:
+        register_fsdp_forward_method(model, "decode")
+    except ValueError:
+        show("refused")
+
+
+def divided_by_a_number() -> None:
+    model = sharded(whole_model())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(3.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model(batch(0)).square().mean().backward()
+    show(*(param.grad for param in model.parameters()))
+
+
+def kinds_of_resharding() -> None:
+    for reshards in (None, True, False, dist.get_world_size(), 1):
+        model: Any = train(sharded(whole_model(), reshard_after_forward=reshards))
+        model.set_reshard_after_forward(False, recurse=False)
+        model.set_reshard_after_backward(True)
+        train(model)
+
+
+def states_and_streams() -> None:
+    models = [sharded(whole_model()) for _ in range(2)]
+    share_comm_ctx(models)
+    share_comm_ctx([])
+    state: Any = fully_shard
+    show(state.state(models[0]) is state.state(models[0]), state.state(nn.Linear(1, 1)))
+    show(state.state(models[0]) is None, *(isinstance(model, FSDPModule) for model in models))
+    for model in models:
+        train(model)
+
+
+def pipelines() -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    place, part = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8)) for _ in range(2)]
+    model = parts[place]
+    fully_shard(model[0], mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for index in range(NUM_STEPS):
+        x = torch.cat((batch(index, part), batch(index + 9, part)))
+        losses: list[Tensor] = []
+        if place == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x.flip(0), losses=losses)
+        show(*losses)
+        optimizer.step()
+        optimizer.zero_grad()
+    show(*model.parameters())
+
+
+def uneven_tensor_parallelism() -> None:
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    columns = ColwiseParallel(output_layouts=Replicate())
+    for hidden in (3, 5, 17):
+        model = whole_model(hidden=hidden)
+        parallelize_module(model, mesh["tp"], {"0.0": columns, "1.0": columns})
+        sharded(model, mesh=mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        for index in range(NUM_STEPS):
+            model(batch(index, mesh["dp"].get_local_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        show(*model.parameters())

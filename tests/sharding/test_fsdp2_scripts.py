@@ -1,0 +1,260 @@
+"""Scripts of FSDP2's users print the same with either import, and what else they do each day."""
+
+import contextlib
+import inspect
+import io
+import pathlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+
+import everyday_scripts
+import graphfsdp
+from graphfsdp.base.collectives import all_gather_, reduce_scatter_
+from graphfsdp.sharding.module import unit_of
+from graphfsdp.sharding.placement import ASKS_SUBCLASSES
+from ranks import on_ranks
+from sharding_helpers import assert_equal_tensors, full_parameters, raises_on_rank
+
+SOURCE = pathlib.Path(everyday_scripts.__file__).read_text()
+SCRIPTS = re.findall(r"^def (\w+)\(\) -> None:", SOURCE, re.MULTILINE)
+TABLE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
+
+
+def scripts(package: str) -> dict[str, Any]:
+    theirs = "from torch.distributed.fsdp import ("
+    assert SOURCE.count(theirs) == 1
+    source = SOURCE.replace(theirs, f"from {package} import (")
+    found: dict[str, Any] = {"__name__": package}
+    exec(compile(source, f"scripts of {package}", "exec"), found)
+    return found
+
+
+def printed(script: Callable[[], None]) -> list[str]:
+    said = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(said):
+        warnings.simplefilter("ignore")
+        script()
+    return said.getvalue().splitlines()
+
+
+def compare_scripts() -> None:
+    theirs, ours = scripts("torch.distributed.fsdp"), scripts("graphfsdp")
+    for name in SCRIPTS:
+        expected, found = printed(theirs[name]), printed(ours[name])
+        assert expected, name
+        assert found == expected, name
+
+
+@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
+@on_ranks("ranks2")
+def test_scripts_print_the_same_with_either_import() -> None:
+    compare_scripts()
+
+
+@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
+@on_ranks("ranks4")
+def test_scripts_print_the_same_with_either_import_on_four_ranks() -> None:
+    compare_scripts()
+
+
+@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
+@on_ranks("ranks4")
+def test_the_largest_gradient_where_a_rank_has_no_rows() -> None:
+    whole = everyday_scripts.whole_model()
+    model = graphfsdp.fully_shard(everyday_scripts.whole_model())
+    for part in (whole, model):
+        part(everyday_scripts.batch(0, part=0)).square().mean().backward()
+    assert not all(param.to_local().numel() for param in model.parameters())
+    largest, norm = (
+        nn.utils.clip_grad_norm_(part.parameters(), 0.1, norm_type=float("inf"))
+        for part in (whole, model)
+    )
+    total: Any = norm
+    torch.testing.assert_close(total.full_tensor(), largest)
+
+
+def test_all_that_a_script_may_import_is_in_the_table() -> None:
+    """Also what the installed release of torch has and the one that this was written for not."""
+    text = TABLE.read_text()
+    listed = set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
+    described = {"works", "works differently", "ignored", "refused", "torch's own"}
+    rows = re.findall(r"^\| `\w+[^|]*\| ([^|:]+)[|:]", text, re.MULTILINE)
+    assert {row.strip() for row in rows} <= described, sorted({row.strip() for row in rows})
+    methods = [name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_")]
+    arguments = list(inspect.signature(torch_fsdp.fully_shard).parameters)
+    wanted = {*torch_fsdp.__all__, *methods, *arguments}
+    assert wanted - listed == set()
+    for name in methods:
+        theirs = inspect.signature(getattr(torch_fsdp.FSDPModule, name)).parameters
+        assert name in vars(graphfsdp.FSDPModule), name
+        assert list(inspect.signature(getattr(graphfsdp.FSDPModule, name)).parameters) == list(
+            theirs
+        ), name
+    own = inspect.signature(graphfsdp.fully_shard).parameters
+    assert set(arguments) <= set(own)
+    for name in torch_fsdp.__all__:
+        is_fsdp2 = "_fully_shard" in getattr(torch_fsdp, name).__module__
+        has_word = f"| `{name}" in text and f"| `{name}` | refused" not in text
+        assert hasattr(graphfsdp, name) or not (is_fsdp2 and has_word), name
+
+
+def squared(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x).square().mean()
+    return out
+
+
+def in_one_unit() -> Any:
+    torch.manual_seed(0)
+    model: Any = everyday_scripts.Head()
+    graphfsdp.fully_shard([model.norm, model.head])
+    return graphfsdp.fully_shard(model)
+
+
+def divided() -> Any:
+    model = graphfsdp.fully_shard(everyday_scripts.whole_model())
+    model.set_gradient_divide_factor(3.0)
+    return model
+
+
+class Renamed(nn.Module):
+    """Calls a method of a unit that is no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = everyday_scripts.Encoder(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner.encode(x, scale=2.0)
+        return out
+
+
+def renamed() -> Any:
+    torch.manual_seed(0)
+    model = Renamed()
+    graphfsdp.fully_shard(model.inner)
+    graphfsdp.register_fsdp_forward_method(model.inner, "encode")
+    return model
+
+
+def ignoring() -> Any:
+    model = everyday_scripts.whole_model()
+    return graphfsdp.fully_shard(model, ignored_params={model[1][0].bias.requires_grad_(False)})
+
+
+def casted() -> Any:
+    return graphfsdp.fully_shard(everyday_scripts.whole_model().double()).float()
+
+
+def as_fsdp2_reshards() -> Any:
+    model = everyday_scripts.whole_model()
+    graphfsdp.fully_shard(model[0], reshard_after_forward=None)
+    return graphfsdp.fully_shard(model, reshard_after_forward=None)
+
+
+MADE = (in_one_unit, divided, renamed, ignoring, casted, as_fsdp2_reshards)
+
+
+def captured_run(make: Callable[[], Any], scope: str) -> dict[str, Tensor]:
+    model = make()
+    optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=0.1)
+    with graphfsdp.capture(
+        model, optimizer, loss_fn=squared, scope=scope, warmup_steps=1, max_grad_norm=1.0
+    ) as step:
+        losses = [step(everyday_scripts.batch(index)) for index in range(5)]
+    return full_parameters(model) | {f"loss {index}": loss for index, loss in enumerate(losses)}
+
+
+@pytest.mark.parametrize("make", MADE)
+@on_ranks("ranks2")
+def test_a_graph_trains_what_the_words_have_made(make: Callable[[], Any]) -> None:
+    assert_equal_tensors(*(captured_run(make, scope) for scope in ("none", "full_iteration")))
+
+
+@on_ranks("ranks2")
+def test_a_graph_sees_another_divide_factor() -> None:
+    model = divided()
+    optimizer = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+    with graphfsdp.capture(model, optimizer, loss_fn=squared, warmup_steps=1) as step:
+        for index in range(3):
+            step(everyday_scripts.batch(index))
+        model.set_gradient_divide_factor(4.0)
+        with pytest.raises(graphfsdp.GuardError, match="divide_factor"):
+            step(everyday_scripts.batch(3))
+
+
+@on_ranks("ranks2")
+def test_weights_of_several_modules_are_gathered_and_reduced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = []
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(output: Tensor, source: Tensor, *args: Any, **options: Any) -> Any:
+            counted.append((function.__name__, max(output.numel(), source.numel())))
+            return function(output, source, *args, **options)
+
+        return call
+
+    model = in_one_unit()
+    monkeypatch.setattr("graphfsdp.sharding.buffer.all_gather_", counting(all_gather_))
+    monkeypatch.setattr("graphfsdp.sharding.gradients.reduce_scatter_", counting(reduce_scatter_))
+    squared(model, everyday_scripts.batch(0)).backward()
+    (buffer,) = unit_of(model.head).group.buffers
+    mine = [name for name, numel in counted if numel == buffer.layout.total_numel]
+    assert sorted(mine) == ["all_gather_"] * 2 + ["reduce_scatter_"]  # for forward, for backward
+
+
+@on_ranks("ranks2")
+def test_what_is_refused_by_name() -> None:
+    from torch.distributed.tensor import Shard
+
+    make, words = everyday_scripts.whole_model, graphfsdp.fully_shard
+    wide: Any = words(nn.Linear(2, 2))
+    policy = graphfsdp.MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    refused: list[tuple[type[Exception], Callable[[], object], tuple[str, ...]]] = [
+        (graphfsdp.ConfigError, lambda: words(make(), reshard_after_forward=3), ("got 3", "2 ra")),
+        (
+            graphfsdp.ConfigError,
+            lambda: words(make(), shard_placement_fn=lambda param: Shard(param.ndim - 1)),
+            ("'0.0.weight'", "Shard(dim=1)"),
+        ),
+        (graphfsdp.ConfigError, lambda: words(make(), dp_mesh_dims=3), ("shard_axis",)),  # type: ignore[arg-type]
+        (graphfsdp.ConfigError, lambda: words(make(), offload_policy=3), ("got int",)),  # type: ignore[arg-type]
+        (graphfsdp.ConfigError, lambda: wide.set_custom_all_gather(None), ("set_custom_all_ga",)),
+        (graphfsdp.ConfigError, lambda: wide.set_gradient_divide_factor(0), ("got 0",)),
+        (graphfsdp.ConfigError, lambda: wide._get_fsdp_state(), ("docs/fsdp2.md",)),
+        (
+            graphfsdp.ConfigError,
+            lambda: wide.load_state_dict(
+                {"weight": torch.ones(2, 2).double(), "bias": torch.ones(2)}, assign=True
+            ),
+            ("'weight'", "float64"),
+        ),
+        (graphfsdp.PrecisionError, lambda: words(make(), mp_policy=policy).half(), ("float16",)),
+    ]
+    for kind, attempt, said in refused:
+        with raises_on_rank(kind, *said):
+            attempt()
+    assert words(make(), shard_placement_fn=lambda param: Shard(0)) is not None
+
+
+@on_ranks("ranks2")
+def test_no_graph_of_an_offloaded_model() -> None:
+    for scope in ("full_iteration", "forward_backward", "none"):
+        model = everyday_scripts.whole_model()
+        graphfsdp.fully_shard(model, offload_policy=graphfsdp.CPUOffloadPolicy())
+        optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=0.1)
+        if scope != "none":
+            with raises_on_rank(graphfsdp.ConfigError, "CPUOffloadPolicy", "scope='none'"):
+                graphfsdp.capture(model, optimizer, loss_fn=squared, scope=scope)
+            continue
+        with graphfsdp.capture(model, optimizer, loss_fn=squared, scope=scope) as step:
+            losses = [float(step(everyday_scripts.batch(0))) for _ in range(5)]
+        assert losses[-1] < losses[0]
