@@ -65,7 +65,8 @@ class Attempts:
         grad_norm, results = engine.grad_norm, recording.results
         recording.results = Results()
         try:
-            with attempt.watching(), self._modes() as own_modes:
+            clocks = nullcontext() if python is None else python.watching()
+            with attempt.watching(), clocks, self._modes() as own_modes:
                 if captures:
                     return self._capture(recording, attempt, own_modes, python)
                 return self._warm_up(recording, notes=notes)
@@ -119,6 +120,8 @@ class Attempts:
         recording.guards = guards = engine.guards(trains=self._trains)
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
+            if python is not None:
+                python.let_go()
             attempt.host_state.check_unchanged(was_read)
             recording.check_memory()
             own_modes()  # those that every later call will find

@@ -10,16 +10,17 @@ from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp.base.hazards import SourceLine
 
 Held = Sequence[tuple[dict[str, Any], str]]  # tables of names, with a name of a clock
+ClockReads = list[tuple[str, SourceLine | None]]
 
 
 @contextmanager
-def ahead(clocks: Held, seconds: float) -> Iterator[list[tuple[str, SourceLine | None]]]:
+def ahead(clocks: Held, seconds: float) -> Iterator[ClockReads]:
     """Let clocks go ahead in the body; yield a list of those that were read, and where.
 
     The names in the users' code are bound to other functions meanwhile, and to nothing of
     anybody else's but the module ``time``.
     """
-    read: list[tuple[str, SourceLine | None]] = []
+    read: ClockReads = []
     before = [(table, key, table[key]) for table, key in clocks]
     try:
         for table, key, clock in before:
@@ -30,7 +31,7 @@ def ahead(clocks: Held, seconds: float) -> Iterator[list[tuple[str, SourceLine |
             table[key] = clock
 
 
-def _shifted(clock: Any, seconds: float, read: list[tuple[str, SourceLine | None]]) -> Any:
+def _shifted(clock: Any, seconds: float, read: ClockReads) -> Any:
     if isinstance(clock, type):
         return _shifted_dates(clock, seconds, read)
     units = 10**9 if clock.__name__.endswith("_ns") else 1
@@ -43,7 +44,7 @@ def _shifted(clock: Any, seconds: float, read: list[tuple[str, SourceLine | None
     return now
 
 
-def _shifted_dates(kind: Any, seconds: float, read: list[tuple[str, SourceLine | None]]) -> Any:
+def _shifted_dates(kind: Any, seconds: float, read: ClockReads) -> Any:
     def reader(name: str) -> Callable[..., Any]:
         def now(*args: Any, **kwargs: Any) -> Any:
             read.append((f"{kind.__name__}.{name}", user_source_line()))
@@ -53,4 +54,11 @@ def _shifted_dates(kind: Any, seconds: float, read: list[tuple[str, SourceLine |
 
     names = [name for name in ("now", "utcnow", "today") if hasattr(kind, name)]
     methods = {name: staticmethod(reader(name)) for name in names}
-    return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(methods))
+
+    class Kind(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, kind)
+
+    return types.new_class(
+        kind.__name__, (kind,), {"metaclass": Kind}, lambda body: body.update(methods)
+    )

@@ -7,6 +7,7 @@ installed packages is followed for ``_MAX_FAR`` calls. Left out is what torch an
 
 import collections
 import contextvars
+import enum
 import functools
 import operator
 import random
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.python import held
-from graphfsdp._capture.python.code import CLOCKS, names_in, numbers_in
+from graphfsdp._capture.python.code import CLOCKS, INDIRECT, names_in, numbers_in
 from graphfsdp._capture.python.held import MISSING, OWN, SCALARS
 from graphfsdp._capture.python.places import Place, Snapshot
 from graphfsdp._capture.trace.source import is_installed_file, is_users_file
@@ -50,6 +51,7 @@ _MACHINERY = frozenset(
         *("multiprocessing", "pathlib", "re", "socket", "subprocess", "threading", "weakref"),
     }
 )
+_AT_OTHER_TIMES = frozenset({"__init__", "__init_subclass__", "__repr__", "__setstate__"})
 _NO_SLOTS = frozenset({"__dict__", "__weakref__"})
 # Counts of torch's optimizers and schedulers that no iteration reads.
 _COUNTS = frozenset({"_step_count", "_opt_called", "_is_initial", "_get_lr_called_within_step"})
@@ -81,6 +83,8 @@ class _Walk:
         self.found = found
         self._alive: dict[int, Any] = {id(optimizer): optimizer for optimizer in optimizers}
         self._kinds = _Kinds()
+        self._named: set[str] = set()  # by code
+        self._unnamed: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
 
     def visit(
         self,
@@ -229,6 +233,7 @@ class _Walk:
             self.attributes(function.__qualname__, function, vars(function), depth, far)
         table = function.__globals__
         names = names_in(code)
+        self._name(names, code)
         mine = {key: table[key] for key in names if key in table}
         if mine:
             self.found.hold(held.put_back_names, table, mine)
@@ -267,6 +272,18 @@ class _Walk:
             if not isinstance(value, types.ModuleType):
                 title = f"{module.__name__}.{key}"
                 self._variable(table, key, title, value, depth, far)
+
+    def python_module(self, name: str, module: types.ModuleType, depth: int, far: int) -> None:
+        """Note the data of a module that something holds; of libraries nothing."""
+        file = getattr(module, "__file__", None) or "<"
+        if not is_users_file(file) or is_installed_file(file):
+            return
+        table = vars(module)
+        keys = [key for key, value in table.items() if not key.startswith("__") and _is_data(value)]
+        self.found.hold(held.put_back_names, table, {key: table[key] for key in keys})
+        for key in keys:
+            title = f"{name}.{key}"
+            self.visit(title, table[key], dict.__setitem__, table, key, depth=depth, far=far)
 
     def module(self, name: str, module: nn.Module, depth: int, far: int = 0) -> None:
         """Note the attributes of a module, and what its class names."""
@@ -353,7 +370,7 @@ class _Walk:
             for key, member in vars(base).items():
                 function = getattr(member, "__func__", getattr(member, "fget", member))
                 if isinstance(function, types.FunctionType):
-                    self.visit(function.__qualname__, function, depth=depth, far=far)
+                    self._method(kind, key, function, depth, far)
                 elif not key.startswith("__") and not _is_descriptor(member):
                     data[key] = member
             if data:
@@ -361,6 +378,29 @@ class _Walk:
             for key, value in data.items():
                 title = f"{base.__name__}.{key}"
                 self.visit(title, value, held.put_attribute, base, key, depth=depth, far=far)
+
+    def _method(self, kind: type, key: str, function: types.FunctionType, *at: int) -> None:
+        """Note what a method names, if some code names it, or Python calls it.
+
+        Models can also be built, loaded, saved and generated with, which no iteration does.
+        """
+        is_special = key.startswith("__") and key not in _AT_OTHER_TIMES
+        if is_special or key == "forward" or key in self._named:
+            self.visit(function.__qualname__, function, depth=at[0], far=at[1])
+        elif not (key == "__init__" and issubclass(kind, nn.Module)):
+            self._unnamed.setdefault(key, []).append((function, *at))
+
+    def _name(self, names: frozenset[str], code: types.CodeType) -> None:
+        """Remember what code names, and look at the methods that are called so."""
+        new = names - self._named
+        self._named |= new
+        found = [item for key in new & self._unnamed.keys() for item in self._unnamed.pop(key)]
+        if names & INDIRECT and not is_installed_file(code.co_filename):  # which by their texts?
+            owner = code.co_qualname.rpartition(".")[0]
+            for items in self._unnamed.values():
+                found += [each for each in items if each[0].__qualname__.startswith(f"{owner}.")]
+        for function, depth, far in found:
+            self.visit(function.__qualname__, function, depth=depth, far=far)
 
     def iterator(self, name: str, value: Any, depth: int, far: int) -> None:
         self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
@@ -410,10 +450,11 @@ class _Kinds:
             (nn.Module, _Walk.module),
             (_SCHEDULERS, _Walk.scheduler),
             (type, _Walk.user_class),
+            (types.ModuleType, _Walk.python_module),
         )
         if kind in _CONTAINERS:
             return _CONTAINERS[kind]
-        if issubclass(kind, (Tensor, random.SystemRandom)):
+        if issubclass(kind, (Tensor, random.SystemRandom, enum.Enum, enum.EnumMeta)):
             return None
         for kinds, look in rows:
             if issubclass(kind, kinds):
@@ -426,6 +467,10 @@ class _Kinds:
         if root in ("torch", "graphfsdp") and not kind.__module__.startswith("torch.utils.data"):
             return None
         return None if root in _MACHINERY else _Walk.item
+
+
+def _is_data(value: Any) -> bool:
+    return not isinstance(value, (*_FUNCTIONS, type, types.ModuleType))
 
 
 def _plain_key(key: Any) -> Any:

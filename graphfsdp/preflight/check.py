@@ -300,7 +300,8 @@ class _Preflight:
         noting = partial(noting_program, self._model, without_optimizer=False)
         run = partial(undone_run, iterate, attempt, python, noting)
         watch = PythonWatch(python)
-        run()
+        with watch.watching():
+            run()
         before, moves = watch.end()
         if not any(tell("moved" if moves else "")):
             return
