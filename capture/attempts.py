@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.python.future import Future, tell_of, undone_run
-from graphfsdp._capture.python.places import Move, PythonWatch, Snapshot
+from graphfsdp._capture.python.places import Move, Snapshot
+from graphfsdp._capture.python.watch import PythonWatch
 from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
 from graphfsdp._capture.rules.constants import Program, may_run_compiled_code, noting_program

@@ -9,6 +9,8 @@ CLOCKS = frozenset(
     {
         *(time.time, time.time_ns, time.monotonic, time.monotonic_ns),
         *(time.perf_counter, time.perf_counter_ns, time.process_time, time.process_time_ns),
+        *(time.thread_time, time.thread_time_ns, time.localtime, time.gmtime),
+        *(time.ctime, time.asctime, time.strftime),
         *(datetime.datetime, datetime.date),
     }
 )

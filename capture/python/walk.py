@@ -107,15 +107,25 @@ class _Walk:
         if kind is tuple or isinstance(value, tuple):
             self._tuple(name, value, put, holder, key, depth, far)
             return
-        if isinstance(value, (np.generic, frozenset)):
+        if isinstance(value, (np.generic, frozenset, *held.VALUES)):
             self.found.places[name] = Place(value, "value", holder, key, put)
             return
+        self._clock(value, put, holder, key)
         look = self._kinds.look_of(kind)
         if look is None:
             self.found.places.setdefault(name, Place(kind.__qualname__, "type"))
+            if issubclass(kind, Tensor):
+                self._tensor(name, value, depth, far)
         elif id(value) not in self._alive:
             self._alive[id(value)] = value
             look(self, name, value, depth + 1, far)
+
+    def _clock(
+        self, value: Any, put: Callable[[Any, Any, Any], None] | None, holder: Any, key: Any
+    ) -> None:
+        is_known = isinstance(value, (types.BuiltinFunctionType, type)) and value in CLOCKS
+        if is_known and put is not None:
+            self.found.clocks.append(Place(value, "clock", holder, key, put))
 
     def _tuple(
         self,
@@ -225,10 +235,22 @@ class _Walk:
             self.found.numbers |= numbers_in(code)
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self.visit(variable, cell, depth=depth, far=far)
-        defaults: dict[Any, Any] = dict(enumerate(function.__defaults__ or ()))
-        defaults |= function.__kwdefaults__ or {}
-        for key, value in defaults.items():
-            self.visit(f"{function.__name__}(default {key})", value, depth=depth, far=far)
+        defaults = f"{function.__name__}(default"
+        for index, value in enumerate(function.__defaults__ or ()):
+            self.visit(
+                f"{defaults} {index})",
+                value,
+                held.put_default,
+                function,
+                index,
+                depth=depth,
+                far=far,
+            )
+        for key, value in (function.__kwdefaults__ or {}).items():
+            table = function.__kwdefaults__
+            self.visit(
+                f"{defaults} {key})", value, dict.__setitem__, table, key, depth=depth, far=far
+            )
         if function.__dict__:
             self.attributes(function.__qualname__, function, vars(function), depth, far)
         table = function.__globals__
@@ -249,8 +271,6 @@ class _Walk:
     def _variable(
         self, table: dict[str, Any], key: str, title: str, value: Any, depth: int, far: int
     ) -> None:
-        if value in CLOCKS if isinstance(value, (types.BuiltinFunctionType, type)) else False:
-            self.found.clocks.append((table, key))
         self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
 
     def _module_of_python(
@@ -260,8 +280,8 @@ class _Walk:
         table = vars(module)
         if not is_users_file(getattr(module, "__file__", None) or "<"):
             if module.__name__ in ("time", "datetime"):
-                keys = [key for key in names & table.keys() if table[key] in CLOCKS]
-                self.found.clocks += [(table, key) for key in sorted(keys)]
+                for key in sorted(names & table.keys()):
+                    self._clock(table[key], dict.__setitem__, table, key)
             return
         far += is_installed_file(module.__file__ or "")
         if far > _MAX_FAR:
@@ -296,10 +316,29 @@ class _Walk:
         for key, value in own.items():
             title = f"{name}.{key}"
             self.visit(title, value, dict.__setitem__, table, key, depth=depth + 1, far=far)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                self._tensor(f"{name}.{key}", tensor, depth, far)
         for key, child in module._modules.items():
             if child is not None and id(child) not in self._alive:
                 self.module(f"{name}.{key}", child, depth, far)
         self._class(type(module), depth, far)
+
+    def _tensor(self, name: str, tensor: Tensor, depth: int, far: int) -> None:
+        """Note the data among a tensor's attributes; others are torch's and ours."""
+        table = tensor.__dict__
+        if not table or id(tensor) in self._alive:
+            return
+        self._alive[id(tensor)] = tensor
+        data = {
+            key: value
+            for key, value in table.items()
+            if type(value) in SCALARS or type(value) in _CONTAINERS
+        }
+        self.found.hold(held.put_back_names, table, data)
+        for key, value in data.items():
+            title = f"{name}.{key}"
+            self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
 
     def item(self, name: str, owner: Any, depth: int, far: int) -> None:
         """Note the attributes and slots of an object, and what its class names."""
