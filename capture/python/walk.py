@@ -445,7 +445,10 @@ class _Walk:
         self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
 
     def context_variable(self, name: str, value: Any, depth: int, far: int) -> None:
-        content = value.get(None)
+        try:
+            content = value.get()
+        except LookupError:
+            return
         self.found.hold(held.put_back_context, value, {"content": content})
         self.visit(f"{name}.get()", content, held.put_context, value, None, depth=depth, far=far)
 
