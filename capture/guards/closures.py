@@ -161,8 +161,10 @@ class _Search:
         """Look at objects that a module holds, and that are more than data."""
         code = getattr(type(module).forward, "__code__", None)
         reads = self._known.get(code) if isinstance(code, types.CodeType) else None
+        if reads is None:
+            return
         table = vars(module)
-        for name in sorted((reads.deeper if reads else set()) & table.keys() - OWN):
+        for name in sorted(reads.deeper & table.keys() - OWN):
             value = table[name]
             if isinstance(value, (*FUNCTIONS, Tensor, nn.Module)) or is_plain(value):
                 continue
@@ -228,11 +230,11 @@ class _Search:
         for name in sorted((by_text | reads.imports) & sys.modules.keys()):
             self._module(f"module {name!r}", sys.modules[name], reads.attributes)
         if {"environ", "getenv"} & (reads.attributes | reads.globals):
-            table = os.environ._data
+            environ: Any = os.environ
             for name in sorted(reads.texts):
-                key = os.environ.encodekey(name)
-                what = f"environment variable {name!r}"
-                self._note(what, table, key, table.get(key, MISSING))
+                key = environ.encodekey(name)
+                value = environ._data.get(key, MISSING)
+                self._note(f"environment variable {name!r}", environ._data, key, value)
         if owner is not None and function.__code__.co_argcount:
 
             def titled(name: str) -> str:
@@ -351,7 +353,7 @@ class _Search:
             if not is_plain(item) and not isinstance(item, (Tensor, nn.Module)):
                 self._deeper(f"{key!r} of {title}", item, read, depth)
 
-    def _module(self, title: str, module: types.ModuleType, read: set[str]) -> None:
+    def _module(self, title: str, module: types.ModuleType, read: AbstractSet[str]) -> None:
         """Note what is read of a Python module; of libraries, only functions."""
         is_users = is_users_file(getattr(module, "__file__", None) or "<")
         for name in sorted(read & vars(module).keys()):

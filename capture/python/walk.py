@@ -418,16 +418,18 @@ class _Walk:
                 title = f"{base.__name__}.{key}"
                 self.visit(title, value, held.put_attribute, base, key, depth=depth, far=far)
 
-    def _method(self, kind: type, key: str, function: types.FunctionType, *at: int) -> None:
+    def _method(
+        self, kind: type, key: str, function: types.FunctionType, depth: int, far: int
+    ) -> None:
         """Note what a method names, if some code names it, or Python calls it.
 
         Models can also be built, loaded, saved and generated with, which no iteration does.
         """
         is_special = key.startswith("__") and key not in _AT_OTHER_TIMES
         if is_special or key == "forward" or key in self._named:
-            self.visit(function.__qualname__, function, depth=at[0], far=at[1])
+            self.visit(function.__qualname__, function, depth=depth, far=far)
         elif not (key == "__init__" and issubclass(kind, nn.Module)):
-            self._unnamed.setdefault(key, []).append((function, *at))
+            self._unnamed.setdefault(key, []).append((function, depth, far))
 
     def _name(self, names: frozenset[str], code: types.CodeType) -> None:
         """Remember what code names, and look at the methods that are called so."""
