@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.python.future import Future, tell_of, undone_run
-from graphfsdp._capture.python.places import Move, PythonWatch, Snapshot
+from graphfsdp._capture.python.places import Move, Snapshot
+from graphfsdp._capture.python.watch import PythonWatch
 from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
 from graphfsdp._capture.rules.constants import Program, may_run_compiled_code, noting_program
@@ -65,7 +66,8 @@ class Attempts:
         grad_norm, results = engine.grad_norm, recording.results
         recording.results = Results()
         try:
-            with attempt.watching(), self._modes() as own_modes:
+            clocks = nullcontext() if python is None else python.watching()
+            with attempt.watching(), clocks, self._modes() as own_modes:
                 if captures:
                     return self._capture(recording, attempt, own_modes, python)
                 return self._warm_up(recording, notes=notes)
@@ -119,6 +121,8 @@ class Attempts:
         recording.guards = guards = engine.guards(trains=self._trains)
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
+            if python is not None:
+                python.let_go()
             attempt.host_state.check_unchanged(was_read)
             recording.check_memory()
             own_modes()  # those that every later call will find

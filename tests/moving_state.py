@@ -10,6 +10,7 @@ import types
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,12 @@ class Hidden:
     @calls.setter
     def calls(self, value: int) -> None:
         self._calls = value
+
+
+def counting_tensor() -> Tensor:
+    tensor = torch.ones(2)
+    tensor.calls = 0  # type: ignore[attr-defined]
+    return tensor
 
 
 class OfAClass:
@@ -234,6 +241,11 @@ def of_context() -> Count:
 HELD: dict[str, tuple[Callable[[], Count], str]] = {
     "attribute": (lambda: of_attribute(argparse.Namespace(calls=0)), "owner.calls"),
     "float": (lambda: of_attribute(argparse.Namespace(calls=0.0), step=0.5), "owner.calls"),
+    "decimal": (
+        lambda: of_attribute(argparse.Namespace(calls=Decimal(0)), step=Decimal("0.5")),
+        "owner.calls",
+    ),
+    "tensor": (lambda: of_attribute(counting_tensor()), "owner.calls"),
     "property": (lambda: of_attribute(Hidden()), "owner._calls"),
     "slots": (lambda: of_attribute(Slots()), "owner.calls"),
     "class": (lambda: of_attribute(type("Mine", (OfAClass,), {"calls": 0})), "Mine.calls"),

@@ -1,5 +1,6 @@
 """How guards ask: many things in one call, compared with what they were."""
 
+import contextvars
 import enum
 import operator
 import types
@@ -275,6 +276,14 @@ def copy_of(live: Any) -> Any:
         return live[:]
     kind: Any = next(kind for kind in CONTAINERS if isinstance(live, kind))
     return kind.copy(live)
+
+
+def content_of(variable: contextvars.ContextVar[Any]) -> Any:
+    """Return what a context variable holds; ``MISSING`` if nothing."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
 
 
 def same(old: Any, new: Any) -> bool:

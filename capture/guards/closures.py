@@ -1,19 +1,22 @@
 """Guard of what the user's functions take from around them.
 
 Seen is what ``inspect.getclosurevars`` gives for the loss function, the hooks, the ``forward`` of
-users' classes, and the users' functions that these name: plain values, functions, and one level of
-attributes or items of plain containers, dataclasses and namespaces.
+users' classes, and the users' functions that these name: plain values, functions, and what
+containers and objects hold, of objects what the code reads by name.
 """
 
+import contextvars
 import dis
 import functools
 import inspect
+import os
 import sys
 import types
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,16 +31,21 @@ from graphfsdp._capture.guards.asks import (
     Place,
     Places,
     change_of,
+    content_of,
     copy_of,
     is_plain,
     same,
     without_tensors,
 )
+from graphfsdp._capture.guards.modules import OWN, is_named, join
 from graphfsdp._capture.trace.attribute_log import AttributeLog
-from graphfsdp._capture.trace.source import is_users_file
+from graphfsdp._capture.trace.source import is_installed_file, is_users_file
 from graphfsdp.base.changes import Change
 
 _MAX_ITEMS = 10_000
+_MAX_OBJECTS = 1_000  # in one container
+_MAX_FUNCTIONS = 1_000
+_MAX_DEPTH = 4
 _SIMPLE_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _CLOSURE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
@@ -58,6 +66,7 @@ class Reads:
         attributes: Everything that it reads as an attribute, of whatever it is.
         stored: Globals, closure variables and attributes that it assigns.
         texts: Strings in its code, which may be keys.
+        imports: Names of modules that it imports.
     """
 
     globals: set[str] = field(default_factory=set)
@@ -66,6 +75,12 @@ class Reads:
     attributes: set[str] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
+    imports: set[str] = field(default_factory=set)
+
+    @property
+    def deeper(self) -> set[str]:
+        """What it may read of what an object holds."""
+        return self.attributes - self.stored
 
     def of(self, variable: str) -> set[str]:
         """Return which attributes may be read of a variable, and are not assigned."""
@@ -78,6 +93,10 @@ class Reads:
         for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
             op, name = instruction.opname, instruction.argval
             if op in _ATTRIBUTE:
+                self.attributes.add(name)
+            elif op == "IMPORT_NAME":
+                self.imports.add(name)
+            elif op == "IMPORT_FROM":
                 self.attributes.add(name)
             elif op in _STORES:
                 self.stored.add(name)
@@ -97,6 +116,17 @@ class Reads:
                 self.texts.add(constant)
 
 
+class _Told:
+    """Something that is asked for by a call, as an attribute."""
+
+    def __init__(self, tell: Callable[[], Any]) -> None:
+        self._tell = tell
+
+    @property
+    def told(self) -> Any:
+        return self._tell()
+
+
 class _Search:
     """Finds everything that is in the bound that this module names."""
 
@@ -108,15 +138,41 @@ class _Search:
         # Functions, with the object that each belongs to, and what that is called.
         self._named: list[tuple[Any, Any, str]] = []
 
-    def search(self, functions: Iterable[Any], kinds: Iterable[type[nn.Module]]) -> Places:
+    def search(
+        self,
+        functions: Iterable[Any],
+        kinds: Iterable[type[nn.Module]],
+        modules: Iterable[tuple[str, nn.Module]],
+    ) -> Places:
         """Return all places around functions, and around the forward of classes of modules."""
         for function in functions:
             self._function(function, None)
         for kind in kinds:
             self._function(kind.forward, kind)
-        for function, owner, title in list(self._named):  # and no further
-            self._function(function, owner, title)
+        for path, module in modules:
+            self._objects_of(path, module)
+        num_near = len(self._named)
+        for index, (function, owner, title) in enumerate(self._named):  # which grows meanwhile
+            if index < num_near or (index < _MAX_FUNCTIONS and not _is_of_a_library(function)):
+                self._function(function, owner, title)
         return self.found
+
+    def _objects_of(self, path: str, module: nn.Module) -> None:
+        """Look at objects that a module holds, and that are more than data."""
+        code = getattr(type(module).forward, "__code__", None)
+        reads = self._known.get(code) if isinstance(code, types.CodeType) else None
+        if reads is None:
+            return
+        table = vars(module)
+        for name in sorted(reads.deeper & table.keys() - OWN):
+            value = table[name]
+            if isinstance(value, (*FUNCTIONS, Tensor, nn.Module)) or is_plain(value):
+                continue
+            title = f"attribute {join(path, name)!r}"
+            if isinstance(value, CONTAINERS):
+                self._objects_in(title, value, reads.deeper, 0)
+            elif not is_named(value):
+                self._variable(title, table, name, value, reads.deeper, deeper=reads.deeper)
 
     def _function(self, function: Any, owner: Any, title: str = "") -> None:
         """Look around a function; its owner is an object, or a class of modules, or None."""
@@ -159,17 +215,26 @@ class _Search:
         for name, cell in cells:
             place = Place(f"closure variable {name!r} {where}", cell, "cell_contents", None)
             if name not in reads.stored:
+                found = place.look()
                 self._variable(
-                    place.title, cell, place.key, place.look(), reads.of(name), reads.texts
+                    place.title, cell, place.key, found, reads.of(name), reads.texts, reads.deeper
                 )
         table = function.__globals__
         found = reads.globals | (reads.texts if "globals" in reads.globals else set())
         for name in sorted((found - reads.stored) & table.keys()):
             what = f"global variable {name!r} of {function.__module__}"
-            self._variable(what, table, name, table[name], reads.of(name), reads.texts)
-        if "modules" in reads.attributes:  # of sys
-            for name in sorted(reads.texts & sys.modules.keys()):
-                self._module(f"module {name!r}", sys.modules[name], reads.attributes)
+            self._variable(
+                what, table, name, table[name], reads.of(name), reads.texts, reads.deeper
+            )
+        by_text = reads.texts if "modules" in reads.attributes else set()  # of sys
+        for name in sorted((by_text | reads.imports) & sys.modules.keys()):
+            self._module(f"module {name!r}", sys.modules[name], reads.attributes)
+        if {"environ", "getenv"} & (reads.attributes | reads.globals):
+            environ: Any = os.environ
+            for name in sorted(reads.texts):
+                key = environ.encodekey(name)
+                value = environ._data.get(key, MISSING)
+                self._note(f"environment variable {name!r}", environ._data, key, value)
         if owner is not None and function.__code__.co_argcount:
 
             def titled(name: str) -> str:
@@ -188,8 +253,8 @@ class _Search:
         own = {} if is_module else _attributes_of(owner)
         for name in sorted(read):
             if name in own:
-                behind = reads.attributes - reads.stored
-                self._variable(title(name), own, name, own[name], behind)
+                behind = reads.deeper
+                self._variable(title(name), own, name, own[name], behind, deeper=behind)
         kind = owner if isinstance(owner, type) else type(owner)
         for name in sorted(read - own.keys()):
             base = next((base for base in kind.__mro__ if name in vars(base)), object)
@@ -200,8 +265,13 @@ class _Search:
                 if is_users_file(function.__code__.co_filename):
                     self._note(f"{base.__qualname__}.{name}", vars(base), name, member)
                     self._named.append((function, owner, ""))
-            elif isinstance(member, Tensor) or (is_plain(member) and member is not None):
-                self._note(f"{base.__qualname__}.{name}", vars(base), name, member)
+            elif isinstance(member, (Tensor, *CONTAINERS)) or (
+                is_plain(member) and member is not None
+            ):
+                title_of_class = f"{base.__qualname__}.{name}"
+                self._note(title_of_class, vars(base), name, member)
+                if isinstance(member, CONTAINERS):
+                    self._items(title_of_class, member)
 
     def _variable(
         self,
@@ -209,10 +279,11 @@ class _Search:
         holder: Any,
         key: Any,
         value: Any,
-        read: set[str],
+        read: AbstractSet[str],
         texts: AbstractSet[str] = frozenset(),
+        deeper: AbstractSet[str] = frozenset(),
     ) -> None:
-        """Note a variable, and one level of what it holds."""
+        """Note a variable, and what it holds: ``read`` of it, ``deeper`` of what that holds."""
         if value is MISSING or not self._is_new(
             "variable", holder, repr(key), *sorted(read), *sorted(texts)
         ):
@@ -221,28 +292,68 @@ class _Search:
             self._module(title, value, read)
             return
         self._note(title, holder, key, value)
-        value = value.data if isinstance(value, UserDict) else value
         if isinstance(value, torch.optim.Optimizer) and "param_groups" in read:
             for index, group in enumerate(value.param_groups):
                 for name in sorted(texts & group.keys() - {"params"}):
                     self._note(f"{name!r} of group {index} of {title}", group, name, group[name])
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and "get_last_lr" in read:
             read = read | {"_last_lr"}
+        self._contents(title, value, read, deeper, 0)
+
+    def _contents(
+        self, title: str, value: Any, read: AbstractSet[str], deeper: AbstractSet[str], depth: int
+    ) -> None:
+        """Note the items of a container, and what is read of an object."""
+        if isinstance(value, contextvars.ContextVar):
+            tell = partial(content_of, value)
+            self._note(f"the value of {title}", _Told(tell), "told", tell())
+            return
         if callable(value) and not isinstance(value, (type, Tensor, nn.Module)):
             self._named.append((value, None, title))
+        value = value.data if isinstance(value, UserDict) else value
         if isinstance(value, CONTAINERS):
             self._items(title, value)
+            self._objects_in(title, value, deeper, depth)
         elif not is_plain(value) and not isinstance(value, (Tensor, nn.Module)):
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                self._named += [(value.forward, None, ""), (value.backward, None, "")]
             own = _attributes_of(value)
             for name in sorted(read & own.keys()):
                 if isinstance(value, type) and not is_plain(own[name]):
                     continue
                 self._note(f"{name!r} of {title}", own, name, own[name])
+                self._deeper(f"{name!r} of {title}", own[name], deeper, depth)
             for name in sorted(read - own.keys()):
                 if isinstance(getattr(type(value), name, None), types.MemberDescriptorType):
-                    self._note(f"{name!r} of {title}", value, name, getattr(value, name, MISSING))
+                    held = getattr(value, name, MISSING)
+                    self._note(f"{name!r} of {title}", value, name, held)
+            if not isinstance(value, (type, *_SIMPLE_FUNCTIONS, types.MethodType)):
+                self._methods(title, value, read - own.keys())
 
-    def _module(self, title: str, module: types.ModuleType, read: set[str]) -> None:
+    def _methods(self, title: str, value: Any, names: AbstractSet[str]) -> None:
+        """Look at methods and properties that are read of an object."""
+        kind = type(value)
+        if _is_of_a_library(kind):
+            return
+        made_up = {"__getattr__"} if names else set()
+        for name in sorted(names | made_up):
+            member = inspect.getattr_static(kind, name, None)
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            if isinstance(function, types.FunctionType):
+                self._named.append((function, value, title))
+
+    def _deeper(self, title: str, value: Any, read: AbstractSet[str], depth: int) -> None:
+        if depth < _MAX_DEPTH and self._is_new("inside", value, *sorted(read)):
+            self._contents(title, value, read, read, depth + 1)
+
+    def _objects_in(self, title: str, live: Any, read: AbstractSet[str], depth: int) -> None:
+        if len(live) > _MAX_OBJECTS:
+            return
+        for key, item in list(dict.items(live) if isinstance(live, dict) else enumerate(live)):
+            if not is_plain(item) and not isinstance(item, (Tensor, nn.Module)):
+                self._deeper(f"{key!r} of {title}", item, read, depth)
+
+    def _module(self, title: str, module: types.ModuleType, read: AbstractSet[str]) -> None:
         """Note what is read of a Python module; of libraries, only functions."""
         is_users = is_users_file(getattr(module, "__file__", None) or "<")
         for name in sorted(read & vars(module).keys()):
@@ -254,6 +365,7 @@ class _Search:
 
     def _items(self, title: str, live: Any) -> None:
         if len(live) > _MAX_ITEMS:
+            self._note(f"the length of {title}", _Told(lambda: len(live)), "told", len(live))
             return
         items = dict.values(live) if isinstance(live, dict) else live
         if not any(isinstance(item, Tensor) for item in items):
@@ -280,6 +392,13 @@ class _Search:
             return False
         self._seen.add(key)
         return True
+
+
+def _is_of_a_library(thing: Any) -> bool:
+    kind = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
+    name = getattr(thing, "__module__", None) or kind.__module__
+    file = getattr(sys.modules.get(name), "__file__", None) or "<"
+    return name != "functools" and (not is_users_file(file) or is_installed_file(file))
 
 
 def _attributes_of(owner: Any) -> Mapping[str, Any]:
@@ -309,7 +428,8 @@ class Closures:
     def find(self, outside: Iterable[nn.Module] = ()) -> dict[str, Place]:
         """Return all places by title; also around modules that are none of the model's."""
         kinds = dict.fromkeys(map(type, (*self._model.modules(), *outside)))
-        return _Search(self._known).search(self._functions, kinds).places
+        search = _Search(self._known)
+        return search.search(self._functions, kinds, self._model.named_modules()).places
 
     def values(self) -> dict[str, object]:
         """Return all values by title; a tensor that the iteration drops must not live here."""

@@ -9,16 +9,20 @@ CLOCKS = frozenset(
     {
         *(time.time, time.time_ns, time.monotonic, time.monotonic_ns),
         *(time.perf_counter, time.perf_counter_ns, time.process_time, time.process_time_ns),
+        *(time.thread_time, time.thread_time_ns, time.localtime, time.gmtime),
+        *(time.ctime, time.asctime, time.strftime),
         *(datetime.datetime, datetime.date),
     }
 )
-_INDIRECT = frozenset({"globals", "modules", "getattr", "attrgetter", "vars", "__dict__"})
+INDIRECT = frozenset(
+    {"globals", "modules", "getattr", "attrgetter", "methodcaller", "vars", "__dict__"}
+)
 
 
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals and attributes, and strings where code looks up by strings."""
     found = set(code.co_names)
-    if found & _INDIRECT:
+    if found & INDIRECT:
         found |= {constant for constant in code.co_consts if isinstance(constant, str)}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -125,7 +125,8 @@ class Future:
         """
         start = self._snapshot()
         try:
-            clocks = self._try_clocks(start)
+            reads_clocks = any(move.kind == "clock" for move in moves)
+            clocks = self._try_clocks(start) if any(self._agree("x" * reads_clocks)) else []
             for move in moves:
                 self._refuse_draws(move, start)
             self._try(start)
@@ -256,7 +257,7 @@ class Future:
         """Compare the iteration with what it does later; return the clocks that it reads."""
         first: Run | None = None
         told: dict[tuple[str, SourceLine | None], None] = {}
-        for seconds in _CLOCKS_AHEAD_S if any(self._agree("x" if start.clocks else "")) else ():
+        for seconds in _CLOCKS_AHEAD_S:
             with ahead(start.clocks, seconds) as read:
                 run = self._run()
             start.restore()

@@ -2,13 +2,17 @@
 
 import contextlib
 import contextvars
+import datetime
 import operator
 import random
 import types
+import uuid
 import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from gc import get_referents
 from itertools import count
 from typing import Any
@@ -21,6 +25,8 @@ MISSING = object()
 SCALARS = frozenset(
     {int, float, bool, str, complex, bytes, type(None), range, slice, torch.dtype, torch.device}
 )
+# Of these classes, what is the same is equal.
+VALUES = (datetime.date, datetime.time, datetime.timedelta, Decimal, Fraction, uuid.UUID)
 # What every module has; its mode is set by whoever calls the iteration.
 OWN = frozenset((*vars(nn.Module()), *dir(nn.Module)))
 
@@ -80,6 +86,11 @@ def put_attribute(holder: Any, key: str, value: Any) -> None:
         holder.cell_contents = value
     else:
         object.__setattr__(holder, key, value)
+
+
+def put_default(holder: types.FunctionType, key: int, value: Any) -> None:
+    defaults = holder.__defaults__ or ()
+    holder.__defaults__ = (*defaults[:key], value, *defaults[key + 1 :])
 
 
 def put_context(holder: contextvars.ContextVar[Any], key: None, value: Any) -> None:

@@ -18,8 +18,8 @@ class Place:
 
     Attributes:
         value: A number, a string; of something else what tells it from another.
-        kind: "value", "length" (of a container), "keys", "array", "advance" (of an iterator), or
-            "generator" (of random numbers).
+        kind: "value", "length" (of a container), "keys", "array", "advance" (of an iterator),
+            "generator" (of random numbers), or "clock".
         holder: Who holds it, and ``key``, under which.
         put: Puts another value there; None if that cannot be done.
     """
@@ -85,7 +85,7 @@ class Snapshot:
     Attributes:
         places: By name.
         numbers: Constants of the users' code.
-        clocks: Who holds functions that tell the time, under which key.
+        clocks: Where functions are held that tell the time.
     """
 
     def __init__(self, *, weakly: bool = False) -> None:
@@ -93,7 +93,7 @@ class Snapshot:
         self._weakly = weakly
         self.places: dict[str, Place] = {}
         self.numbers: set[float] = set()
-        self.clocks: list[tuple[dict[str, Any], str]] = []
+        self.clocks: list[Place] = []
         self._held: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
 
     def hold(self, put_back: Callable[[Any, Any], None], live: Any, saved: Any) -> None:
@@ -122,25 +122,6 @@ class Snapshot:
         found = found or others
         lengths = {move.name for move in found if move.kind == "length"}
         return [move for move in found if move.kind != "keys" or move.name not in lengths]
-
-
-class PythonWatch:
-    """Looks at Python before and behind a capture, and holds what was there no longer than that.
-
-    Whoever holds the memory of an iteration hides that the iteration has let go of it.
-    """
-
-    def __init__(self, take: Callable[[], Snapshot]) -> None:
-        self._take = take
-        self._before: Snapshot | None = take()
-
-    def end(self) -> tuple[Snapshot | None, list[Move]]:
-        """Return what there was before, and what has moved; clocks move by themselves."""
-        before, self._before = self._before, None
-        if before is None:
-            return None, []
-        clocks = [Move(key, "clock", None, None) for _, key in before.clocks]
-        return before, [*before.moves_to(self._take()), *clocks]
 
 
 def _each(change: Callable[[Any], Any], saved: Any) -> Any:

@@ -1,8 +1,11 @@
 """Where a number that moves regularly will be after many more iterations."""
 
+import datetime
 import math
 import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 
 _LONGEST_PERIOD = 6
 _MOST_ELEMENTS = 16
+_EXACT = (datetime.date, datetime.timedelta, Decimal, Fraction)
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -28,7 +32,12 @@ def further(values: Sequence[Any], num_more: int) -> Any:
             index = len(values) - period + (num_more - 1) % period
             num_steps = (num_more - 1) // period + 1
             start = values[index]
-            return start if isinstance(step, str) else _kept_type(start, start + step * num_steps)
+            if isinstance(step, str):
+                return start
+            try:
+                return _kept_type(start, start + step * num_steps)
+            except OverflowError:  # of a date
+                return None
     return _further_factor(values, num_more)
 
 
@@ -44,7 +53,9 @@ def steps_in(values: Sequence[Any]) -> Iterator[tuple[float, float]]:
         if len({len(each) for each in parts}) == 1:
             for index in range(1, len(parts[0]), 2):
                 yield from steps_in([int(each[index]) for each in parts])
-    elif isinstance(last, (int, float, np.number)) and not isinstance(last, bool):
+    elif isinstance(last, (int, float, np.number, Decimal, Fraction)) and not isinstance(
+        last, bool
+    ):
         step = _equal_step(values, 1)
         if step is not None and not isinstance(step, str) and step:
             yield float(last), float(step)
@@ -56,6 +67,9 @@ def _equal_step(values: Sequence[Any], period: int) -> Any:
     if len(tail) < 2 * period + 2 or len({type(value) for value in tail}) > 1:
         return None
     pairs = list(zip(tail, tail[period:], strict=False))
+    if isinstance(tail[-1], _EXACT):
+        exact = [now - before for before, now in pairs]
+        return exact[0] if exact.count(exact[0]) == len(exact) else None
     if isinstance(tail[-1], np.ndarray):
         if len({value.shape for value in tail}) > 1 or tail[-1].dtype.kind not in "iuf":
             return None
@@ -70,6 +84,8 @@ def _equal_step(values: Sequence[Any], period: int) -> Any:
 
 
 def _kept_type(like: Any, value: Any) -> Any:
+    if isinstance(like, _EXACT):
+        return value
     if isinstance(like, np.ndarray):
         return value.astype(like.dtype)
     return type(like)(value)

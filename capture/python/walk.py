@@ -7,6 +7,7 @@ installed packages is followed for ``_MAX_FAR`` calls. Left out is what torch an
 
 import collections
 import contextvars
+import enum
 import functools
 import operator
 import random
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.python import held
-from graphfsdp._capture.python.code import CLOCKS, names_in, numbers_in
+from graphfsdp._capture.python.code import CLOCKS, INDIRECT, names_in, numbers_in
 from graphfsdp._capture.python.held import MISSING, OWN, SCALARS
 from graphfsdp._capture.python.places import Place, Snapshot
 from graphfsdp._capture.trace.source import is_installed_file, is_users_file
@@ -50,6 +51,7 @@ _MACHINERY = frozenset(
         *("multiprocessing", "pathlib", "re", "socket", "subprocess", "threading", "weakref"),
     }
 )
+_AT_OTHER_TIMES = frozenset({"__init__", "__init_subclass__", "__repr__", "__setstate__"})
 _NO_SLOTS = frozenset({"__dict__", "__weakref__"})
 # Counts of torch's optimizers and schedulers that no iteration reads.
 _COUNTS = frozenset({"_step_count", "_opt_called", "_is_initial", "_get_lr_called_within_step"})
@@ -81,6 +83,8 @@ class _Walk:
         self.found = found
         self._alive: dict[int, Any] = {id(optimizer): optimizer for optimizer in optimizers}
         self._kinds = _Kinds()
+        self._named: set[str] = set()  # by code
+        self._unnamed: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
 
     def visit(
         self,
@@ -103,15 +107,25 @@ class _Walk:
         if kind is tuple or isinstance(value, tuple):
             self._tuple(name, value, put, holder, key, depth, far)
             return
-        if isinstance(value, (np.generic, frozenset)):
+        if isinstance(value, (np.generic, frozenset, *held.VALUES)):
             self.found.places[name] = Place(value, "value", holder, key, put)
             return
+        self._clock(value, put, holder, key)
         look = self._kinds.look_of(kind)
         if look is None:
             self.found.places.setdefault(name, Place(kind.__qualname__, "type"))
+            if issubclass(kind, Tensor):
+                self._tensor(name, value, depth, far)
         elif id(value) not in self._alive:
             self._alive[id(value)] = value
             look(self, name, value, depth + 1, far)
+
+    def _clock(
+        self, value: Any, put: Callable[[Any, Any, Any], None] | None, holder: Any, key: Any
+    ) -> None:
+        is_known = isinstance(value, (types.BuiltinFunctionType, type)) and value in CLOCKS
+        if is_known and put is not None:
+            self.found.clocks.append(Place(value, "clock", holder, key, put))
 
     def _tuple(
         self,
@@ -221,14 +235,27 @@ class _Walk:
             self.found.numbers |= numbers_in(code)
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self.visit(variable, cell, depth=depth, far=far)
-        defaults: dict[Any, Any] = dict(enumerate(function.__defaults__ or ()))
-        defaults |= function.__kwdefaults__ or {}
-        for key, value in defaults.items():
-            self.visit(f"{function.__name__}(default {key})", value, depth=depth, far=far)
+        defaults = f"{function.__name__}(default"
+        for index, value in enumerate(function.__defaults__ or ()):
+            self.visit(
+                f"{defaults} {index})",
+                value,
+                held.put_default,
+                function,
+                index,
+                depth=depth,
+                far=far,
+            )
+        for key, value in (function.__kwdefaults__ or {}).items():
+            table = function.__kwdefaults__
+            self.visit(
+                f"{defaults} {key})", value, dict.__setitem__, table, key, depth=depth, far=far
+            )
         if function.__dict__:
             self.attributes(function.__qualname__, function, vars(function), depth, far)
         table = function.__globals__
         names = names_in(code)
+        self._name(names, code)
         mine = {key: table[key] for key in names if key in table}
         if mine:
             self.found.hold(held.put_back_names, table, mine)
@@ -244,8 +271,6 @@ class _Walk:
     def _variable(
         self, table: dict[str, Any], key: str, title: str, value: Any, depth: int, far: int
     ) -> None:
-        if value in CLOCKS if isinstance(value, (types.BuiltinFunctionType, type)) else False:
-            self.found.clocks.append((table, key))
         self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
 
     def _module_of_python(
@@ -255,8 +280,8 @@ class _Walk:
         table = vars(module)
         if not is_users_file(getattr(module, "__file__", None) or "<"):
             if module.__name__ in ("time", "datetime"):
-                keys = [key for key in names & table.keys() if table[key] in CLOCKS]
-                self.found.clocks += [(table, key) for key in sorted(keys)]
+                for key in sorted(names & table.keys()):
+                    self._clock(table[key], dict.__setitem__, table, key)
             return
         far += is_installed_file(module.__file__ or "")
         if far > _MAX_FAR:
@@ -267,6 +292,18 @@ class _Walk:
             if not isinstance(value, types.ModuleType):
                 title = f"{module.__name__}.{key}"
                 self._variable(table, key, title, value, depth, far)
+
+    def python_module(self, name: str, module: types.ModuleType, depth: int, far: int) -> None:
+        """Note the data of a module that something holds; of libraries nothing."""
+        file = getattr(module, "__file__", None) or "<"
+        if not is_users_file(file) or is_installed_file(file):
+            return
+        table = vars(module)
+        keys = [key for key, value in table.items() if not key.startswith("__") and _is_data(value)]
+        self.found.hold(held.put_back_names, table, {key: table[key] for key in keys})
+        for key in keys:
+            title = f"{name}.{key}"
+            self.visit(title, table[key], dict.__setitem__, table, key, depth=depth, far=far)
 
     def module(self, name: str, module: nn.Module, depth: int, far: int = 0) -> None:
         """Note the attributes of a module, and what its class names."""
@@ -279,10 +316,29 @@ class _Walk:
         for key, value in own.items():
             title = f"{name}.{key}"
             self.visit(title, value, dict.__setitem__, table, key, depth=depth + 1, far=far)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                self._tensor(f"{name}.{key}", tensor, depth, far)
         for key, child in module._modules.items():
             if child is not None and id(child) not in self._alive:
                 self.module(f"{name}.{key}", child, depth, far)
         self._class(type(module), depth, far)
+
+    def _tensor(self, name: str, tensor: Tensor, depth: int, far: int) -> None:
+        """Note the data among a tensor's attributes; others are torch's and ours."""
+        table = tensor.__dict__
+        if not table or id(tensor) in self._alive:
+            return
+        self._alive[id(tensor)] = tensor
+        data = {
+            key: value
+            for key, value in table.items()
+            if type(value) in SCALARS or type(value) in _CONTAINERS
+        }
+        self.found.hold(held.put_back_names, table, data)
+        for key, value in data.items():
+            title = f"{name}.{key}"
+            self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
 
     def item(self, name: str, owner: Any, depth: int, far: int) -> None:
         """Note the attributes and slots of an object, and what its class names."""
@@ -353,7 +409,7 @@ class _Walk:
             for key, member in vars(base).items():
                 function = getattr(member, "__func__", getattr(member, "fget", member))
                 if isinstance(function, types.FunctionType):
-                    self.visit(function.__qualname__, function, depth=depth, far=far)
+                    self._method(kind, key, function, depth, far)
                 elif not key.startswith("__") and not _is_descriptor(member):
                     data[key] = member
             if data:
@@ -362,11 +418,39 @@ class _Walk:
                 title = f"{base.__name__}.{key}"
                 self.visit(title, value, held.put_attribute, base, key, depth=depth, far=far)
 
+    def _method(
+        self, kind: type, key: str, function: types.FunctionType, depth: int, far: int
+    ) -> None:
+        """Note what a method names, if some code names it, or Python calls it.
+
+        Models can also be built, loaded, saved and generated with, which no iteration does.
+        """
+        is_special = key.startswith("__") and key not in _AT_OTHER_TIMES
+        if is_special or key == "forward" or key in self._named:
+            self.visit(function.__qualname__, function, depth=depth, far=far)
+        elif not (key == "__init__" and issubclass(kind, nn.Module)):
+            self._unnamed.setdefault(key, []).append((function, depth, far))
+
+    def _name(self, names: frozenset[str], code: types.CodeType) -> None:
+        """Remember what code names, and look at the methods that are called so."""
+        new = names - self._named
+        self._named |= new
+        found = [item for key in new & self._unnamed.keys() for item in self._unnamed.pop(key)]
+        if names & INDIRECT and not is_installed_file(code.co_filename):  # which by their texts?
+            owner = code.co_qualname.rpartition(".")[0]
+            for items in self._unnamed.values():
+                found += [each for each in items if each[0].__qualname__.startswith(f"{owner}.")]
+        for function, depth, far in found:
+            self.visit(function.__qualname__, function, depth=depth, far=far)
+
     def iterator(self, name: str, value: Any, depth: int, far: int) -> None:
         self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
 
     def context_variable(self, name: str, value: Any, depth: int, far: int) -> None:
-        content = value.get(None)
+        try:
+            content = value.get()
+        except LookupError:
+            return
         self.found.hold(held.put_back_context, value, {"content": content})
         self.visit(f"{name}.get()", content, held.put_context, value, None, depth=depth, far=far)
 
@@ -410,10 +494,11 @@ class _Kinds:
             (nn.Module, _Walk.module),
             (_SCHEDULERS, _Walk.scheduler),
             (type, _Walk.user_class),
+            (types.ModuleType, _Walk.python_module),
         )
         if kind in _CONTAINERS:
             return _CONTAINERS[kind]
-        if issubclass(kind, (Tensor, random.SystemRandom)):
+        if issubclass(kind, (Tensor, random.SystemRandom, enum.Enum, enum.EnumMeta)):
             return None
         for kinds, look in rows:
             if issubclass(kind, kinds):
@@ -426,6 +511,10 @@ class _Kinds:
         if root in ("torch", "graphfsdp") and not kind.__module__.startswith("torch.utils.data"):
             return None
         return None if root in _MACHINERY else _Walk.item
+
+
+def _is_data(value: Any) -> bool:
+    return not isinstance(value, (*_FUNCTIONS, type, types.ModuleType))
 
 
 def _plain_key(key: Any) -> Any:

@@ -3,6 +3,7 @@
 import dis
 import enum
 import inspect
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -31,9 +32,10 @@ _OURS = (
     *(str(_PACKAGE / folder) for folder in ("base", "optim", "sharding")),
     *(str(_PACKAGE.parent / folder) for folder in ("capture", "optim")),
 )
-_SKIPPED = (_TORCH, *_OURS)
+_SKIPPED = tuple(f"{folder}{os.sep}" for folder in (_TORCH, *_OURS))
 _PYTHON = sysconfig.get_path("stdlib")  # contextlib, copy and the like only pass calls on
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_LIBRARIES = ("/site-packages/", "/dist-packages/")  # of users, of the system, beside a venv
 _NO_SEQUENCE = 2**64 - 1  # what AccumulateGrad has instead of a number of its own
 _READS = ("LOAD_ATTR", "LOAD_METHOD")
 
@@ -42,13 +44,13 @@ def is_users_file(file: str) -> bool:
     """Tell whether a code object's file is neither torch's, nor Python's, nor ours."""
     if file.startswith("<") or file.startswith(_SKIPPED):
         return False
-    if file.startswith(_PYTHON) and not file.startswith(_INSTALLED):
+    if file.startswith(_PYTHON) and not is_installed_file(file):
         return False
     return str(Path(file).parent) != str(_PACKAGE)
 
 
 def is_installed_file(file: str) -> bool:
-    return file.startswith(_INSTALLED)
+    return file.startswith(_INSTALLED) or any(folder in file for folder in _LIBRARIES)
 
 
 def user_source_line() -> SourceLine | None:

@@ -14,8 +14,8 @@ from graphfsdp._capture.guards.hooks import users_hooks
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
 from graphfsdp._capture.python.future import Future, tell_of, undone_run
-from graphfsdp._capture.python.places import PythonWatch
 from graphfsdp._capture.python.walk import take_snapshot
+from graphfsdp._capture.python.watch import PythonWatch
 from graphfsdp._capture.rules.constants import noting_program
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp._capture.undo.host_state import Attempt
@@ -302,7 +302,8 @@ class _Preflight:
         noting = partial(noting_program, self._model, without_optimizer=False)
         run = partial(undone_run, iterate, attempt, python, noting)
         watch = PythonWatch(python)
-        run()
+        with watch.watching():
+            run()
         before, moves = watch.end()
         if not any(tell("moved" if moves else "")):
             return

@@ -1,6 +1,6 @@
 """Numbers that an iteration counts in Python, and by which it decides nothing that can turn.
 
-Those that decide what runs are in test_not_refused_yet.py.
+Those that decide what runs are in test_far_reads.py.
 """
 
 import sys

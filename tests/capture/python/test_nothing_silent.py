@@ -30,6 +30,7 @@ from zoo import ZOO
 Loss = Callable[[nn.Module, Tensor], Tensor]
 START = time.time()
 CLOCK_STARTED, PERF_STARTED = time.monotonic(), time.perf_counter_ns()
+TODAY = time.strftime("%j", time.localtime(START))
 DAY = datetime.datetime.now()
 FACTOR = 1.0
 
@@ -92,7 +93,29 @@ def test_what_is_drawn_in_python_is_refused_by_name(name: str) -> None:
     assert error.source.file == __file__
 
 
+class Watch:
+    def __init__(self) -> None:
+        self.now = time.perf_counter
+
+
+WATCH = Watch()
+
+
+def by_default(now: Callable[[], float] = time.monotonic) -> bool:
+    return now() > CLOCK_STARTED + 3_000
+
+
+def by_closure() -> Callable[[], bool]:
+    now = time.time
+    return lambda: now() - START > 60_000
+
+
 CLOCKS: dict[str, Callable[[], Any]] = {
+    "default": by_default,
+    "closure": by_closure(),
+    "attribute": lambda: WATCH.now() > PERF_STARTED / 10**9 + 3_000,
+    "local_time": lambda: time.localtime() > time.localtime(START + 60_000),
+    "text": lambda: time.strftime("%j") != TODAY,
     "time": lambda: time.time() - START > 60_000,
     "monotonic": lambda: time.monotonic() > CLOCK_STARTED + 3_000,
     "nanoseconds": lambda: time.perf_counter_ns() > PERF_STARTED + 3_000 * 10**9,

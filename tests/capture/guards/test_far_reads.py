@@ -1,7 +1,7 @@
-"""Programs that nothing refuses for now, further from the functions than guards look.
+"""Values that are read far from the functions, and numbers that decide one day.
 
 Each is run with what must happen to it. No replay follows a value that the first ones read, nor a
-number that decides in Python: what will refuse these is expected to name the line that decides.
+number that decides in Python.
 """
 
 import contextvars
@@ -151,7 +151,7 @@ def made_up_attribute() -> Around:
     config = Made({"inner": {"weight": 1.0}})
     loss_fn: Loss = lambda model, x: model(x) * config.inner.weight  # noqa: E731
     change = puts(config.content["inner"], "weight", 2.0)
-    return Around(loss_fn, *change, "'weight' of 'inner' of cl")
+    return Around(loss_fn, *change, "'weight' of 'inner' of 'content' of cl")
 
 
 def method_of_the_owner() -> Around:
@@ -184,7 +184,7 @@ def environment_variable() -> Around:
     name = "SURROUNDING_SCALE"
     loss_fn: Loss = lambda model, x: model(x) * float(os.getenv("SURROUNDING_SCALE", "1"))  # noqa: E731
     change, undo = lambda: os.environ.update({name: "2.0"}), lambda: os.environ.pop(name)
-    return Around(loss_fn, change, undo, f"environment variable '{name}' was None .* '2.0'")
+    return Around(loss_fn, change, undo, f"environment variable '{name}' was missing .* b'2.0'")
 
 
 def imported_inside() -> Around:
@@ -475,11 +475,21 @@ DECIDING: dict[str, Callable[[], Deciding]] = {
 }
 
 
-# Anything but the missing refusal would be a fault of the program.
-@pytest.mark.xfail(
-    strict=True, raises=(pytest.fail.Exception, AssertionError), reason="nothing looks that far"
-)
-@pytest.mark.parametrize("name", READING)
+# What cannot be seen: see the README's list. Anything but the missing refusal would be a fault of
+# the program.
+UNSEEN = [
+    pytest.param(
+        name,
+        marks=pytest.mark.xfail(
+            strict=True, raises=(pytest.fail.Exception, AssertionError), reason="cannot be seen"
+        ),
+    )
+    for name in ("handed_on", "function_of_a_torch_layer")
+]
+SEEN = [name for name in READING if name not in {str(case.values[0]) for case in UNSEEN}]
+
+
+@pytest.mark.parametrize("name", [*SEEN, *UNSEEN])
 def test_a_value_that_a_replay_would_not_follow(name: str) -> None:
     assert_named_until_put_back(READING[name])
 
