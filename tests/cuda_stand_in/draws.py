@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _NUM_FILLS_KEPT = 64
-_FILLS_BEFORE_CAPTURE = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+_FILLS_BEFORE_CAPTURE = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 _SMALLEST_SIZE = 4  # of what has not run outside of captures before
 
 

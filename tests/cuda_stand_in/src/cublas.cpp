@@ -199,3 +199,4 @@ STAND_IN_API cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_
 
 // cuDNN is not played, but torch asks for its version before it looks whether it is switched off.
 STAND_IN_API size_t cudnnGetVersion() { return 91900; }
+STAND_IN_API const char* cudnnGetErrorString(int) { return "cuDNN is not played"; }
