@@ -7,11 +7,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Options for the program that a target runs, such as ARGS="--preset tiny --train-iters 100".
 ARGS   ?=
-# The environment of `make cuda-test`, which holds torch's CUDA build (5 GB), and what lies in it:
-# by default the torch that the machines with a GPU have. For the newest one, in an environment of
-# its own: make cuda-test VENV_CUDA=.venv-cuda-newest CUDA_REQUIREMENTS=tests/cuda_stand_in/newest.txt
-VENV_CUDA         ?= .venv-cuda
-CUDA_REQUIREMENTS ?= tests/cuda_stand_in/requirements.txt
+# The environment of `make cuda-test`, which holds torch's CUDA build (5 GB): by default the torch
+# that the machines with a GPU have. For another one, in an environment of its own:
+# make cuda-test VENV_CUDA=.venv-cuda-newest CUDA_TORCH=2.14.1
+VENV_CUDA  ?= .venv-cuda
+CUDA_TORCH ?= 2.11.0
 # Where `make train` puts its run; a new directory each time, since a run is never overwritten.
 RUN    ?= runs/$(shell date +%Y%m%d-%H%M%S)
 # Where `make bench` puts its results, likewise.
@@ -24,7 +24,7 @@ DIST   ?= dist
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test cuda-test lint format bench gpu-check wheel clean
+.PHONY: help train test cuda-env cuda-test lint format bench gpu-check wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,8 @@ test: $(VENV)/.dev  ## run the test suite (ARGS="-k name" for a part of it)
 	$(bin)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # On x86-64 and Linux, without a GPU: tests/cuda_stand_in/README.md says what it can show.
+cuda-env: $(VENV_CUDA)/.stamp
+
 cuda-test: $(VENV_CUDA)/.stamp  ## the tests for a GPU, on torch's CUDA build above a stand-in for the driver
 	$(VENV_CUDA)/bin/python tests/cuda_stand_in/above.py -m pytest -m gpu -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
@@ -82,7 +84,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
 	$(bin)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@ $(VENV)/.train
 
-$(VENV_CUDA)/.stamp: $(CUDA_REQUIREMENTS)
+# torch names the versions of NVIDIA's packages itself. Not from an index of CPU builds, which count
+# as newer.
+$(VENV_CUDA)/.stamp: tests/cuda_stand_in/requirements.txt
 	@$(PYTHON) -m venv $(VENV_CUDA) || { rm -rf $(VENV_CUDA); exit 1; }
-	$(VENV_CUDA)/bin/python -m pip install --quiet --requirement $(CUDA_REQUIREMENTS)
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(VENV_CUDA)/constraints.txt
+	env -u PIP_EXTRA_INDEX_URL $(VENV_CUDA)/bin/python -m pip install --quiet --progress-bar off \
+	  --constraint $(VENV_CUDA)/constraints.txt --requirement tests/cuda_stand_in/requirements.txt torch==$(CUDA_TORCH)
 	@touch $@

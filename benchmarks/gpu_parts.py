@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -166,8 +167,10 @@ def launches(device: torch.device) -> tuple[str, bool]:
     with tiny_step(device) as (step, tokens):
         for _ in range(6):
             step(tokens, tokens)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # once it is on, torch says that it is a prototype
+                torch.cuda.set_sync_debug_mode("error")
             step(tokens, tokens)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -209,7 +212,7 @@ def broken(device: torch.device) -> tuple[str, bool]:
     def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
         if breaks and torch.cuda.is_current_stream_capturing():
-            loss = loss + torch.tensor([1.0, 2.0], device=device).sum()
+            torch.cuda.current_stream().synchronize()  # torch would refuse a copy by itself
         return loss
 
     with tiny_step(device, loss_fn=loss_fn) as (step, tokens):

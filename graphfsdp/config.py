@@ -132,7 +132,8 @@ class OverlapPolicy:
         backward_prefetch: Likewise in backward passes.
         reduce_grads: A unit's gradients are reduced while the units before it compute theirs.
         separate_communicators: All-gathers have a communicator of their own, so that they do not
-            queue behind reductions. NCCL takes some memory for each.
+            queue behind reductions. NCCL takes some memory for each. In a CUDA graph they do:
+            nothing else would put collectives of parallel branches in one order on all ranks.
     """
 
     forward_prefetch: bool = True

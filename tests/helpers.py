@@ -263,10 +263,10 @@ class OpNames(TorchDispatchMode):
 def no_host_sync(device: torch.device) -> Iterator[None]:
     """Fail if the body reads a device value on the host."""
     if device.type == "cuda":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # once it is on, torch says that it is a prototype
-            torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # once it is on, torch says that it is a prototype
+                torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")

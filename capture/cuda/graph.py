@@ -150,6 +150,7 @@ class CudaGraphBackend:
             # The allocator forbids to use the number of a pool again that all graphs have left.
             self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
+        _drop_workspaces()
         # torch.cuda.graph does so as well: what it gives back is not the pool's.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
@@ -197,7 +198,7 @@ class CudaGraphBackend:
     def _capture(
         self, graph: torch.cuda.CUDAGraph, iterate: Iterate, watcher: Watcher
     ) -> list[Tensor]:
-        stream = torch.cuda.current_stream(self.device)
+        stream, index = torch.cuda.current_stream(self.device), torch.cuda.current_device()
         # thread_local: an illegal call on another thread (a loader that pins memory) is no
         # business of this capture.
         capture = torch.cuda.graph(
@@ -221,8 +222,11 @@ class CudaGraphBackend:
             stream.wait_stream(self._stream)
             return outputs
         finally:
-            # torch.cuda.graph leaves its stream current when ending a broken capture raises.
+            _drop_workspaces()
+            # torch.cuda.graph leaves its stream current when ending a broken capture raises, and
+            # with a stream goes its device.
             torch.cuda.set_stream(stream)
+            torch.cuda.set_device(index)
 
     def _translate(self, error: BaseException, watcher: Watcher, model: nn.Module) -> None:
         if watcher.failure is not None and error is not watcher.failure:
@@ -252,6 +256,18 @@ def _end(capture: torch.cuda.graph) -> None:
         # refused before its first kernel; that is told by its own error.
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         capture.__exit__(None, None, None)
+
+
+def _drop_workspaces() -> None:
+    """Have cuBLAS begin with new workspaces on all streams.
+
+    Note [Workspaces]: torch keeps one for each stream, of 32 MiB on Hopper, for as long as nobody
+    drops them all, as captures of torch.compile do. One that the warm-up has left would be in the
+    graph, but not in its pool: when it is dropped, replays write into memory of others. One that
+    the capture has made lies in the pool, and no eager product may go on with it. As a consequence
+    no step leaves one behind on its stream.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from types import FunctionType
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -125,7 +125,8 @@ class AttributeLog:
             return object.__getattribute__(module, name)
 
         # Compiled code reads and assigns as well, and torch.compile would trace who answers.
-        _hide_from_dynamo(noting_set, noting_get, _Method.__get__, _Method.__call__)
+        for function in (noting_set, noting_get, _Method.__get__, _Method.__call__):
+            _hide_from_dynamo(function)
         nn.Module.__setattr__ = noting_set  # type: ignore[method-assign,assignment]
         nn.Module.__getattribute__ = _Method(noting_get)  # type: ignore[method-assign,assignment]
         self._on = True
@@ -150,8 +151,8 @@ class _Method:
         return self._function(module, name)
 
 
-def _hide_from_dynamo(*functions: FunctionType) -> None:
-    """Let torch.compile trace neither these functions nor what they call."""
+def _hide_from_dynamo(function: Callable[..., Any]) -> None:
+    """Let torch.compile trace neither this function nor what it calls."""
     skip = _FrameAction.SKIP
-    for function in functions:
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
+    code: CodeType = function.__code__
+    set_code_exec_strategy(code, _FrameExecStrategy(skip, skip))

@@ -45,6 +45,19 @@ class Lane:
         with torch.cuda.stream(self.stream):
             yield
 
+    def join(self) -> None:
+        """In a capture, let the current stream wait for all that was begun here in the same one.
+
+        Capture: one dependency at most; outside of captures nothing.
+        """
+        if self.stream is None or not is_capturing():
+            return
+        current = torch.cuda.current_stream(self.stream.device)
+        with torch.cuda.stream(self.stream):
+            has_begun = is_capturing()  # else to wait for it would leave the capture (error 905)
+        if has_begun:
+            current.wait_stream(self.stream)
+
 
 def is_capturing() -> bool:
     """Tell whether the current stream is being captured into a CUDA graph."""

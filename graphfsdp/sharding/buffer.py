@@ -189,6 +189,8 @@ class ShardBuffer:
         if self.full is not None or self.is_prefetched or not self.sharded:
             return
         if self.layout.total_numel:
+            if self.mesh.cuts_outside and self._inner is None:
+                lane.join()  # that gather is on the current stream
             source, full = self._unshard_outside(), self._new_full()
             transfer = Transfer(full, source)
             with lane.begun():

@@ -8,6 +8,11 @@ all go by the same order. What was gathered for nobody is dropped when the pass 
 Note [Nothing survives a pass]: what begins in a forward pass is over when its outermost unit
 returns, what begins in a backward pass when autograd's last callback has run. On CUDA both side
 streams have then joined the current stream, so a capture may begin and end around the iteration.
+
+Note [Collectives in a graph]: branches of a CUDA graph have no order, and each rank's GPU chooses
+by itself. Where one rank begins with an all-gather and another one with a reduction, each waits for
+the other, for ever if a GPU has no room for both. So in a capture all collectives go by one lane,
+and a gather that was not begun ahead comes behind what is under way there.
 """
 
 from collections import deque
@@ -18,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from graphfsdp.base.streams import Lane
+from graphfsdp.base.streams import Lane, is_capturing
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.buffer_pool import BufferPool
 from graphfsdp.sharding.gradients import Reducing
@@ -230,9 +235,13 @@ class Schedule:
         while self._reductions:
             self._reductions.popleft().abandon()
 
+    def queue_up(self, buffer: ShardBuffer) -> None:
+        """Let a gather on the current stream have its turn; see Note [Collectives in a graph]."""
+        self._lane("gather", buffer).join()
+
     def _lane(self, kind: str, buffer: ShardBuffer) -> Lane:
         device = buffer.device
-        key = (kind, device)
+        key = ("collectives" if device.type == "cuda" and is_capturing() else kind, device)
         if key not in self._lanes:
             # Of high priority, so that a collective need not wait until kernels leave room.
             on_gpu = device.type == "cuda"

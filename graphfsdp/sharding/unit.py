@@ -365,6 +365,9 @@ class Unit:
     def _gathering(self) -> Iterator[None]:
         """Tell the schedule which buffers the body has gathered."""
         missing = [buffer for buffer in self.group.buffers if buffer.full is None]
+        for buffer in missing:
+            if not buffer.is_prefetched:
+                self.schedule.queue_up(buffer)
         with nvtx_range(f"unshard {self.group.name}"):
             yield
         self.schedule.gathered(self, missing)
@@ -373,6 +376,8 @@ class Unit:
         self._queue_end_of_backward()
         full = buffer.full
         if full is None:
+            if not buffer.is_prefetched:
+                self.schedule.queue_up(buffer)
             with nvtx_range(f"unshard {self.group.name}"):
                 full = buffer.unshard()
             self.schedule.gathered(self, [buffer])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import RankGroups, sharding_groups
 from graphfsdp.base.norms import clip_coefficient, global_norm, reduce_parts
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
 
 
@@ -57,7 +58,17 @@ class StepControl:
         self.grad_norm = torch.zeros(())
 
     def place(self, device: torch.device | None) -> None:
-        """Move to where the first parameters are. Capture: never inside, copies from the host."""
+        """Move to where the first parameters are. Capture: never inside, copies from the host.
+
+        ConfigError: the loss scale is somewhere else.
+        """
+        scaler = self.grad_scaler
+        if device is not None and scaler is not None and scaler.scale.device != device:
+            raise ConfigError(
+                f"the loss scale of grad_scaler is on {scaler.scale.device}, and the parameters "
+                f"are on {device}; a step would have to wait for the host. Remedy: "
+                f"DeviceGradScaler(..., device={str(device)!r})"
+            )
         if device is not None and self.skipped_steps.device != device:
             self.skipped_steps = self.skipped_steps.to(device)
             self.grad_norm = self.grad_norm.to(device)

@@ -101,7 +101,8 @@ class Block(nn.Module):
         self.scale = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.up(x).relu() * self.scale
+        out: Tensor = self.up(x).relu() * self.scale
+        return out
 
 
 class Backend:

@@ -23,8 +23,8 @@ CANNOT: Mapping[str, str] = MappingProxyType(
             "kernels of sparse tensors are not computed"
         ),
         "test_compiled.py::test_compiled_code_is_in_the_graph[inductor": (
-            "inductor's kernels belong to no operator, and only operators compute: test_stand_in.py "
-            "captures them without numbers"
+            "inductor's kernels belong to no operator, and only operators compute; in "
+            "test_stand_in.py they are captured, without numbers"
         ),
         **{
             f"test_evaluation.py::test_a_number_that_{name}": _COMPARES_NOTHING

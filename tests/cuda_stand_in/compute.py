@@ -415,6 +415,7 @@ def install_op(name: str) -> None:
 def install() -> None:
     """Compute all of torch's own operators that have a CUDA kernel."""
     torch.backends.cudnn.enabled = False  # it is not played
+    torch.backends.cuda.enable_cudnn_sdp(False)
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     for name in sorted({*names, "aten::copy_"}):
         namespace, _, short = name.partition("::")

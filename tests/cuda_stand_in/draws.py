@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _NUM_FILLS_KEPT = 64
-_FILLS_BEFORE_CAPTURE = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+_FILLS_BEFORE_CAPTURE = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 _SMALLEST_SIZE = 4  # of what has not run outside of captures before
 
 
@@ -62,8 +62,9 @@ class Draws:
             captured.used += self._sizes.get(call, _SMALLEST_SIZE)
 
             def later() -> Draw:
+                captured.places = captured.places or self._last_pair(captured.seed)
                 if captured.places is None:
-                    captured.places = self._last_pair(captured.seed)
+                    raise RuntimeError("the stand-in has not seen where a graph keeps its seed")
                 seed_at, offset_at = captured.places
                 return Draw(_read(seed_at), _read(offset_at) + before)
 
@@ -83,13 +84,16 @@ class Draws:
                 self._captured[key].places = self._last_pair(seed, offset=0)
         return self._captured[key]
 
-    def _last_pair(self, seed: int, offset: int | None = None) -> tuple[int, int]:
-        """Return where torch has filled in a seed and, right behind it, an offset."""
+    def _last_pair(self, seed: int, offset: int | None = None) -> tuple[int, int] | None:
+        """Return where torch has filled in a seed and, right behind it, an offset.
+
+        None for a generator that the capture does not know; torch refuses it a moment later.
+        """
         pairs = list(zip(self._fills, self._fills[1:], strict=False))
         for (seed_at, value), (offset_at, next_value) in reversed(pairs):
             if value == seed and offset in (None, next_value):
                 return seed_at, offset_at
-        raise RuntimeError("the stand-in has not seen where torch keeps a graph's seed")
+        return None
 
 
 class _Captured:

@@ -1,7 +1,11 @@
 """What the stand-in promises by itself: it names what it does not play, and it finds races."""
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +80,36 @@ def test_reasons_belong_to_tests_by_the_beginning_of_their_names() -> None:
     beginning = next(iter(CANNOT))
     assert list(reasons_of(f"tests/optim/{beginning}[float32]")) == [CANNOT[beginning]]
     assert list(reasons_of(f"tests/optim/other_{beginning}")) == []
+
+
+COMPILED = """
+import torch
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x).relu().square().mean()
+
+model = Model().cuda()
+model.compile()
+with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+    for _ in range(5):
+        step(torch.randn(12, 8).cuda())
+    step.debug_dump("graph.dot")
+"""
+
+
+@pytest.mark.time_limit(300)
+def test_inductors_kernels_are_nodes_of_the_graph(tmp_path: Path) -> None:
+    """In a process whose kernels compute nothing: these belong to no operator."""
+    environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
+    subprocess.run([sys.executable, "-c", COMPILED], cwd=tmp_path, env=environment, check=True)
+    assert '"triton_' in (tmp_path / "graph.dot").read_text()
 
 
 class Forked:

@@ -247,6 +247,15 @@ def test_a_common_norm_of_gradients_on_several_devices_is_refused_by_name(settin
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_loss_scale_elsewhere_is_refused_by_name() -> None:
+    params = make_params()
+    set_grads(params)
+    optimizer = FusedAdam(params, grad_scaler=DeviceGradScaler(device="meta"))
+    words = r"is on meta, and the parameters are on cpu.*DeviceGradScaler\(\.\.\., device='cpu'\)"
+    with pytest.raises(ConfigError, match=words):
+        optimizer.step()
+
+
 def test_a_norm_beyond_the_range_of_float32_is_skipped_as_the_document_says() -> None:
     params, before = make_twins()
     optimizer = FusedAdam(params, lr=0.1, skip_nonfinite=True)

@@ -3,6 +3,8 @@
 import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ CUDA = torch.device("cuda", 0)
 
 
 def make_step(
-    loss_fn: Callable[..., Tensor] | None = None, **options: Any
+    loss_fn: Callable[..., Tensor] | None = None, *, device: torch.device = CUDA, **options: Any
 ) -> graphfsdp.CapturedStep:
     torch.manual_seed(0)
-    model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.1), nn.Linear(8, WIDTH)).to(CUDA)
+    model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.1), nn.Linear(8, WIDTH)).to(device)
     return graphfsdp.capture(
         model, FusedAdam(model.parameters(), lr=0.01), loss_fn=loss_fn, **options
     )
@@ -184,6 +186,70 @@ def test_a_capture_that_the_driver_breaks_is_explained_undone_and_can_be_repeate
     step.close()
 
 
+def raises_in_capture(
+    error: type[BaseException] | None, model: nn.Module, x: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Break off between fork and join of a side stream; without an error, do what torch refuses."""
+    if not torch.cuda.is_current_stream_capturing():
+        loss: Tensor = model(x)
+        return loss
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x = x * 2
+        if error is not None:
+            raise error(WORDS)
+        return torch.rand(3, device=CUDA, generator=generator).sum() * x.sum()
+
+
+WORDS = "what happened"
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError, KeyboardInterrupt, CaptureError, None],
+    ids=["error", "ctrl_c", "refusal", "refusal_of_torch"],
+)
+def test_the_first_error_of_a_capture_is_told(
+    error: type[BaseException] | None, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams that it leaves unjoined make the end of the capture fail as well."""
+    if not is_watched:
+        path = "graphfsdp._capture.cuda.graph.has_compiled_regions"
+        monkeypatch.setattr(path, lambda model: True)
+    generator = torch.Generator(CUDA)
+    wrong = partial(raises_in_capture, error, generator=generator)
+    switch = {"on": True}
+    step = make_step(while_it_is_on(wrong, switch))
+    for _ in range(3):
+        step(batch())
+    with pytest.raises(error or CaptureError, match=WORDS if error else "generator"):
+        step(batch())
+    switch["on"] = False
+    for _ in range(3):
+        step(batch())
+    assert step.phase is Phase.REPLAY
+    step.close()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_capture_on_another_device_leaves_the_current_one(breaks: bool) -> None:
+    assert torch.cuda.current_device() == 0
+    device = torch.device("cuda", 1)
+    switch = {"on": breaks}
+    step = make_step(while_it_is_on(leaves_a_stream_unjoined, switch), device=device)
+    for index in range(5):
+        with pytest.raises(CaptureError) if breaks and index == 3 else nullcontext():
+            step(batch().to(device))
+        switch["on"] = switch["on"] and index < 3
+        assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    step.close()
+    assert torch.cuda.current_device() == 0
+
+
 def test_without_the_watcher_the_driver_says_that_a_stream_was_not_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,6 +301,26 @@ def test_a_capture_on_made_up_data_and_evaluations_change_no_number() -> None:
 
     expected = losses()
     got = losses(example_batch=(torch.zeros(12, WIDTH, device=CUDA),))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_replay_writes_no_memory_that_others_may_have_got() -> None:
+    """Other captures of the process drop cuBLAS's workspaces: torch.compile's do."""
+
+    def losses(*, drops: bool) -> list[Tensor]:
+        step = make_step()
+        generator = torch.Generator().manual_seed(3)
+        found = []
+        for index in range(7):
+            found.append(step(torch.randn(12, WIDTH, generator=generator).to(CUDA)))
+            if drops and index > 3:
+                torch._C._cuda_clearCublasWorkspaces()
+                torch.cuda.empty_cache()
+        step.close()
+        return found
+
+    expected, got = losses(drops=False), losses(drops=True)
+    torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 

@@ -1,8 +1,9 @@
-// cuBLAS: each call is one kernel that computes nothing; what it would have computed is attached
+// cuBLAS: each call is one kernel that writes its workspace; what it would have computed is attached
 // behind it by Python, as behind every kernel.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -16,13 +17,28 @@ struct Handle {
   cudaStream_t stream = nullptr;
   cublasPointerMode_t pointer_mode = CUBLAS_POINTER_MODE_HOST;
   cublasMath_t math_mode = CUBLAS_DEFAULT_MATH;
+  void* workspace = nullptr;
+  size_t workspace_bytes = 0;
 };
 
 Handle* get(cublasHandle_t handle) { return reinterpret_cast<Handle*>(handle); }
 
-cublasStatus_t launch_on(cudaStream_t stream, const char* name) {
-  auto error = fail(launch(kernel_named(name), dim3(1), dim3(1), stream), name);
-  return error ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS;
+// Whoever else has got the memory of a workspace finds it overwritten: the first bytes are enough.
+cublasStatus_t launch_on(cudaStream_t stream, const char* name, void* workspace, size_t num_bytes) {
+  num_bytes = std::min(num_bytes, size_t{64});
+  auto* kernel = kernel_named(name);
+  Action scribble;
+  std::vector<Access> accesses;
+  if (workspace && num_bytes) {
+    scribble = [=] { return fill(workspace, 0xA5, num_bytes); };
+    accesses.push_back(writes(workspace, num_bytes));
+  }
+  auto error = launch(kernel, dim3(1), dim3(1), stream, scribble, accesses);
+  return fail(error, name) ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t launch_for(const Handle* handle, const char* name) {
+  return launch_on(handle->stream, name, handle->workspace, handle->workspace_bytes);
 }
 
 }  // namespace
@@ -40,13 +56,17 @@ STAND_IN_API cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
 }
 STAND_IN_API cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
   get(handle)->stream = stream;
+  get(handle)->workspace = nullptr;  // one of its own again, which it keeps for itself
   return CUBLAS_STATUS_SUCCESS;
 }
 STAND_IN_API cublasStatus_t cublasGetStream_v2(cublasHandle_t handle, cudaStream_t* stream) {
   *stream = get(handle)->stream;
   return CUBLAS_STATUS_SUCCESS;
 }
-STAND_IN_API cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) {
+STAND_IN_API cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t handle, void* workspace,
+                                                  size_t num_bytes) {
+  get(handle)->workspace = workspace;
+  get(handle)->workspace_bytes = num_bytes;
   return CUBLAS_STATUS_SUCCESS;
 }
 STAND_IN_API cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode) {
@@ -74,7 +94,7 @@ STAND_IN_API cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t handle,
   extern "C" __attribute__((visibility("default"))) cublasStatus_t one_kernel_##name(          \
       cublasHandle_t handle) __asm__(#name);                                                   \
   cublasStatus_t one_kernel_##name(cublasHandle_t handle) {                                    \
-    return launch_on(get(handle)->stream, #name);                                              \
+    return launch_for(get(handle), #name);                                                     \
   }
 ONE_KERNEL(cublasSgemm_v2)
 ONE_KERNEL(cublasDgemm_v2)
@@ -172,10 +192,11 @@ STAND_IN_API cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_
                                            const void*, cublasLtMatrixLayout_t, const void*,
                                            cublasLtMatrixLayout_t, const void*, const void*,
                                            cublasLtMatrixLayout_t, void*, cublasLtMatrixLayout_t,
-                                           const cublasLtMatmulAlgo_t*, void*, size_t,
-                                           cudaStream_t stream) {
-  return launch_on(stream, "cublasLtMatmul");
+                                           const cublasLtMatmulAlgo_t*, void* workspace,
+                                           size_t num_bytes, cudaStream_t stream) {
+  return launch_on(stream, "cublasLtMatmul", workspace, num_bytes);
 }
 
 // cuDNN is not played, but torch asks for its version before it looks whether it is switched off.
 STAND_IN_API size_t cudnnGetVersion() { return 91900; }
+STAND_IN_API const char* cudnnGetErrorString(int) { return "cuDNN is not played"; }

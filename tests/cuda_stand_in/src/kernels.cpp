@@ -53,11 +53,13 @@ static bool is_computed(const Kernel* kernel) {
   return false;
 }
 
-cudaError_t launch(Kernel* kernel, dim3 grid, dim3 block, cudaStream_t stream) {
+cudaError_t launch(Kernel* kernel, dim3 grid, dim3 block, cudaStream_t stream, Action run,
+                   std::vector<Access> accesses) {
   num_launches++;
   if (!is_computed(kernel)) return cudaErrorNotSupported;
   if (!fits(grid, block)) return cudaErrorInvalidConfiguration;
-  return submit(stream_of(stream), cudaGraphNodeTypeKernel, kernel->name, nullptr, kernel);
+  return submit(stream_of(stream), cudaGraphNodeTypeKernel, kernel->name, std::move(run), kernel,
+                std::move(accesses));
 }
 
 // The configuration between `<<<` and the call that it is for.

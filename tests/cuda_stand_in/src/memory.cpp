@@ -112,7 +112,7 @@ static cudaError_t copy(void* to, const void* from, size_t num_bytes, cudaMemcpy
   return cudaSuccess;
 }
 
-static cudaError_t fill(void* to, int value, size_t num_bytes) {
+cudaError_t fill(void* to, int value, size_t num_bytes) {
   if (!num_bytes) return cudaSuccess;
   if (auto error = check(to, num_bytes, true)) return error;
   memset(to, value, num_bytes);

@@ -1,5 +1,6 @@
-// Missing dependencies: nodes that touch the same memory while neither waits for the other. A GPU
-// shows such a race once in a thousand runs; here it follows from the graph.
+// Missing dependencies: nodes that touch the same memory, or that meet other ranks, while neither
+// waits for the other. A GPU shows such a race once in a thousand runs; here it follows from the
+// graph.
 #include "stand_in.h"
 
 #include <algorithm>
@@ -61,6 +62,20 @@ void note(const Node& one, const Node& other, size_t num_bytes) {
                    std::to_string(num_bytes) + " bytes, and neither waits for the other\n";
 }
 
+// Each rank may run collectives on parallel branches in another order, whatever communicators they
+// have; then each waits for the other.
+void note_loose_collectives(const Graph& graph, const Order& order) {
+  const Node* last = nullptr;
+  for (auto& node : graph.nodes) {
+    if (!node->meets_others) continue;
+    if (last && !order.knows(last->index, node->index)) {
+      found_races() += describe(*last) + " and " + describe(*node) +
+                       " meet other ranks, and neither waits for the other\n";
+    }
+    last = node.get();
+  }
+}
+
 }  // namespace
 
 Access reads(const void* from, size_t num_bytes) {
@@ -83,6 +98,7 @@ void note_races(const Graph& graph) {
     return one.access.begin < other.access.begin;
   });
   Order order(graph);
+  note_loose_collectives(graph, order);
   std::set<std::pair<size_t, size_t>> told;
   std::vector<Touch> open;  // begin before the one that is looked at, and may reach into it
   for (auto& touch : touches) {

@@ -54,6 +54,8 @@ struct Block {
 const Block* find_block(const void* address, char** begin = nullptr);
 size_t device_bytes();
 size_t used_bytes();
+// Fills device memory; error 700 where there is none.
+cudaError_t fill(void* to, int value, size_t num_bytes);
 
 // ---- kernels (kernels.cpp) ----
 
@@ -72,8 +74,9 @@ struct Kernel {
 Access reads(const void* from, size_t num_bytes);
 Access writes(const void* to, size_t num_bytes);
 
-// Puts a kernel on a stream; it computes nothing unless something is attached behind it.
-cudaError_t launch(Kernel* kernel, dim3 grid, dim3 block, cudaStream_t stream);
+// Puts a kernel on a stream; what it computes is attached behind it, but for what `run` does.
+cudaError_t launch(Kernel* kernel, dim3 grid, dim3 block, cudaStream_t stream, Action run = nullptr,
+                   std::vector<Access> accesses = {});
 // One for each name, as for the kernels of libraries that are no files here.
 Kernel* kernel_named(const std::string& name);
 
