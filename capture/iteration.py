@@ -3,6 +3,7 @@
 import abc
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -181,9 +182,14 @@ class CustomIteration(AnyIteration):
         gradients: PersistentGradients,
         *,
         loss_fn: LossFunction,
+        stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them."""
+        """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them.
+
+        ``stepping``: see ``CapturableOptimizer``.
+        """
         super().__init__(models, gradients, loss_fn)
+        self._stepping = stepping
         self._function = function
         self.functions = (function, loss_fn)
         self._optimizers = optimizers
@@ -198,7 +204,7 @@ class CustomIteration(AnyIteration):
         """
         self._gradients.begin(bind_at_once=True)
         _clear_autocast_cache()
-        with torch.enable_grad(), nvtx_range("iteration"):
+        with torch.enable_grad(), nvtx_range("iteration"), self._stepping():
             output = self._run(inputs)
         self._gradients.finish()
         _check_tensors(output, "the iteration returned", definition_of(self._function))

@@ -173,7 +173,7 @@ class HostOptimizer:
         for index, (before_group, group) in enumerate(
             zip(self._groups, self._optimizer.param_groups, strict=False)
         ):
-            yield from self._changed_settings(index, _numbers(before_group), _numbers(group))
+            yield from self._changed_settings(index, _numbers(before_group), group)
         now = _numbers(vars(self._optimizer))
         yield from self._changed_numbers(self._numbers, now, "its attributes")
 
@@ -192,10 +192,10 @@ class HostOptimizer:
             group.update(before_group)
 
     def _changed_settings(
-        self, index: int, before: Mapping[str, float], after: Mapping[str, float]
+        self, index: int, before: Mapping[str, float], after: Mapping[str, Any]
     ) -> Iterator[CaptureError]:
         for key, value in after.items():
-            if key in before and before[key] != value:
+            if key in before and (isinstance(value, Tensor) or before[key] != value):
                 yield CaptureError(
                     f"the iteration changed {key!r} of group {index} of "
                     f"{type(self._optimizer).__name__} from {before[key]} to {value}; a replay "
