@@ -116,7 +116,7 @@ class Watcher:
         return True if info is None else info.varies
 
     def has_touched(self, tensor: Tensor) -> bool:
-        return has_storage(tensor) and self.storages.find(tensor, "has_touched") is not None
+        return self.storages.has(tensor)
 
     @property
     def place(self) -> tuple[str | None, SourceLine | None]:

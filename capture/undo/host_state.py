@@ -112,7 +112,9 @@ def _plain_values(module: nn.Module) -> dict[str, object]:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Tell whether a tensor lies in one storage of its own class's making."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # as vmap leaves them
 
 
 def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
