@@ -134,7 +134,8 @@ def test_what_libraries_are_known_for_is_refused_with_its_remedy(
     library = types.FunctionType(function.__code__, globals() | {"__name__": name})
 
     def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        return h * library(x > 0).sum()
+        factor: Tensor = library(x > 0).sum()
+        return h * factor
 
     assert remedy in str(check_refused(program, device))
 
