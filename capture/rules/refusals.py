@@ -58,15 +58,6 @@ class _Place(NamedTuple):
 
 _PLACES = (
     _Place(
-        "transformers.masking_utils",
-        HazardKind.HOST_READ,
-        "transformers looks on the host whether attention_mask hides any token; a replay would go "
-        "on with the answer for this batch",
-        "no attention_mask where no token is hidden; or one of four dimensions, [batch, 1, "
-        "queries, keys] of bool, True where a query sees a key (for a causal model its causal part "
-        "included), which is taken as it is",
-    ),
-    _Place(
         "torch.distributions",
         HazardKind.HOST_READ,
         "torch.distributions looks on the host whether its arguments are valid; a replay would "

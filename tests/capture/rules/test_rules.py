@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 import types
 from typing import Any
 
@@ -121,7 +122,6 @@ def selects(mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "function", "remedy"),
     [
-        ("transformers.masking_utils", hides, "[batch, 1, queries, keys] of bool"),
         ("torch.distributions.categorical", hides, "validate_args=False"),
         ("torch.optim.swa_utils", hides, "update_parameters(model) after each call"),
         ("ema_pytorch.ema_pytorch", hides, "ema.update() after each call"),
@@ -138,6 +138,24 @@ def test_what_libraries_are_known_for_is_refused_with_its_remedy(
         return h * factor
 
     assert remedy in str(check_refused(program, device))
+
+
+def test_masks_of_transformers_are_made_without_a_look(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "transformers.masking_utils"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    library = types.FunctionType(hides.__code__, globals() | {"__name__": name})
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        factor: Tensor = library(x == x).mean()  # hides nothing, and 2.0 says the opposite
+        return h * self.gate * factor
+
+    losses = {}
+    for scope in ("none", "full_iteration"):
+        step, *_ = make_probe(program, device, scope=scope)
+        losses[scope] = torch.stack([step(x) for x in batches(device, 14)])
+    assert torch.equal(losses["none"], losses["full_iteration"])
 
 
 def test_a_tensor_that_vmap_has_left_in_python_is_nobodys_business(device: torch.device) -> None:
