@@ -151,6 +151,8 @@ class TorchAdapter(BakedAdapter):
             return False
         if not is_adam and any(map(is_dtensor, params)):
             return False
+        if on_gpu and isinstance(self.optimizer, torch.optim.Adagrad):
+            return False  # torch 2.11 has a kernel and refuses to take it
         if not on_gpu and group.get("momentum") and any(p.dtype.itemsize < 4 for p in params):
             return False  # see _check_anywhere
         names = [
