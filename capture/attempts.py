@@ -220,9 +220,10 @@ def _naming(error: BaseException, moves: Sequence[Move]) -> BaseException:
     if not isinstance(error, CaptureError):
         return error
     hazard = error.hazard
+    remedy = f". Remedy: {hazard.fix}" if hazard.fix else ""
     return CaptureError(
         f"{hazard.why}. What the iteration moves in Python: "
-        f"{'; '.join(map(str, moves[:_MOST_NAMED]))}. Remedy: {hazard.fix}",
+        f"{'; '.join(map(str, moves[:_MOST_NAMED]))}{remedy}",
         op=error.op,
         module_path=error.module_path,
         source=error.source,

@@ -192,13 +192,15 @@ class Engine:
 
     def changes(self, recording: Recording) -> list[Change]:
         assert recording.guards is not None
+        if self.full:
+            self.optimizer.adopt()
         return [*recording.guards.changes(), *self.baked_changes()]
 
     def before_capture(self) -> None:
         """Have the optimizer note the numbers that the graph is going to hold."""
         if self.full:
-            self.optimizer.before_replay()
             self.optimizer.bake()
+            self.optimizer.before_replay()
 
     def before_replay(self, recording: Recording) -> None:
         """Bring what a replay reads up to date, and put the gradients where the user looks.

@@ -3,6 +3,7 @@
 import abc
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
+from graphfsdp._capture.rules.functions import without_looks
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.dtensors import num_meshes
@@ -62,7 +64,7 @@ class AnyIteration(abc.ABC):
         Capture: no host sync.
         """
         outputs = []
-        with torch.no_grad(), nvtx_range("forward"):
+        with torch.no_grad(), nvtx_range("forward"), without_looks():
             _clear_autocast_cache()
             for index in range(num_microbatches):
                 args, kwargs = microbatch(inputs, index, num_microbatches)
@@ -139,7 +141,7 @@ class Iteration(AnyIteration):
     def _microbatch(self, inputs: StaticInputs, index: int, num_microbatches: int) -> Any:
         args, kwargs = microbatch(inputs, index, num_microbatches)
         with torch.enable_grad():
-            with nvtx_range("forward"):
+            with nvtx_range("forward"), without_looks():
                 output = self._loss_fn(self._models, *args, **kwargs)
                 loss = self._loss_of(output)
                 scaled = loss / num_microbatches if num_microbatches > 1 else loss
@@ -181,9 +183,14 @@ class CustomIteration(AnyIteration):
         gradients: PersistentGradients,
         *,
         loss_fn: LossFunction,
+        stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them."""
+        """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them.
+
+        ``stepping``: see ``CapturableOptimizer``.
+        """
         super().__init__(models, gradients, loss_fn)
+        self._stepping = stepping
         self._function = function
         self.functions = (function, loss_fn)
         self._optimizers = optimizers
@@ -198,7 +205,7 @@ class CustomIteration(AnyIteration):
         """
         self._gradients.begin(bind_at_once=True)
         _clear_autocast_cache()
-        with torch.enable_grad(), nvtx_range("iteration"):
+        with torch.enable_grad(), nvtx_range("iteration"), self._stepping(), without_looks():
             output = self._run(inputs)
         self._gradients.finish()
         _check_tensors(output, "the iteration returned", definition_of(self._function))

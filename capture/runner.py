@@ -21,13 +21,17 @@ from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp._capture.verify import Verifier
-from graphfsdp.base.changes import Change, refuse
+from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import PhaseError, VerificationError
 
 _LOG = logging.getLogger("graphfsdp")
+# A graph that a number of the optimizer ends before so many replays has not paid for its capture;
+# when so many in a row have not, the next one will not either.
+_REPLAYS_THAT_PAY = 10
+_MOST_SHORT_LIVED = 5
 
 
 class StepRunner:
@@ -64,6 +68,8 @@ class StepRunner:
         self._verifier = Verifier(engine, self._ranks)
         self._tally = Tally()
         self._num_warm_ups = 0  # that have taken effect
+        self._num_short_lived = 0  # graphs in a row; see _MOST_SHORT_LIVED
+        self._replays_before = 0  # the graphs that there are were captured
         self._first_states: FirstStates | None = None
 
     @property
@@ -198,10 +204,27 @@ class StepRunner:
         if self._options.on_change is OnChange.EAGER and not rebuilds:
             _LOG.info("running eagerly: %s", what)
             return recording.again()
+        if all(change.kind is ChangeKind.BAKED_VALUE for change in changes):
+            self._refuse_useless(changes)
         self._give_up_graphs(what)
         if self._options.on_change is OnChange.EAGER:  # there is no graph to go back to
             self._go_to(Phase.EAGER)
         return recording
+
+    def _refuse_useless(self, changes: Sequence[Change]) -> None:
+        """Count graphs that numbers of the optimizer end early; GuardError after some in a row."""
+        num_replays = self._tally.num_calls["replay"]
+        if num_replays - self._replays_before >= _REPLAYS_THAT_PAY:
+            self._num_short_lived = 0
+        elif self._num_short_lived == _MOST_SHORT_LIVED:
+            refuse(
+                changes,
+                f"capturing again is useless: {_MOST_SHORT_LIVED} graphs in a row were given up "
+                f"after fewer than {_REPLAYS_THAT_PAY} replays, since a number that they have "
+                "baked in goes on changing",
+            )
+        self._num_short_lived += 1
+        self._replays_before = num_replays
 
     def _give_up_graphs(self, why: str) -> None:
         _LOG.warning("all graphs are given up: %s", why)

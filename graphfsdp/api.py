@@ -95,7 +95,8 @@ def capture(
 
     Args:
         model: Any module, on one CPU or CUDA device; with ``iteration``, maybe a sequence.
-        optimizer: FusedAdam, or a torch optimizer that can be captured; likewise.
+        optimizer: FusedAdam, or one of ``torch.optim`` as it is: what it needs to be captured is
+            turned on while it steps, and lr stays live; likewise.
         loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the scalar loss, or ``(loss, aux)``
             with any nesting of tensors. Default: what the model returns, or its ``.loss``.
         iteration: Replaces the default iteration: ``iteration(model, optimizer, *args, **kwargs)``
@@ -114,7 +115,10 @@ def capture(
             finite; ``CapturedStep.skipped_steps`` counts.
         on_change: What to do with a batch that no graph was made for: "raise"; "recapture", a
             graph for each kind of batch, all in one memory pool; or "eager", run this call without
-            a graph. A new kind runs eagerly once, and is captured when it comes again.
+            a graph. A new kind runs eagerly once, and is captured when it comes again. Likewise
+            for what graphs have baked in, such as an optimizer's momentum: "recapture" gives the
+            graphs up and makes new ones, until five in a row were replayed fewer than ten times
+            each, since then the next would not pay either: GuardError says so and what would.
         max_graphs: Graphs that are kept at a time; the least recently used one goes first.
         example_batch: Capture at once, on this: a tuple of arguments, a dict of keyword arguments,
             or one tensor, like the batches to come. Afterwards parameters, buffers, optimizer
@@ -176,7 +180,14 @@ def capture(
     def make_iteration(gradients: PersistentGradients) -> AnyIteration:
         loss = loss_fn or default_loss
         if iteration is not None:
-            return CustomIteration(iteration, model, optimizer, gradients, loss_fn=loss)
+            return CustomIteration(
+                iteration,
+                model,
+                optimizer,
+                gradients,
+                loss_fn=loss,
+                stepping=adapted.stepping,
+            )
         return Iteration(
             together,
             adapted,

@@ -1,11 +1,15 @@
 """Torch functions that reach the host without an operator, judged by the Python function called."""
 
+import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from graphfsdp._capture.rules.refusals import (
     HOST_READ,
@@ -15,9 +19,11 @@ from graphfsdp._capture.rules.refusals import (
     Refusal,
     Varies,
 )
-from graphfsdp._capture.trace.source import called_by_user
+from graphfsdp._capture.trace.source import called_by_user, frames
 from graphfsdp.base.op_tensors import flat_tensors
 
+_MASKS = "transformers.masking_utils"
+_NUM_OF_MODES = 6  # frames between a torch function and who has called it, at most
 _Function = Callable[..., Any]
 _Judged = tuple[str, Refusal] | None
 
@@ -105,6 +111,36 @@ def _judge_lists(name: str, values: Sequence[Any], varies: Varies) -> _Judged:
     if not any(map(varies, flat_tensors(lists))):
         return None
     return name, READ_IN_A_LIST.of(f"{name} with a tensor inside a list")
+
+
+def asks_for_masks(function: _Function) -> bool:
+    """Tell whether transformers asks a mask on the host whether it hides anything."""
+    if function is not Tensor.__bool__:
+        return False
+    callers = itertools.islice(frames(), _NUM_OF_MODES)
+    return any(frame.f_globals.get("__name__") == _MASKS for frame in callers)
+
+
+class WithoutLooks(TorchFunctionMode):
+    """Has models of transformers make every mask, without a look at what it hides.
+
+    They skip one that hides nothing, for which they read it. The answer "something is hidden" is
+    always right, and is what they take it for where they know that they are traced.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return False if asks_for_masks(func) else func(*args, **(kwargs or {}))
+
+
+def without_looks() -> AbstractContextManager[object]:
+    """Return what is to be entered around an iteration, eager, recorded or evaluated alike."""
+    return WithoutLooks() if _MASKS in sys.modules else nullcontext()
 
 
 def is_fixed_one_hot(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ One place for both backends. The CUDA column of the graph contract is enforced b
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ Varies = Callable[[Tensor], bool]  # whether its contents differ from replay to 
 UNSUPPORTED = 900
 UNJOINED = 904
 ISOLATION = 905
-# Where Hugging Face's models look whether a mask hides anything at all.
-_MASKS_OF_TRANSFORMERS = "transformers.masking_utils"
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,49 @@ class Refusal:
         return f"{self.what}. Remedy: {self.remedy}"
 
 
+class _Place(NamedTuple):
+    """A library's module that is known to do what is refused, and what its users can do."""
+
+    module: str
+    kind: HazardKind
+    what: str
+    remedy: str
+
+
+_PLACES = (
+    _Place(
+        "torch.distributions",
+        HazardKind.HOST_READ,
+        "torch.distributions looks on the host whether its arguments are valid; a replay would "
+        "look no more",
+        "validate_args=False for this distribution, or, before the loop, "
+        "torch.distributions.Distribution.set_default_validate_args(False)",
+    ),
+    _Place(
+        "torch.optim.swa_utils",
+        HazardKind.HOST_READ,
+        "AveragedModel looks on the host how many models it has averaged; a replay would go on "
+        "with the answer for this iteration",
+        "update_parameters(model) after each call of the captured step, outside the iteration: it "
+        "sees what the step has trained; or torch._foreach_lerp_ of the parameters inside",
+    ),
+    _Place(
+        "ema_pytorch",
+        HazardKind.HOST_READ,
+        "ema-pytorch looks on the host at which step it is; a replay would go on with the answer "
+        "for this iteration",
+        "ema.update() after each call of the captured step, outside the iteration: it sees what "
+        "the step has trained",
+    ),
+    _Place(
+        "torch_geometric.utils",
+        HazardKind.DYNAMIC_SHAPE,
+        "torch_geometric looks in each iteration which edges are loops, so that the number of "
+        "edges depends on values; a graph's shapes are fixed",
+        "edge_index, _ = torch_geometric.utils.add_remaining_self_loops(edge_index, "
+        "num_nodes=...) once, outside the iteration, and layers with add_self_loops=False",
+    ),
+)
 HOST_READ = Refusal(
     "{} reads a value of the iteration on the host; a replay runs recorded kernels and no Python, "
     "so every later iteration would go on with the value of this one",
@@ -324,7 +366,8 @@ def is_fixed_result(call: OpCall, index: int, varies: Varies) -> bool:
 def for_this_place(refusal: Refusal) -> Refusal:
     """Return it with the remedy for a known place: an optimizer, or a layer that reads."""
     refusal = _for_optimizers(refusal)
-    return _for_layers(refusal) if refusal.kind is HazardKind.HOST_READ else refusal
+    is_read = refusal.kind in (HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE)
+    return _for_layers(refusal) if is_read else refusal
 
 
 def running_optimizer() -> torch.optim.Optimizer | None:
@@ -362,13 +405,8 @@ def _for_layers(refusal: Refusal) -> Refusal:
                 remedy="a momentum, such as the default 0.1; track_running_stats=False; or eval() "
                 "of this layer in training, which leaves the statistics alone",
             )
-        if frame.f_globals.get("__name__") == _MASKS_OF_TRANSFORMERS:
-            return dataclasses.replace(
-                refusal,
-                what="transformers looks on the host whether attention_mask hides any token; a "
-                "replay would go on with the answer for this batch",
-                remedy="no attention_mask where no token is hidden; or one of four dimensions, "
-                "[batch, 1, queries, keys] of bool, True where a query sees a key (for a causal "
-                "model its causal part included), which is taken as it is",
-            )
+        module = f"{frame.f_globals.get('__name__')}."
+        for place in _PLACES:
+            if module.startswith(f"{place.module}.") and refusal.kind is place.kind:
+                return dataclasses.replace(refusal, what=place.what, remedy=place.remedy)
     return refusal

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphfsdp._capture.rules.functions import FunctionRules, is_fixed_one_hot, one_hot
+from graphfsdp._capture.rules.functions import (
+    FunctionRules,
+    asks_for_masks,
+    is_fixed_one_hot,
+    one_hot,
+)
 from graphfsdp._capture.rules.host_calls import HostWatch, host_watch
 from graphfsdp._capture.rules.refusals import (
     HIGHER_ORDER,
@@ -116,7 +121,7 @@ class Watcher:
         return True if info is None else info.varies
 
     def has_touched(self, tensor: Tensor) -> bool:
-        return has_storage(tensor) and self.storages.find(tensor, "has_touched") is not None
+        return self.storages.has(tensor)
 
     @property
     def place(self) -> tuple[str | None, SourceLine | None]:
@@ -171,6 +176,8 @@ class Watcher:
         seal = self._function_rules.seal
         if is_fixed_one_hot(function, args, kwargs):
             return one_hot(*args, **kwargs)
+        if asks_for_masks(function):  # by a program that is watched as it is
+            return False
         if self._num_quiet:
             return seal(function(*args, **kwargs))
         host = self._host

@@ -94,6 +94,10 @@ class StorageTable:
     def find(self, tensor: Tensor, op: str) -> StorageInfo | None:
         return self._infos.get(storage_of(tensor, op)._cdata)
 
+    def has(self, tensor: Tensor) -> bool:
+        """Tell whether the storage of a tensor is registered; one that vmap has left has none."""
+        return identity_of(tensor) in self._infos
+
     def add(self, tensor: Tensor, op: str, *, external: bool, varies: bool) -> StorageInfo:
         """Register the storage of a tensor that was never seen before."""
         storage = storage_of(tensor, op)

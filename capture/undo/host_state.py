@@ -112,7 +112,9 @@ def _plain_values(module: nn.Module) -> dict[str, object]:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Tell whether a tensor lies in one storage of its own class's making."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # as vmap leaves them
 
 
 def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +175,7 @@ class HostOptimizer:
         for index, (before_group, group) in enumerate(
             zip(self._groups, self._optimizer.param_groups, strict=False)
         ):
-            yield from self._changed_settings(index, _numbers(before_group), _numbers(group))
+            yield from self._changed_settings(index, _numbers(before_group), group)
         now = _numbers(vars(self._optimizer))
         yield from self._changed_numbers(self._numbers, now, "its attributes")
 
@@ -192,10 +194,10 @@ class HostOptimizer:
             group.update(before_group)
 
     def _changed_settings(
-        self, index: int, before: Mapping[str, float], after: Mapping[str, float]
+        self, index: int, before: Mapping[str, float], after: Mapping[str, Any]
     ) -> Iterator[CaptureError]:
         for key, value in after.items():
-            if key in before and before[key] != value:
+            if key in before and (isinstance(value, Tensor) or before[key] != value):
                 yield CaptureError(
                     f"the iteration changed {key!r} of group {index} of "
                     f"{type(self._optimizer).__name__} from {before[key]} to {value}; a replay "

@@ -1,6 +1,7 @@
 """What a capture asks of an optimizer; `graphfsdp.optim.adapters` adapts optimizers to it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -41,6 +42,18 @@ class CapturableOptimizer(Protocol):
 
         Unless ``found_inf`` ([] float32) is zero, nothing is changed; with None no step is skipped.
         Capture: no host sync; every address is fixed after the first call.
+        """
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Run a body that calls ``step`` of the user's optimizer, which then steps as ours would.
+
+        Capture: as ``step``.
+        """
+
+    def adopt(self) -> None:
+        """Take over what was loaded since ``bake``, in the tensors that the recording knows.
+
+        Capture: nothing is recorded; called before guards are asked.
         """
 
     def bake(self) -> None:

@@ -37,7 +37,9 @@ class Change:
         return f"{self.name} was {self.old} when the iteration was captured, and is now {self.new}"
 
 
-def refuse(changes: Sequence[Change]) -> None:
+def refuse(
+    changes: Sequence[Change], why: str = "a replay would not see this, so it was not run"
+) -> None:
     """Raise a GuardError that names and holds all changes, if there are any."""
     if not changes:
         return
@@ -47,7 +49,6 @@ def refuse(changes: Sequence[Change]) -> None:
         lines.append(f"and {len(changes) - _MAX_SHOWN} more")
     text = lines[0] if len(lines) == 1 else "\n  " + "\n  ".join(lines) + "\n"
     raise GuardError(
-        f"a replay would not see this, so it was not run: {text}. "
-        f"Remedy: {remedies}; or capture again",
+        f"{why}: {text}. Remedy: {remedies}; or capture again",
         changes,
     )

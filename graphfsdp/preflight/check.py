@@ -155,7 +155,14 @@ def check_call(
     ) -> AnyIteration:
         loss = loss_fn or default_loss
         if iteration is not None:
-            return CustomIteration(iteration, model, optimizer, gradients, loss_fn=loss)
+            return CustomIteration(
+                iteration,
+                model,
+                optimizer,
+                gradients,
+                loss_fn=loss,
+                stepping=adapted.stepping,
+            )
         return Iteration(
             together, adapted, gradients, loss_fn=loss, max_grad_norm=options.max_grad_norm
         )
@@ -242,7 +249,8 @@ class _Preflight:
                 refuse_clipping_of_scaled_gradients(optimizer, self._options)
         steps = steps and scope is Scope.FULL_ITERATION
         for optimizer in self._optimizers if steps else ():
-            if isinstance(adapt(optimizer), BakedAdapter):
+            adapter = adapt(optimizer)
+            if isinstance(adapter, BakedAdapter) and adapter.bakes_lr:
                 self._note_baked_lr(optimizer)
         self.device = str(device)
         with self._noting(HazardKind.PRECISION), ExitStack() as stack:

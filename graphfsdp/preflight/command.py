@@ -22,10 +22,13 @@ _EXPECTED = "SCRIPT.py, -m MODULE or MODULE:FUNCTION"
 _DESCRIPTION = """\
 Run one training iteration under the rules of a capture and report everything that a graph
 cannot hold: host reads, shapes that depend on data, numbers that would be frozen, ... Each with
-the line of your program, the reason and the remedy. Nothing is trained, no file is written.
+the line of your program, the reason and the remedy. No file is written: what the script writes
+goes to a folder that is gone afterwards.
 
-A SCRIPT.py runs unchanged up to the first call of the step that graphfsdp.capture returned; that
-call is checked, and the script ends there (its `finally` blocks and context managers run).
+A SCRIPT.py runs unchanged up to the second step of its optimizer: what lies between the call of
+the model and that step is judged, and the lines to add are printed. If it calls graphfsdp.capture
+already, it runs up to the first call of that step. The script ends there (its `finally` blocks and
+context managers run).
 
 MODULE:FUNCTION and FILE.py:FUNCTION need no call of capture: the function returns (model,
 optimizer, batch), (model, optimizer, batch, loss_fn), or a dict of graphfsdp.check's arguments.
@@ -53,7 +56,12 @@ def run_check(arguments: Sequence[str]) -> int:
         Console().print(rich_table())
         return 0
     given = _parse(arguments)
-    how = ScriptCheck(target=given.target, ignore=given.ignore, on_cpu=given.device == "cpu")
+    how = ScriptCheck(
+        target=given.target,
+        ignore=given.ignore,
+        on_cpu=given.device == "cpu",
+        limit_s=given.limit_s,
+    )
     # The program's own output must not get into JSON that another program reads.
     aside = contextlib.redirect_stdout(sys.stderr) if given.json == "-" else None
     try:
@@ -116,6 +124,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         choices=("cpu",),
         help="give the program the CPU where it asks for a GPU (calls of torch.cuda excepted)",
     )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="stop a script that has not come to its second iteration by then (default: 600)",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
     parser.add_argument(
         "target_and_arguments",
@@ -133,7 +148,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _ours(arguments: Sequence[str]) -> list[str]:
     """Return the words before the target: what follows it belongs to the script."""
-    taking = ("--ignore", "--target", "--device")
+    taking = ("--ignore", "--target", "--device", "--limit-s")
     index = 0
     while index < len(arguments) and arguments[index].startswith("-"):
         index += 2 if arguments[index] in taking else 1

@@ -27,6 +27,7 @@ class CheckReport:
         target: The kind of device whose rules it was judged by.
         num_ops: Operators that the iteration ran; 0 if it could not run.
         num_ignored: Hazards that were left out because their kind was to be ignored.
+        advice: The lines that a script needs to be captured, where it has none yet.
     """
 
     hazards: tuple[Hazard, ...]
@@ -34,6 +35,7 @@ class CheckReport:
     target: str
     num_ops: int = 0
     num_ignored: int = 0
+    advice: str = ""
 
     @property
     def ok(self) -> bool:
@@ -67,6 +69,7 @@ class CheckReport:
             "target": self.target,
             "num_ops": self.num_ops,
             "num_ignored": self.num_ignored,
+            "advice": self.advice,
             "hazards": [dict(hazard.to_json()) for hazard in self.hazards],
         }
 
@@ -102,6 +105,8 @@ class CheckReport:
         from rich.text import Text
 
         yield Text(self.headline, style="bold green" if self.ok else "bold red")
+        if self.advice:
+            yield Text(self.advice)
         if self.ok:
             return
         plain = not console.is_terminal

@@ -3,9 +3,11 @@
 import contextlib
 import importlib
 import runpy
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -17,7 +19,9 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp.api import answering
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError, first_line
+from graphfsdp.preflight.between_steps import BetweenSteps
 from graphfsdp.preflight.check import check_call
+from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
 
 _OPTIONS = ("loss_fn", "iteration", "scope", "microbatches", "max_grad_norm", "mp_policy")
@@ -38,32 +42,51 @@ class _CheckedExit(SystemExit):
 
 @dataclass(frozen=True)
 class ScriptCheck:
-    """``on_cpu``: where the program asks for a GPU, give it the CPU."""
+    """How to check.
+
+    Attributes:
+        on_cpu: Where the program asks for a GPU, give it the CPU.
+        limit_s: Seconds after which a program is stopped that has not come to a check.
+    """
 
     target: str = "cuda"
     ignore: Sequence[HazardKind | str] = ()
     on_cpu: bool = False
+    limit_s: float = 600.0
 
     def run_script(self, name: str, arguments: Sequence[str], *, is_module: bool) -> CheckReport:
-        """Run a script up to the first call of its captured step, and check that iteration."""
+        """Run a script up to the first call of its captured step, and check that iteration.
+
+        One that does not call ``graphfsdp.capture`` runs up to the second step of its optimizer.
+        """
         flight = _Flight(self)
+        steps = BetweenSteps(self.target, lambda: flight.num_steps > 0, flight.end)
         folder = "" if is_module else str(Path(name).resolve().parent)
         try:
-            with _as_program([name, *arguments], folder), self._device(), answering(flight.answer):
+            with (
+                _as_program([name, *arguments], folder),
+                self._device(),
+                answering(flight.answer),
+                nothing_written(),
+                steps.following(),
+                _time_limit(self.limit_s),
+            ):
                 if is_module:
                     runpy.run_module(name, run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(name, run_name="__main__")
         except _CheckedExit:
             pass
+        except _OverTimeError:
+            _refuse_end(f"was stopped after {self.limit_s:g} seconds", flight, steps)
         except SystemExit as done:
             if not flight.reports:
-                _refuse_end(f"ended with exit code {done.code}", flight)
+                _refuse_end(f"ended with exit code {done.code}", flight, steps)
         except Exception as error:  # whatever somebody else's program raises
             if not flight.reports:
                 _refuse_failure(error, self)
         if not flight.reports:
-            _refuse_end("ran to its end", flight)
+            _refuse_end("ran to its end", flight, steps)
         return flight.reports[0]
 
     def run_function(self, name: str) -> CheckReport:
@@ -99,6 +122,14 @@ class _Flight:
     how: ScriptCheck
     num_steps: int = 0
     reports: list[CheckReport] = field(default_factory=list)
+
+    def end(self, report: CheckReport) -> NoReturn:
+        """End the script with what its iterations have shown."""
+        ignored = {HazardKind(kind) for kind in self.how.ignore}
+        kept = tuple(hazard for hazard in report.hazards if hazard.kind not in ignored)
+        num_ignored = len(report.hazards) - len(kept)
+        self.reports.append(replace(report, hazards=kept, num_ignored=num_ignored))
+        raise _CheckedExit(0)
 
     def answer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
@@ -150,6 +181,32 @@ class _CheckedStep:
         self.close()
 
 
+class _OverTimeError(BaseException):
+    """Ends a script that has not come to a check; nothing that it does catches this by accident."""
+
+
+@contextlib.contextmanager
+def _time_limit(limit_s: float) -> Iterator[None]:
+    """End the body after so many seconds, where a signal can: on the main thread of a POSIX."""
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+
+    def end(*details: object) -> NoReturn:
+        raise _OverTimeError
+
+    previous = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 @contextlib.contextmanager
 def _as_program(argv: list[str], folder: str) -> Iterator[None]:
     saved_argv, saved_path = sys.argv, list(sys.path)
@@ -198,15 +255,17 @@ def _arguments_of(made: object) -> dict[str, Any]:
     return found
 
 
-def _refuse_end(how: str, flight: _Flight) -> NoReturn:
+def _refuse_end(how: str, flight: _Flight, steps: BetweenSteps) -> NoReturn:
     if flight.num_steps:
         what = "captured a step, but did not call it"
         remedy = "let it run at least one iteration"
     else:
-        what = "did not call graphfsdp.capture"
+        counts = {0: "stepped no optimizer", 1: "stepped its optimizer once"}
+        count = counts.get(steps.num_steps, "called no model between two steps")
+        what = f"did not call graphfsdp.capture, and {count}"
         remedy = (
-            "check a script that calls step = graphfsdp.capture(model, optimizer, ...), or write "
-            "a function that returns (model, optimizer, batch, loss_fn) and check MODULE:FUNCTION"
+            "let it run two iterations, or write a function that returns (model, optimizer, "
+            "batch, loss_fn) and check MODULE:FUNCTION"
         )
     raise ScriptError(f"the program {how} and {what}. Remedy: {remedy}")
 

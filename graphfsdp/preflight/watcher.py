@@ -12,7 +12,7 @@ from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.values import StorageInfo, has_storage
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.hazards import HazardKind, HazardLog
-from graphfsdp.base.op_tensors import OpCall
+from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.preflight.host_tensors import HostTensors
 
 
@@ -39,6 +39,11 @@ class PreflightWatcher(Watcher):
         self._on_host: HostTensors | None = None
         if for_cuda and device.type == "cpu":
             self._on_host = HostTensors(self.storages)
+
+    def note_batch(self, batch: Any) -> None:
+        """Take the tensors of a batch to lie where the model does."""
+        if self._on_host is not None:
+            self._on_host.forget(flat_tensors([batch]))
 
     def varies(self, tensor: Tensor) -> bool:
         """Tell whether a read of a tensor on the host is one that a capture does not permit."""

@@ -1,6 +1,7 @@
 """Adapters that make optimizers capturable; ``adapt`` chooses one."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,13 +11,8 @@ from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.baked import (
-    Adapter,
-    BakedAdapter,
-    TorchAdamAdapter,
-    TorchSGDAdapter,
-    Word,
-)
+from graphfsdp.optim.adapters.as_made import TorchAdapter, is_as_made
+from graphfsdp.optim.adapters.baked import Adapter, BakedAdapter, Word
 from graphfsdp.optim.adapters.foreign import ForeignAdamAdapter, foreign_name
 from graphfsdp.optim.adapters.precision import OFFLOAD, OptimizerFacts, Situation, find_row
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
@@ -27,10 +23,6 @@ from graphfsdp.optim.offload.offload import CPUOffload
 def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
     if isinstance(optimizer, LiveOptimizer):
         return NativeAdapter(optimizer)
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return TorchAdamAdapter(optimizer)
-    if isinstance(optimizer, torch.optim.SGD) and foreign_name(optimizer) is None:
-        return TorchSGDAdapter(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "torch LBFGS runs the model as often as it likes within a step (step(closure)), so "
@@ -38,7 +30,9 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
         )
     if isinstance(optimizer, torch.optim.Optimizer):
         name = foreign_name(optimizer)
-        return BakedAdapter(optimizer) if name is None else ForeignAdamAdapter(optimizer, name)
+        if name is not None:
+            return ForeignAdamAdapter(optimizer, name)
+        return TorchAdapter(optimizer) if is_as_made(optimizer) else BakedAdapter(optimizer)
     raise ConfigError(
         f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; for a custom one, "
         "derive from torch.optim.Optimizer"
@@ -149,6 +143,17 @@ class JointOptimizer:
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         for member in self._members:
             member.step(grad_scale, found_inf)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in self._members:
+                stack.enter_context(member.stepping())
+            yield
+
+    def adopt(self) -> None:
+        for member in self._members:
+            member.adopt()
 
     def bake(self) -> None:
         for member in self._members:

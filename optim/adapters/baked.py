@@ -1,7 +1,7 @@
 """The base of all adapters, and those whose numbers are baked into a recording, and guarded."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -9,17 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.changes import Change, ChangeKind, refuse
-from graphfsdp.base.dtensors import is_dtensor, local_part, num_meshes
+from graphfsdp.base.dtensors import local_part, num_meshes
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.precision import (
-    TORCH_SGD,
-    OptimizerFacts,
-    Situation,
-    check_precision,
-    find_row,
-    main_grad_dtype,
-)
+from graphfsdp.optim.adapters.precision import OptimizerFacts, check_precision, main_grad_dtype
 from graphfsdp.optim.fused.checks import check_lr_device
 
 _NOT_VALUES = frozenset({"params", "param_names"})
@@ -62,6 +55,14 @@ class Adapter:
         """Refuse what the optimizer cannot do in a graph or outside of one."""
         return
 
+    def stepping(self) -> AbstractContextManager[None]:
+        """Run a body that calls the optimizer's own ``step``."""
+        return nullcontext()
+
+    def adopt(self) -> None:
+        """Take nothing over: what was replaced is named by a guard."""
+        return
+
     def bake(self) -> None:
         self._baked = BakedValues(self._baked_groups())
 
@@ -98,7 +99,13 @@ class Adapter:
 
 
 class BakedAdapter(Adapter):
-    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
+    """Any optimizer; its numbers are baked into the recording, so a change is refused.
+
+    Attributes:
+        bakes_lr: Also an lr that is a number.
+    """
+
+    bakes_lr = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None = None
@@ -181,105 +188,6 @@ class BakedAdapter(Adapter):
                 "it would be read on the host and baked. Move lr to the parameters' device, or use "
                 "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay",
             )
-
-
-class _TorchAdapter(BakedAdapter):
-    """An optimizer of torch whose step only reads its groups."""
-
-    def _take_step(self) -> None:
-        with one_mesh_at_a_time(self.optimizer):
-            self.optimizer.step()
-
-    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
-        """Pass: parameters may lie on several meshes."""
-
-
-class TorchAdamAdapter(_TorchAdapter):
-    """torch's Adam and AdamW, which are capturable with ``fused=True``."""
-
-    def __init__(self, optimizer: torch.optim.Adam | torch.optim.AdamW) -> None:
-        super().__init__(optimizer)
-        # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
-        optimizer._warned_capturable_if_run_uncaptured = True
-
-    def _check_inside_graph(
-        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
-    ) -> None:
-        """Refuse a step that counts on the host."""
-        super()._check_inside_graph(named_params, policy)
-        for index, group in enumerate(self.optimizer.param_groups):
-            on_cuda = any(param.is_cuda for param in group["params"])
-            missing = [
-                f"{key}=True"
-                for key, needed in (("fused", True), ("capturable", on_cuda))
-                if needed and not group.get(key)
-            ]
-            if missing:
-                raise ConfigError(
-                    f"{self._name} counts its steps on the host, which a captured step would "
-                    f"freeze: group {index} was made without {' and '.join(missing)}. Ways out: "
-                    f"(1) {type(self.optimizer).__name__}(..., {', '.join(missing)}); "
-                    "(2) graphfsdp.optim.FusedAdam, all of whose numbers stay live; "
-                    "(3) scope='forward_backward', which leaves the optimizer outside the graph"
-                )
-
-
-class TorchSGDAdapter(_TorchAdapter):
-    """torch's SGD, which is capturable as it is."""
-
-    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
-        row = find_row(Situation(TORCH_SGD, dtensor=True))
-        for name, param in named_params.items():
-            if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
-                raise ConfigError(
-                    f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: "
-                    f"{row.why}. Remedy: {row.remedy}"
-                )
-            narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
-            if narrow and any(map(_reads_unwritten_memory, self.optimizer.param_groups)):
-                raise ConfigError(
-                    f"{self._name}(fused=True) with momentum cannot step on "
-                    f"{name!r}, which is {param.dtype} on a CPU: torch's kernel for it takes part "
-                    "of the momentum from memory that nothing has written (seen in torch 2.13), so "
-                    "that each run trains something else. Ways out: fused=False; "
-                    "graphfsdp.optim.FusedSGD, all of whose numbers stay live"
-                )
-
-
-def _reads_unwritten_memory(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("fused") and group["momentum"])
-
-
-@contextmanager
-def one_mesh_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer find groups of parameters on one mesh each while the body runs.
-
-    torch's fused and foreach kernels take lists of tensors, and DTensors on two meshes, or beside
-    plain tensors, do not go into one list: so it is with a model that is cut by
-    ``parallelize_module`` in parts. The update is parameter by parameter, so no number changes.
-    Groups that are stepped tensor by tensor are left as they are.
-    """
-    groups = optimizer.param_groups
-    split = [part for group in groups for part in _parts(group)]
-    if len(split) == len(groups):
-        yield
-        return
-    optimizer.param_groups = split
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-
-
-def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
-    if not (group.get("fused") or group.get("foreach")):
-        return [group]
-    meshes: dict[Any, list[Tensor]] = {}
-    for param in group["params"]:
-        meshes.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    if len(meshes) < 2:
-        return [group]
-    return [{**group, "params": params} for params in meshes.values()]
 
 
 class Word(Enum):

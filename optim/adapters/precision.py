@@ -25,7 +25,7 @@ _NUM_NAMED = 3
 
 
 class Case(Enum):
-    NOT_CAPTURABLE = "made without capturable=True (CUDA), or fused=True"
+    NOT_CAPTURABLE = "made without capturable=True"
     GRAD_UNLIKE_PARAM = "a gradient's dtype is not its parameter's"
     EMPTY_SHARD = "a rank owns no element of a parameter"
     DTENSOR = "parameters are DTensors"
@@ -123,12 +123,6 @@ TABLE: tuple[PrecisionRow, ...] = (
     ),
     *_rows(
         TORCH,
-        (
-            Case.NOT_CAPTURABLE,
-            "it counts its steps on the host, which a replay would freeze",
-            f"fused=True, and on CUDA capturable=True; or {_OURS}",
-            (),
-        ),
         (Case.GRAD_UNLIKE_PARAM, _ONE_DTYPE, f"{_EQUAL}, or {_OURS}", ()),
     ),
     *_rows(

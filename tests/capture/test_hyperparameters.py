@@ -189,12 +189,10 @@ def make_torch(name: str, model: nn.Module, device: torch.device) -> torch.optim
 @pytest.mark.parametrize(
     ("optimizer", "key", "value"),
     [
-        ("adamw", "lr", 0.02),
         ("adamw", "weight_decay", 0.3),
         ("adamw", "betas", (0.8, 0.9)),
         ("adam", "eps", 1e-4),
         ("adam", "maximize", True),
-        ("sgd", "lr", 0.02),
         ("sgd", "momentum", 0.5),
     ],
 )

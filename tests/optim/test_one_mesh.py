@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 
 import graphfsdp
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.baked import one_mesh_at_a_time
+from graphfsdp.optim.adapters.as_made import one_mesh_at_a_time
 from parallel_models import (
     TP_AXES,
     assert_trains_as_one,
@@ -132,28 +132,22 @@ def clip_and_iterate(model: nn.Module, optimizer: torch.optim.Optimizer, *batch:
 
 def beside_plain_parameters() -> None:
     batch = part_of_axis(whole_batches()[0], hybrid_mesh((2, 2), TP_AXES), "dp")
-    for function in (iterate, clip_and_iterate):
-        model = partly_cut()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
-        step = graphfsdp.capture(model, optimizer, iteration=function)
-        with pytest.raises(ConfigError, match=r"several device meshes.*FusedAdam.*clip_grad_norm_"):
-            step(*batch)
-        step.close()
-    model = partly_cut()
-    with pytest.raises(ConfigError, match=r"group 0 of torch RAdam has foreach=True.*FusedAdam"):
-        graphfsdp.capture(
-            model,
-            torch.optim.RAdam(model.parameters(), foreach=True),
-            scope="forward_backward",
-        )
-    losses = {}
-    for scope in ("none", "full_iteration"):
-        model = partly_cut()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
-        with graphfsdp.capture(model, optimizer, max_grad_norm=0.5, scope=scope) as step:
-            losses[scope] = torch.stack([step(*batch) for _ in range(8)])
-    assert torch.equal(losses["none"], losses["full_iteration"])
-    assert losses["none"][-1] < losses["none"][0]
+    step = start(partly_cut(), iteration=clip_and_iterate)
+    with pytest.raises(ConfigError, match=r"several device meshes.*FusedAdam.*clip_grad_norm_"):
+        step(*batch)
+    step.close()
+    for options in ({"iteration": iterate}, {"max_grad_norm": 0.5}):
+        losses = {}
+        for scope in ("none", "full_iteration"):
+            with start(partly_cut(), scope=scope, **options) as step:
+                losses[scope] = torch.stack([step(*batch) for _ in range(8)])
+        assert torch.equal(losses["none"], losses["full_iteration"])
+        assert losses["none"][-1] < losses["none"][0]
+
+
+def start(model: nn.Module, **options: Any) -> graphfsdp.CapturedStep:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+    return graphfsdp.capture(model, optimizer, **options)
 
 
 def test_plain_parameters_beside_cut_ones_work_or_are_refused_with_a_remedy(

@@ -64,54 +64,24 @@ def test_step_is_that_of_the_optimizer_on_scaled_gradients(
         assert torch.equal(param, other)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
-def test_torch_adam_without_fused_is_refused_only_inside_the_graph(make: Make) -> None:
-    model = _model()
-    named = dict(model.named_parameters())
-    adapter = adapt(make(model.parameters()))
-    with pytest.raises(ConfigError) as caught:
-        adapter.check(named, POLICY, Scope.FULL_ITERATION)
-    for remedy in ("fused=True", "FusedAdam", "scope='forward_backward'", "group 0"):
-        assert remedy in str(caught.value)
-    for scope in (Scope.FORWARD_BACKWARD, Scope.NONE):
-        adapter.check(named, POLICY, scope)
-
-
-def test_one_group_without_fused_is_enough_to_refuse() -> None:
-    model = _model()
-    optimizer = torch.optim.AdamW([model.weight], fused=True)
-    optimizer.add_param_group({"params": [model.bias], "fused": None})
-    with pytest.raises(ConfigError, match="group 1"):
-        adapt(optimizer).check(dict(model.named_parameters()), POLICY, Scope.FULL_ITERATION)
-
-
-@pytest.mark.gpu
-def test_torch_adam_needs_capturable_on_cuda() -> None:
-    model = _model("cuda")
-    adapter = adapt(torch.optim.AdamW(model.parameters(), fused=True))
-    with pytest.raises(ConfigError, match="capturable=True"):
-        adapter.check(dict(model.named_parameters()), POLICY, Scope.FULL_ITERATION)
-
-
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected a torch\.optim\.Optimizer, got int"):
         adapt(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_a_changed_number_is_refused_by_name(make: Make) -> None:
+def test_a_changed_number_is_refused_by_name() -> None:
     model = _model()
-    made = _capturable(make, torch.device("cpu"))
-    optimizer = made([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = torch.optim.RMSprop(groups)
     adapter = adapt(optimizer)
     adapter.bake()
     adapter.before_replay()
-    optimizer.param_groups[1]["lr"] = 0.05
+    optimizer.param_groups[1]["alpha"] = 0.5
     with pytest.raises(GuardError) as caught:
         adapter.before_replay()
-    for part in ("'lr' of group 1", "0.1", "0.05", "FusedAdam", "capture again", "tensor"):
+    for part in ("'alpha' of group 1", "0.99", "0.5", "FusedAdam", "capture again"):
         assert part in str(caught.value)
-    optimizer.param_groups[1]["lr"] = 0.1
+    optimizer.param_groups[1]["alpha"] = 0.99
     adapter.before_replay()
 
 

@@ -53,7 +53,7 @@ def test_any_optimizer_can_skip_outside_the_graph(device: torch.device) -> None:
 
 def test_an_optimizer_that_cannot_skip_inside_a_graph_is_refused() -> None:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.Adagrad(model.parameters())
+    optimizer = torch.optim.RMSprop(model.parameters())
     with pytest.raises(graphfsdp.ConfigError, match=r"skip_nonfinite=True.*FusedAdam"):
         graphfsdp.capture(model, optimizer, skip_nonfinite=True)
 

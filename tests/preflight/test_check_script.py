@@ -72,6 +72,73 @@ number = 3
 )
 
 
+PLAIN = """
+import os, sys, torch
+from torch import nn
+os.makedirs("out", exist_ok=True)
+from pathlib import Path
+Path("out/log.txt").write_text("started")
+assert Path("checkpoint.pt").read_text() == "precious"
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+for iteration in range(1000):
+    x = torch.randn(8, 4)
+    loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+    if "read" in sys.argv:
+        print(float(loss))  # read
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    torch.save(model.state_dict(), "checkpoint.pt")
+    os.replace("out/log.txt", "out/other.txt")
+    with open("out/log.txt", "a") as log:
+        print("iteration", iteration, loss.item(), file=log)
+"""
+LIKE_NANOGPT = """
+import random, torch
+from torch import nn
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.calls = 0
+    def forward(self, idx, targets):
+        self.calls += 1
+        logits = self.inner(idx) * (1 + 1 / self.calls)  # counts
+        logits = logits * random.random()  # draws
+        return logits, nn.functional.mse_loss(logits, targets)
+class Trainer:
+    def __init__(self):
+        self.model = torch.compile(GPT(), backend="eager")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    def run(self):
+        for iteration in range(100):
+            for micro_step in range(2):
+                logits, loss = self.model(torch.randn(2, 4), torch.randn(2, 4))
+                (loss / 2).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+Trainer().run()
+"""
+GAN = """
+import torch
+from torch import nn
+G, D = nn.Linear(2, 4), nn.Linear(4, 1)
+opt_g, opt_d = (torch.optim.Adam(net.parameters()) for net in (G, D))
+for _ in range(100):
+    real, noise = torch.randn(3, 4), torch.randn(3, 2)
+    opt_d.zero_grad()
+    (D(real).mean() - D(G(noise).detach()).mean()).backward()
+    opt_d.step()
+    opt_g.zero_grad()
+    D(G(noise)).mean().backward()
+    opt_g.step()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Run in a folder with a few programs."""
@@ -83,6 +150,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "without.py": HEAD + "print('no capture')",
         "uncalled.py": HEAD + "graphfsdp.capture(model, optimizer)",
         "broken.py": HEAD + "def f():\n    raise ValueError('broken here')\nf()",
+        "once.py": HEAD + "model(torch.ones(2, 4)).mean().backward(); optimizer.step()",
+        "endless.py": HEAD + "while True: pass",
+        "plain.py": PLAIN,
+        "nanogpt.py": LIKE_NANOGPT,
+        "gan.py": GAN,
         "leaving.py": HEAD + "sys.exit(3)",
     }
     for name, text in programs.items():
@@ -139,6 +211,41 @@ def test_json_goes_to_a_file_or_alone_to_the_standard_output(
     assert json.loads((folder / "found.json").read_text()) == report
 
 
+def test_an_unchanged_script_is_told_the_lines_to_add_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "checkpoint.pt").write_text("precious")
+    before = sorted(folder.rglob("*"))
+    assert main(["check", "plain.py"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("can be captured: ")
+    assert "graphfsdp.capture(model, optimizer, loss_fn=loss_fn, max_grad_norm=1.0)" in out
+    assert "in place of forward, backward and optimizer.step() (plain.py:13 to plain.py:19)" in out
+    assert sorted(folder.rglob("*")) == before
+    assert (folder / "checkpoint.pt").read_text() == "precious"
+    assert main(["check", "plain.py", "read"]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be captured: 1 hazard" in out
+    assert "print(float(loss))  # read" in out
+
+
+def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "nanogpt.py"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "graphfsdp.capture(self.model, self.optimizer, " in out
+    assert "loss_fn=lambda model, *batch: model(*batch)[1], microbatches=2)" in out
+    assert "cannot be captured: 2 hazards" in out
+    for part in ("# counts", "random.Random", "# draws"):
+        assert part in out
+
+
+def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "gan.py"]) == 0
+    assert "graphfsdp.capture(D, [opt_d, opt_g], iteration=iteration)" in capsys.readouterr().out
+
+
 def test_a_module_is_run_like_python_m(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.insert(0, str(folder))
     try:
@@ -188,7 +295,9 @@ def test_functions_are_checked(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("without.py", "ran to its end and did not call graphfsdp.capture. Remedy: check a script"),
+        ("without.py", "did not call graphfsdp.capture, and stepped no optimizer. Remedy: let it"),
+        ("once.py", "did not call graphfsdp.capture, and stepped its optimizer once"),
+        ("--limit-s 1 endless.py", "was stopped after 1 seconds and did not call"),
         ("uncalled.py", "captured a step, but did not call it"),
         ("leaving.py", "ended with exit code 3 and did not call graphfsdp.capture"),
         ("broken.py", "ValueError: broken here"),

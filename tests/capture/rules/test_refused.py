@@ -128,6 +128,13 @@ class _Counting(torch.optim.SGD):
         self.num_steps = self.num_steps + 1
 
 
+class _Own(torch.optim.SGD):
+    """Has a step of its own."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+
+
 def scaled_and_clipped() -> Made:
     model = nn.Linear(4, 4)
     optimizer = FusedAdam(model.parameters(), grad_scaler=DeviceGradScaler())
@@ -152,17 +159,17 @@ def unused() -> Made:
 # name: (arguments, kind, part of what check says, error of capture or None, op or None)
 Setting = tuple[Callable[[], Made], HazardKind, str, type[Exception] | None]
 SETTINGS: dict[str, Setting] = {
-    "adamw_not_fused": (
-        lambda: with_optimizer(torch.optim.AdamW),
-        HazardKind.OPTIMIZER,
-        "counts its steps on the host",
-        graphfsdp.ConfigError,
-    ),
     "lbfgs": (
         lambda: with_optimizer(torch.optim.LBFGS),
         HazardKind.OPTIMIZER,
         "as often as it likes",
         graphfsdp.ConfigError,
+    ),
+    "adafactor_of_torch": (
+        lambda: with_optimizer(torch.optim.Adafactor),
+        HazardKind.HOST_READ,
+        "reads a value of the iteration on the host",
+        graphfsdp.CaptureError,
     ),
     "optimizer_that_counts": (
         lambda: with_optimizer(lambda params: _Counting(params, lr=0.1)),
@@ -171,9 +178,9 @@ SETTINGS: dict[str, Setting] = {
         graphfsdp.CaptureError,
     ),
     "float_lr": (
-        lambda: with_optimizer(lambda params: torch.optim.SGD(params, lr=0.1)),
+        lambda: with_optimizer(lambda params: _Own(params, lr=0.1)),
         HazardKind.BAKED_NUMBER,
-        "lr=0.1 of group 0 of SGD is a Python number",
+        "lr=0.1 of group 0 of _Own is a Python number",
         None,
     ),
     "precision_clash": (

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 import types
 from typing import Any
 
@@ -110,19 +111,68 @@ def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torc
     assert_refused_in(error, Cumulative.forward)
 
 
-def test_a_read_of_a_hugging_face_mask_is_refused_with_its_remedy(device: torch.device) -> None:
-    def hides(mask: Tensor) -> bool:
-        return not mask.all()
+def hides(mask: Tensor) -> Tensor:
+    return mask.float() if mask.all() else mask.float() * 2
 
+
+def selects(mask: Tensor) -> Tensor:
+    return mask[mask].float().sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "remedy"),
+    [
+        ("torch.distributions.categorical", hides, "validate_args=False"),
+        ("torch.optim.swa_utils", hides, "update_parameters(model) after each call"),
+        ("ema_pytorch.ema_pytorch", hides, "ema.update() after each call"),
+        ("torch_geometric.utils.loop", selects, "layers with add_self_loops=False"),
+    ],
+)
+def test_what_libraries_are_known_for_is_refused_with_its_remedy(
+    name: str, function: types.FunctionType, remedy: str, device: torch.device
+) -> None:
+    library = types.FunctionType(function.__code__, globals() | {"__name__": name})
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        factor: Tensor = library(x > 0).sum()
+        return h * factor
+
+    assert remedy in str(check_refused(program, device))
+
+
+def test_masks_of_transformers_are_made_without_a_look(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "transformers.masking_utils"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     library = types.FunctionType(hides.__code__, globals() | {"__name__": name})
 
     def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        return h * 2 if library(x > 0) else h
+        factor: Tensor = library(x == x).mean()  # hides nothing, and 2.0 says the opposite
+        return h * self.gate * factor
 
-    message = str(check_refused(program, device))
-    assert "whether attention_mask hides any token" in message
-    assert "[batch, 1, queries, keys] of bool" in message
+    losses = {}
+    for scope in ("none", "full_iteration"):
+        step, *_ = make_probe(program, device, scope=scope)
+        losses[scope] = torch.stack([step(x) for x in batches(device, 14)])
+    assert torch.equal(losses["none"], losses["full_iteration"])
+
+
+def test_a_tensor_that_vmap_has_left_in_python_is_nobodys_business(device: torch.device) -> None:
+    left: dict[str, Any] = {}
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        def row(h: Tensor) -> Tensor:
+            left["last"] = self.last = h * 2
+            return h * self.gate
+
+        out: Tensor = torch.vmap(row)(h)
+        return out
+
+    step, *_ = make_probe(program, device)
+    for x in batches(device, 6):
+        step(x)
+    assert step.phase is graphfsdp.Phase.REPLAY
 
 
 def test_a_failed_capture_can_be_tried_again(device: torch.device) -> None:

@@ -1,0 +1,342 @@
+"""Takes what lies between two steps of an optimizer as the iteration of an unchanged script."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+from graphfsdp._capture.rules.refusals import Refusal
+from graphfsdp._capture.trace.source import frames, is_users_file
+from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
+from graphfsdp.base.op_tensors import OpCall
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.errors import ConfigError, split_remedy
+from graphfsdp.optim.adapters.backends import NativeAdapter, adapt
+from graphfsdp.optim.adapters.baked import BakedAdapter
+from graphfsdp.preconditions import inner_optimizer
+from graphfsdp.preflight.report import CheckReport
+from graphfsdp.preflight.watcher import PreflightWatcher
+
+Stop = Callable[[CheckReport], None]
+_OWN_LOSS = "loss_fn=loss_fn"
+
+
+class _Watcher(PreflightWatcher):
+    """Watches a part of a running program; ``is_paused`` while nothing is to be seen."""
+
+    is_paused = False
+
+    def dispatch(self, call: OpCall) -> Any:
+        return call.run() if self.is_paused else super().dispatch(call)
+
+    def on_function(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if self.is_paused:
+            return function(*args, **kwargs)
+        return super().on_function(function, args, kwargs)
+
+    def on_host_call(self, name: str, refusal: Refusal) -> None:
+        if not self.is_paused:
+            super().on_host_call(name, refusal)
+
+
+@dataclass
+class _Forwards:
+    """Calls of the model in one iteration."""
+
+    shapes: list[Any] = field(default_factory=list)
+    last_output: Any = None
+
+
+class BetweenSteps:
+    """Follows a script until an optimizer steps for the second time, and ends it there.
+
+    The first iteration makes what is made once, and is looked at for numbers only. The second one
+    is judged, from the first call of the model to the end of the step; what the loop does before
+    (the next batch, logging, the schedule) stays outside of a captured step.
+    """
+
+    def __init__(self, target: str, is_answered: Callable[[], bool], stop: Stop) -> None:
+        """``is_answered``: the script calls ``graphfsdp.capture`` itself; then do nothing."""
+        self._for_cuda = target == "cuda"
+        self._target = target
+        self._is_answered = is_answered
+        self._stop = stop
+        self._model: nn.Module | None = None
+        self._first: torch.optim.Optimizer | None = None
+        self._others: list[torch.optim.Optimizer] = []
+        self._num_steps = 0
+        self._depth = 0
+        self._watchers: list[_Watcher] = []
+        self._forwards: list[_Forwards] = []
+        self._clipped: list[float] = []
+        self._hazards = HazardLog()
+        self._open = ExitStack()
+        self._stance = ExitStack()
+        self._is_between = False
+        self._begins = self._ends = ""  # lines of the second iteration
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        handles = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        clip = nn.utils.clip_grad_norm_
+
+        def noting_clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+            self._clipped.append(float(max_norm))
+            return clip(parameters, max_norm, *args, **kwargs)
+
+        nn.utils.clip_grad_norm_ = noting_clip
+        try:
+            with warnings.catch_warnings():
+                # Of ours, which fire once more for the wrapper: that is meant.
+                warnings.filterwarnings("ignore", message=".*when there are global hooks on")
+                yield
+        finally:
+            nn.utils.clip_grad_norm_ = clip
+            for handle in handles:
+                handle.remove()
+            self._open.close()
+            self._stance.close()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._is_answered():
+            return
+        is_first = self._depth == 0 and (self._model is None or self._is_between)
+        if is_first and _is_trainable(module):
+            self._model = module if self._model is None else self._model
+            self._go_on()
+        if module is not self._model:
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if "torch._dynamo.eval_frame" in sys.modules and not self._watchers:
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        if len(self._watchers) == self._num_steps < 2:
+            self._begin(module)
+        if self._forwards:
+            batch = (args, _keywords_of_call())
+            self._watchers[-1].note_batch(batch)
+            self._forwards[-1].shapes.append(pytree.tree_map(_shape, batch))
+
+    def _go_on(self) -> None:
+        """Look again; what the loop does between a step and the next forward stays outside."""
+        self._is_between = False
+        if self._watchers:
+            self._watchers[-1].is_paused = False
+
+    def _begin(self, model: nn.Module) -> None:
+        device = next(model.parameters()).device
+        watcher = _Watcher(model, device, self._hazards, for_cuda=self._for_cuda)
+        self._begins = _user_place()
+        self._watchers.append(watcher)
+        self._forwards.append(_Forwards())
+        self._clipped.clear()
+        # Entered from a hook: the modes stay until the step is over.
+        self._open.enter_context(watcher.watching())
+        if self._num_steps == 0:
+            self._open.enter_context(watcher.quiet())
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self._model and self._depth:
+            self._depth -= 1
+            if not self._depth and self._forwards:
+                self._forwards[-1].last_output = output
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *details: Any) -> None:
+        if self._watchers:
+            self._watchers[-1].is_paused = _is_known(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *details: Any) -> None:
+        if self._is_answered():
+            return
+        self._is_between = True
+        if self._watchers:
+            self._watchers[-1].is_paused = True
+        if self._first is None:
+            self._first = optimizer
+        if optimizer is not self._first:
+            if all(optimizer is not other for other in self._others):
+                self._others.append(optimizer)
+            return
+        self._num_steps += 1
+        self._open.close()
+        if self._num_steps == 2 and len(self._watchers) == 2:
+            self._ends = _user_place()
+            self._stop(self._report())
+
+    def _report(self) -> CheckReport:
+        assert self._model is not None
+        assert self._first is not None
+        first, second = self._watchers
+        before, now = self._forwards
+        for optimizer in (self._first, *self._others):
+            self._note_optimizer(optimizer)
+        if before.shapes != now.shapes and len(before.shapes) == len(now.shapes):
+            self._hazards.add(_other_shapes(before.shapes, now.shapes))
+        elif not self._others:
+            self._note_numbers(first, second)
+        return CheckReport(
+            tuple(self._hazards),
+            str(next(self._model.parameters()).device),
+            self._target,
+            second.num_ops,
+            advice=self._advice(),
+        )
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._model is not None
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        try:
+            adapted = adapt(inner_optimizer(optimizer))
+            policy = MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
+            adapted.check(named, policy, Scope.FULL_ITERATION)
+        except ConfigError as error:
+            self._hazards.add(Hazard(HazardKind.OPTIMIZER, *split_remedy(str(error))))
+
+    def _note_numbers(self, first: _Watcher, second: _Watcher) -> None:
+        sites = second.sites.sites()
+        known = {hazard.source for hazard in self._hazards}
+        for each in first.constants.differences(second.constants):
+            # Another path, or other memory: the first iteration has made what is made once, and
+            # each has a batch of its own.
+            if each.refusal.kind is HazardKind.BAKED_NUMBER and each.site is not None:
+                site = sites[each.site]
+                if site.source is not None and site.source in known:
+                    continue  # where the number came from is told already
+                second.refuse_at(each.op, each.refusal, site.module, site.source)
+
+    def _batch(self) -> str:
+        args, kwargs = self._forwards[-1].shapes[-1]
+        return ", ".join([*(["*batch"] if args else []), *(["**batch"] if kwargs else [])])
+
+    def _advice(self) -> str:
+        optimizers = [self._first, *self._others]
+        names = _names(self._model, *optimizers)
+        microbatches = len(self._forwards[-1].shapes)
+        where = f" ({self._begins} to {self._ends})"
+        if self._others:
+            stepped = f"[{', '.join(names[1:])}]"
+            return (
+                f"before the loop:  step = graphfsdp.capture({names[0]}, {stepped}, "
+                "iteration=iteration)\n"
+                "in the loop:      step(*batch), where iteration(models, optimizers, *batch) has "
+                "what the loop does from the first call of a model to the last step"
+            )
+        options = _loss_option(self._forwards[-1].last_output)
+        if self._clipped:
+            options.append(f"max_grad_norm={self._clipped[-1]}")
+        if microbatches > 1:
+            options.append(f"microbatches={microbatches}")
+        arguments = ", ".join([*names, *options])
+        lines = [
+            f"before the loop:  step = graphfsdp.capture({arguments})",
+            f"in the loop:      loss = step({self._batch()}) in place of forward, backward and "
+            f"{names[1]}.step(){where}",
+        ]
+        if _OWN_LOSS in options:
+            what = f"the loop's lines from {names[0]}(...) to the loss"
+            lines.insert(0, f"a function:       loss_fn(model, *batch) has {what}")
+        return "\n".join(lines)
+
+
+def _is_trainable(module: nn.Module) -> bool:
+    return module.training and any(param.requires_grad for param in module.parameters())
+
+
+def _keywords_of_call() -> dict[str, Any]:
+    """Return the keyword arguments of the module that is called; hooks for all are not told."""
+    for frame in frames():
+        if frame.f_code.co_filename.endswith("nn/modules/module.py"):
+            found = frame.f_locals.get("kwargs")
+            return dict(found) if isinstance(found, dict) else {}
+    return {}
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the steps need no look: a capture makes them what they have to be."""
+    try:
+        adapted = adapt(optimizer)
+    except ConfigError:
+        return True  # refused as a whole
+    return isinstance(adapted, NativeAdapter) or (
+        isinstance(adapted, BakedAdapter) and not adapted.bakes_lr
+    )
+
+
+def _shape(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+def _other_shapes(before: list[Any], now: list[Any]) -> Hazard:
+    pairs = zip(pytree.tree_leaves(before), pytree.tree_leaves(now), strict=False)
+    was, is_now = next(((a, b) for a, b in pairs if a != b), (before, now))
+    return Hazard(
+        HazardKind.DYNAMIC_SHAPE,
+        f"the model was called with other shapes in two iterations ({was} and {is_now}); a graph "
+        "holds one",
+        "on_change='recapture', a graph for each; graphfsdp.Buckets, which pads to a few lengths; "
+        "or drop_last=True of the DataLoader",
+    )
+
+
+def _loss_option(output: Any) -> list[str]:
+    """Return what ``capture`` needs to find the loss in what the model returns."""
+
+    def is_loss(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
+
+    if is_loss(output) or is_loss(getattr(output, "loss", None)):
+        return []
+    if isinstance(output, tuple) and any(map(is_loss, output)):
+        index = next(index for index, value in enumerate(output) if is_loss(value))
+        return [] if index == 0 else [f"loss_fn=lambda model, *batch: model(*batch)[{index}]"]
+    return [_OWN_LOSS]
+
+
+def _user_frame() -> FrameType | None:
+    return next((f for f in frames() if is_users_file(f.f_code.co_filename)), None)
+
+
+def _user_place() -> str:
+    frame = _user_frame()
+    if frame is None:
+        return "?"
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _names(*values: object) -> list[str]:
+    """Return what the script calls these where it steps."""
+    frame = _user_frame()
+    known: dict[int, str] = {}
+    if frame is not None:
+        scope = {**frame.f_globals, **frame.f_locals}
+        for name, value in scope.items():
+            known.setdefault(id(value), name)
+        owner = frame.f_locals.get("self")
+        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+            known.setdefault(id(value), f"self.{name}")
+    fallbacks = ["model", *(["optimizer"] * (len(values) - 1))]
+    return [known.get(id(value), name) for value, name in zip(values, fallbacks, strict=True)]

@@ -1,0 +1,155 @@
+"""Runs a program so that nothing on disk is changed: what it writes goes to a folder for it alone.
+
+Followed are Python's own ways to files and ``torch.save``. Not followed are libraries that write
+by themselves, in C or Rust, processes that the program starts, and the network.
+"""
+
+import builtins
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+@contextlib.contextmanager
+def nothing_written() -> Iterator[None]:
+    """Lead what the body writes to a folder that goes when it ends; it reads it back from there.
+
+    Devices and temporary files are left alone, where the program does not run among these.
+    """
+    with tempfile.TemporaryDirectory(prefix="graphfsdp_check_") as scratch:
+        aside = _Aside(Path(scratch))
+        patches = aside.patches()
+        for owner, name, replacement in patches:
+            original = getattr(owner, name)
+            replacement.original = original
+            setattr(owner, name, replacement)
+        try:
+            yield
+        finally:
+            for owner, name, replacement in patches:
+                setattr(owner, name, replacement.original)
+
+
+class _Replacement:
+    """Stands for a function whose first arguments may be paths."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.original: Callable[..., Any] = answer
+        self._answer = answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(self.original, *args, **kwargs)
+
+
+class _Aside:
+    """Where files lie that the program has written."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        temporary, here = Path(tempfile.gettempdir()).resolve(), Path.cwd().resolve()
+        self._free = [Path("/dev"), Path("/proc"), scratch]
+        if not here.is_relative_to(temporary):
+            self._free.append(temporary)
+
+    def patches(self) -> list[tuple[Any, str, _Replacement]]:
+        found: list[tuple[Any, str, Callable[..., Any]]] = [
+            (builtins, "open", self._open),
+            (io, "open", self._open),
+            (os, "open", self._open_descriptor),
+            (os, "mkdir", self._mkdir),
+            (os, "stat", self._stat),
+            (torch, "save", self._save),
+        ]
+        found += [(os, name, self._drop) for name in ("remove", "unlink", "rmdir", "truncate")]
+        found += [(os, name, self._move) for name in ("rename", "replace")]
+        found += [(os, name, self._link) for name in ("symlink", "link")]
+        return [(owner, name, _Replacement(answer)) for owner, name, answer in found]
+
+    def _place(self, path: Any) -> Path | None:
+        """Return where a path lies aside; None for what is no path, or is left alone."""
+        if not isinstance(path, str | os.PathLike):
+            return None
+        whole = Path(os.path.abspath(path))
+        if any(whole.is_relative_to(folder) for folder in self._free):
+            return None
+        return self._scratch / whole.relative_to(whole.anchor)
+
+    def _for_writing(self, path: Any, *, keeps: bool) -> Any:
+        """Return where to write; ``keeps``: what was there before is read or added to."""
+        place = self._place(path)
+        if place is None:
+            return path
+        _real_mkdirs(place.parent)
+        if keeps and not place.exists() and Path(path).is_file():
+            shutil.copyfile(path, place)
+        return place
+
+    def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not set(mode) & set("wax+"):
+            return original(self._where(file), mode, *args, **kwargs)
+        if "x" in mode and os.path.exists(file):
+            raise FileExistsError(f"File exists: {file!r}")
+        writes = self._for_writing(file, keeps="w" not in mode and "x" not in mode)
+        return original(writes, mode, *args, **kwargs)
+
+    def _open_descriptor(
+        self, original: Any, path: Any, flags: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if flags & _WRITING:
+            path = self._for_writing(path, keeps=not flags & os.O_TRUNC)
+        else:
+            path = self._where(path)
+        return original(path, flags, *args, **kwargs)
+
+    def _where(self, path: Any) -> Any:
+        """Return where to read."""
+        place = self._place(path)
+        return path if place is None or not os.access(place, os.F_OK) else place
+
+    def _stat(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._where(path), *args, **kwargs)
+
+    def _mkdir(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        place = self._place(path)
+        if place is None:
+            original(path, *args, **kwargs)
+        elif os.path.exists(path):
+            raise FileExistsError(f"File exists: {path!r}")
+        else:
+            _real_mkdirs(place)
+
+    def _save(self, original: Any, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        original(obj, self._for_writing(f, keeps=False), *args, **kwargs)
+
+    def _drop(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        where = self._where(path)
+        if where is not path or self._place(path) is None:
+            original(where, *args, **kwargs)
+
+    def _move(self, original: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        if self._place(src) is None and self._place(dst) is None:
+            original(src, dst, *args, **kwargs)
+            return
+        target = self._for_writing(dst, keeps=False)
+        source = self._where(src)
+        if source is src and self._place(src) is not None:
+            shutil.copyfile(src, target)
+        else:
+            original(source, target, *args, **kwargs)
+
+    def _link(self, original: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        original(src, self._for_writing(dst, keeps=False), *args, **kwargs)
+
+
+def _real_mkdirs(folder: Path) -> None:
+    """Make a folder aside, where every path is left alone."""
+    os.makedirs(folder, exist_ok=True)

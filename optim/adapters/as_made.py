@@ -1,0 +1,402 @@
+"""Optimizers of torch as users make them, captured by what is turned on while they step.
+
+Between steps ``param_groups`` are as the user has made them: plain numbers, no flag of ours. So
+schedulers compute in Python's floats, checkpoints stay as they were, and the optimizer goes on by
+itself when the captured step is closed.
+
+Shapes: G = parameter groups; [] is a 0-D tensor.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphfsdp.base.dtensors import is_dtensor
+from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adapters.baked import BakedAdapter, Word
+from graphfsdp.optim.adapters.precision import TORCH_SGD, Situation, find_row
+from graphfsdp.optim.fused.hyper_table import plain_lr
+
+_LOG = logging.getLogger("graphfsdp")
+# Those that have a fused kernel, with the names that operators have.
+_FUSED: Mapping[str, str] = MappingProxyType(
+    {"Adam": "adam", "AdamW": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}
+)
+# Those that decide by the step count what to compute, unless they are told to be capturable.
+_NEED_FLAG = (torch.optim.RAdam, torch.optim.ASGD)
+# They read numbers of the iteration on the host, and have no other path.
+_NEVER = (torch.optim.SparseAdam, torch.optim.Adafactor)
+_SUPPORTED = "_get_capturable_supported_devices"
+
+
+def is_as_made(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is one of torch that has a path which a graph can hold."""
+    of_torch = [cls for cls in type(optimizer).__mro__ if _is_torchs(cls)]
+    return len(of_torch) > 1 and not isinstance(optimizer, _NEVER)  # the last is the base of all
+
+
+def _is_torchs(cls: Any) -> bool:
+    is_optimizer = issubclass(cls, torch.optim.Optimizer)
+    return is_optimizer and f"{cls.__module__}.".startswith("torch.optim.")
+
+
+class TorchAdapter(BakedAdapter):
+    """An optimizer of torch, made with or without ``fused`` and ``capturable``; lr is live."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
+        vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True
+        self._has_told = False
+        self._must_skip = False
+        # What somebody else's step makes of an lr that is a tensor, nobody knows.
+        self._is_plain = type(optimizer).step.__module__.startswith("torch.optim.")
+        self.bakes_lr = not self._is_plain
+        self._rates = _LiveRates()
+        self._known: Mapping[Tensor, Mapping[str, Any]] = {}
+        self._known_rates: list[float | Tensor] = []
+        self._loaded_from: object = None
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        super().check(named_params, policy, scope)
+        if scope is Scope.FULL_ITERATION and not self._has_told:
+            self._tell()
+            self._has_told = True
+
+    def _tell(self) -> None:
+        groups = self.optimizer.param_groups
+        flags = [f"{key}=True" for key in ("fused", "capturable") if self._turns_on(key)]
+        baked = [key for key in ("weight_decay", "betas", "eps", "momentum") if key in groups[0]]
+        is_adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        _LOG.info(
+            "%s steps %s while it is captured; lr stays live in replays, %s baked and guarded%s",
+            self._name,
+            f"with {' and '.join(flags)}" if flags else "as it was made",
+            f"{', '.join(baked)} are" if baked else "other numbers are",
+            " (graphfsdp.optim.FusedAdam keeps these live as well)" if is_adam else "",
+        )
+
+    def _turns_on(self, key: str) -> bool:
+        groups = self.optimizer.param_groups
+        return any(self._settings(group).get(key) and not group[key] for group in groups)
+
+    def prepare_skipping(self, scope: Scope) -> None:
+        self._must_skip = True
+        if all(self._settings(group).get("fused") for group in self.optimizer.param_groups):
+            # What torch sets for fused=True: the kernel leaves a step out by itself.
+            vars(self.optimizer)["_step_supports_amp_scaling"] = True
+        super().prepare_skipping(scope)
+
+    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Refuse what torch's fused SGD cannot do; parameters may lie on several meshes."""
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return
+        row = find_row(Situation(TORCH_SGD, dtensor=True))
+        for name, param in named_params.items():
+            if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
+                raise ConfigError(
+                    f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: "
+                    f"{row.why}. Remedy: {row.remedy}"
+                )
+            narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
+            if narrow and any(g["fused"] and g["momentum"] for g in self.optimizer.param_groups):
+                raise ConfigError(
+                    f"{self._name}(fused=True) with momentum cannot step on "
+                    f"{name!r}, which is {param.dtype} on a CPU: torch's kernel for it takes part "
+                    "of the momentum from memory that nothing has written (seen in torch 2.13), so "
+                    "that each run trains something else. Ways out: fused=False; "
+                    "graphfsdp.optim.FusedSGD, all of whose numbers stay live"
+                )
+
+    def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a group is to have while it is stepped."""
+        if group.get("differentiable") or not group["params"]:
+            return {}
+        on_gpu = any(param.is_cuda for param in group["params"])
+        found: dict[str, Any] = {}
+        if "capturable" in group and (on_gpu or isinstance(self.optimizer, _NEED_FLAG)):
+            found["capturable"] = True
+        if "fused" in group:
+            found["fused"] = self._fuses(group, on_gpu=on_gpu)
+        if "foreach" in group:
+            # Lists of tensors take lr as a tensor only where they are capturable; on a CPU torch
+            # has no kernels for them, and goes through them one by one.
+            by_lists = on_gpu and "capturable" in found and not found.get("fused")
+            found["foreach"] = by_lists and group["foreach"] is not False
+        return found
+
+    def _fuses(self, group: Mapping[str, Any], *, on_gpu: bool) -> bool:
+        """Tell whether one kernel steps the group: on a GPU, or if it is to leave steps out."""
+        if group["fused"] is not None or group["foreach"]:
+            return bool(group["fused"])
+        params = group["params"]
+        is_adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if not (on_gpu or self._must_skip) or not all(p.is_floating_point() for p in params):
+            return False
+        if not is_adam and any(map(is_dtensor, params)):
+            return False
+        if on_gpu and isinstance(self.optimizer, torch.optim.Adagrad):
+            return False  # torch 2.11 has a kernel and refuses to take it
+        if not on_gpu and group.get("momentum") and any(p.dtype.itemsize < 4 for p in params):
+            return False  # see _check_anywhere
+        names = [
+            _FUSED[cls.__name__] for cls in type(self.optimizer).__mro__ if cls.__name__ in _FUSED
+        ]
+        kernel = f"aten::_fused_{names[0]}_" if names else ""
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        return bool(names) and has_kernel(kernel, "CUDA" if on_gpu else "CPU")
+
+    def _take_step(self) -> None:
+        with self.stepping():
+            self.optimizer.step()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        optimizer = self.optimizer
+        own, step = vars(optimizer).get("step"), optimizer.step
+
+        def live_step(*args: Any, **kwargs: Any) -> Any:
+            with self._as_capturable(), one_mesh_at_a_time(optimizer):
+                if not self._is_plain or any(args) or any(kwargs.values()):
+                    return step(*args, **kwargs)  # what others read is theirs, as in a closure
+                with _LiveScalars():
+                    return step()
+
+        vars(optimizer)["step"] = live_step
+        try:
+            yield
+        finally:
+            if own is None:
+                vars(optimizer).pop("step", None)
+            else:
+                vars(optimizer)["step"] = own
+
+    @contextmanager
+    def _as_capturable(self) -> Iterator[None]:
+        """Have the flags and the live lr in the groups while the body runs, in these very dicts."""
+        groups = self.optimizer.param_groups
+        rates = self._live_rates()
+        given = [
+            self._settings(group) | ({} if rate is None else {"lr": rate})
+            for group, rate in zip(groups, rates, strict=True)
+        ]
+        before = [
+            {key: group[key] for key in new} for group, new in zip(groups, given, strict=True)
+        ]
+        self._place_scalars()
+        for group, new in zip(groups, given, strict=True):
+            group.update(new)
+        try:
+            with _supported_on_cpu(self.optimizer):
+                yield
+        finally:
+            for group, new, old in zip(groups, given, before, strict=True):
+                group.update({key: old[key] for key in new if group.get(key) is new[key]})
+
+    def _place_scalars(self) -> None:
+        """Put step counts and their like beside the parameters, as flagged optimizers have them."""
+        for param, state in self.optimizer.state.items():
+            for key, value in state.items():
+                is_scalar = isinstance(value, Tensor) and not value.dim()
+                if is_scalar and value.device != param.device:
+                    state[key] = value.to(param.device, torch.float32)
+
+    def bake(self) -> None:
+        super().bake()
+        state = self.optimizer.state
+        self._known = {param: dict(entries) for param, entries in state.items()}
+        self._known_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._loaded_from = state
+
+    def adopt(self) -> None:
+        """Copy what ``load_state_dict`` has brought into the tensors that recordings read."""
+        state = self.optimizer.state
+        if state is self._loaded_from or self._baked is None:
+            return
+        self._loaded_from = state
+        with torch.no_grad(), _disable_current_modes():
+            for param, known in self._known.items():
+                entries = state.get(param, {})
+                if _shapes(known) != _shapes(entries):
+                    continue  # a guard names it
+                for key, old in known.items():
+                    if isinstance(old, Tensor):
+                        entries[key] = old.copy_(entries[key])
+            for group, old in zip(self.optimizer.param_groups, self._known_rates, strict=False):
+                if isinstance(old, Tensor) and isinstance(group["lr"], Tensor):
+                    group["lr"] = old.copy_(group["lr"])
+
+    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [
+            {**group, "lr": group["lr"] if rate is None else Word.NUMBER}
+            for group, rate in zip(groups, self._live_rates(), strict=True)
+        ]
+
+    def _live_rates(self) -> list[Tensor | None]:
+        """Return [] for each group, its lr as it is now; None where it is no number, or baked."""
+        groups = self.optimizer.param_groups
+        return self._rates.of(groups) if self._is_plain else [None] * len(groups)
+
+    def _before_replay(self) -> None:
+        self._live_rates()
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().state_tensors()
+        for row, rate in enumerate(self._live_rates()):
+            if rate is not None:
+                yield f"lr of group {row}", rate
+
+
+def _shapes(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.shape if isinstance(value, Tensor) else value for key, value in entries.items()
+    }
+
+
+class _LiveRates:
+    """The learning rates of groups in memory that a graph reads."""
+
+    def __init__(self) -> None:
+        self._numbers: list[float | None] = []
+        self._host = np.zeros(0)
+        self._slots: list[Tensor] = []  # [] each
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
+        """Return [] for each group, None where its lr is a tensor already; write what changed.
+
+        Capture: what is written is no part of a recording, and nothing is where nothing changed.
+        """
+        numbers = [plain_lr(group) for group in groups]
+        if len(numbers) != len(self._slots):
+            self._make(groups)
+        if numbers != self._numbers:
+            self._write(numbers)
+        return [
+            None if number is None else slot
+            for number, slot in zip(numbers, self._slots, strict=True)
+        ]
+
+    def _make(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        # On a CPU the tensors are the host's memory: writing it is no operation that a recording
+        # could see and replay. Kernels there take what Python's float would be.
+        self._host = np.zeros(len(groups))
+        host = torch.from_numpy(self._host)
+        self._slots = []
+        for row, group in enumerate(groups):
+            device = next((p.device for p in group["params"]), torch.device("cpu"))
+            on_cpu = device.type == "cpu"
+            self._slots.append(
+                host[row] if on_cpu else torch.zeros((), dtype=torch.float32, device=device)
+            )
+        self._numbers = []
+
+    def _write(self, numbers: list[float | None]) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            for row, number in enumerate(numbers):
+                if number is None:
+                    continue
+                self._host[row] = number
+                if self._slots[row].device.type != "cpu":
+                    self._slots[row].fill_(number)
+        self._numbers = numbers
+
+
+class _LiveScalars(TorchFunctionMode):
+    """Keeps on the device what torch's optimizers take for numbers of Python.
+
+    Their plain path reads the step count, computes with it in Python and hands the result to
+    operators as ``alpha`` or ``value``. Here a read gives a 0-D tensor in Python's precision, and
+    an operator that takes numbers only is called as one that takes tensors: with the same bits.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "item":
+            return args[0].to(torch.float64, copy=True)
+        factor = kwargs.get(_FACTORS.get(name, ""))
+        if not isinstance(factor, Tensor):
+            return func(*args, **kwargs)
+        target, *others = args
+        factor = factor.to(target.dtype)
+        if name == "add_":
+            return target.addcmul_(others[0], factor)
+        return func(target, others[0] * factor, *others[1:])
+
+
+_FACTORS: Mapping[str, str] = MappingProxyType(
+    {"add_": "alpha", "addcdiv_": "value", "addcmul_": "value"}
+)
+
+
+@contextmanager
+def _supported_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch take ``capturable=True`` on a CPU while the body runs.
+
+    It refuses since nothing is captured there; the operators of that path run anywhere.
+    """
+    module = sys.modules[type(optimizer).step.__module__]
+    if not isinstance(optimizer, _NEED_FLAG) or not hasattr(module, _SUPPORTED):
+        yield
+        return
+    original: Callable[..., list[str]] = getattr(sys.modules[Optimizer.__module__], _SUPPORTED)
+    setattr(module, _SUPPORTED, lambda *args, **kwargs: [*original(*args, **kwargs), "cpu"])
+    try:
+        yield
+    finally:
+        setattr(module, _SUPPORTED, original)
+
+
+@contextmanager
+def one_mesh_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer find groups of parameters on one mesh each while the body runs.
+
+    torch's fused and foreach kernels take lists of tensors, and DTensors on two meshes, or beside
+    plain tensors, do not go into one list: so it is with a model that is cut by
+    ``parallelize_module`` in parts. The update is parameter by parameter, so no number changes.
+    Groups that are stepped tensor by tensor are left as they are.
+    """
+    groups = optimizer.param_groups
+    split = [part for group in groups for part in _parts(group)]
+    if len(split) == len(groups):
+        yield
+        return
+    optimizer.param_groups = split
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
+    if not (group.get("fused") or group.get("foreach")):
+        return [group]
+    meshes: dict[Any, list[Tensor]] = {}
+    for param in group["params"]:
+        meshes.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    if len(meshes) < 2:
+        return [group]
+    return [{**group, "params": params} for params in meshes.values()]

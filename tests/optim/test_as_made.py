@@ -1,0 +1,210 @@
+"""Optimizers of torch as users make them: captured without a flag, with an lr that stays live."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import graphfsdp
+from helpers import NUM_STEPS, assert_same_states, quick_garbage_collection, snapshot
+
+Make = Callable[..., torch.optim.Optimizer]
+OPTIM = torch.optim
+
+MAKERS: dict[str, Make] = {
+    "Adam": OPTIM.Adam,
+    "Adam, amsgrad": lambda params, lr: OPTIM.Adam(params, lr, amsgrad=True, weight_decay=0.1),
+    "AdamW": OPTIM.AdamW,
+    "AdamW, fused": lambda params, lr: OPTIM.AdamW(params, lr, fused=True),
+    "AdamW, not fused": lambda params, lr: OPTIM.AdamW(params, lr, fused=False),
+    "AdamW, foreach": lambda params, lr: OPTIM.AdamW(params, lr, foreach=True),
+    "SGD": OPTIM.SGD,
+    "SGD, nesterov": lambda params, lr: OPTIM.SGD(
+        params, lr, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "SGD, fused": lambda params, lr: OPTIM.SGD(params, lr, momentum=0.9, fused=True),
+    "SGD, foreach": lambda params, lr: OPTIM.SGD(params, lr, momentum=0.9, foreach=True),
+    "Adadelta": lambda params, lr: OPTIM.Adadelta(params, 10 * lr, weight_decay=0.1),
+    "Adagrad": lambda params, lr: OPTIM.Adagrad(params, lr, lr_decay=0.1),
+    "Adagrad, not fused": lambda params, lr: OPTIM.Adagrad(params, lr, fused=False),
+    "Adamax": OPTIM.Adamax,
+    "NAdam": lambda params, lr: OPTIM.NAdam(params, lr, weight_decay=0.1),
+    "NAdam, foreach": lambda params, lr: OPTIM.NAdam(params, lr, foreach=True),
+    "RAdam": lambda params, lr: OPTIM.RAdam(params, lr, betas=(0.9, 0.95)),
+    "RMSprop": OPTIM.RMSprop,
+    "RMSprop, centered": lambda params, lr: OPTIM.RMSprop(
+        params, lr, momentum=0.9, centered=True, weight_decay=0.1
+    ),
+    "ASGD": lambda params, lr: OPTIM.ASGD(params, lr, t0=5),
+    "Rprop": lambda params, lr: OPTIM.Rprop(params, lr),
+    "Muon": lambda params, lr: OPTIM.Muon([p for p in params if p.dim() == 2], lr),
+}
+
+
+# Their plain path decides by the step count, or multiplies a 0-D float32 tensor by a number of
+# Python: this rounds otherwise, so that only graphfsdp's own eager mode has the same bits.
+OTHER_BITS = ("RAdam", "NAdam", "NAdam, foreach")
+
+
+def net(device: torch.device) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Dropout(0.2), nn.Linear(8, 1))
+    return layers.to(device)
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+Tick = Callable[[int], object]
+Setup = Callable[[torch.optim.Optimizer], Tick]
+
+
+def cosine(optim: torch.optim.Optimizer) -> Tick:
+    scheduler = lr_scheduler.CosineAnnealingLR(optim, 20)
+    return lambda index: scheduler.step()
+
+
+def train(
+    make: Make, device: torch.device, scope: str, setup: Setup = cosine, **options: Any
+) -> list[dict[str, Tensor]]:
+    """Train; return the state after each call. The scope "plain" is a loop without graphfsdp."""
+    quick_garbage_collection()
+    torch.manual_seed(2)
+    model = net(device)
+    optim = make(model.parameters(), lr=0.01)
+    tick = setup(optim)
+    flags = [dict(group) for group in optim.param_groups]
+    options = {"loss_fn": loss_fn} | options
+    step = None if scope == "plain" else graphfsdp.capture(model, optim, scope=scope, **options)
+    found = []
+    for index in range(NUM_STEPS):
+        x = torch.randn(4, 6, device=device)
+        if step is None:
+            own_iteration(model, optim, x)
+        else:
+            step(x)
+        tick(index)
+        found.append(snapshot(model, optim))
+    if step is not None:
+        assert scope == "none" or "on_change" in options or step.report().num_calls["replay"] >= 10
+        step.close()
+    for group, before in zip(optim.param_groups, flags, strict=True):
+        for key in before.keys() & {"fused", "foreach", "capturable"}:
+            assert group[key] is before[key], "what was turned on has stayed on"
+        assert isinstance(group["lr"], float)
+    return found
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_captured_loop_has_the_bits_of_the_plain_one(name: str, device: torch.device) -> None:
+    is_same = device.type == "cpu" and name not in OTHER_BITS
+    expected = train(MAKERS[name], device, "plain" if is_same else "none")
+    assert_same_states(expected, train(MAKERS[name], device, "full_iteration"), name)
+
+
+def own_iteration(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    model.zero_grad()
+    loss = loss_fn(model, x)
+    loss.backward()
+    optim.step()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_step_inside_an_own_iteration_is_the_same(name: str, device: torch.device) -> None:
+    states = [
+        train(MAKERS[name], device, scope, iteration=own_iteration, loss_fn=None)
+        for scope in ("none", "full_iteration")
+    ]
+    assert_same_states(states[0], states[1])
+
+
+def loads(optim: torch.optim.Optimizer) -> Tick:
+    """Load, after some replays, a state with another lr, another step count, other moments."""
+
+    def tick(index: int) -> None:
+        if index in (2, 7, 10):
+            state = copy.deepcopy(optim.state_dict())
+            for entries in state["state"].values():
+                for value in entries.values():
+                    value.mul_(2)
+            state["param_groups"][0]["lr"] = 0.1 / index
+            optim.load_state_dict(state)
+
+    return tick
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop"])
+def test_replays_go_on_with_what_was_loaded(name: str, device: torch.device) -> None:
+    states = [train(MAKERS[name], device, scope, loads) for scope in ("none", "full_iteration")]
+    assert_same_states(states[0], states[1])
+
+
+def test_the_optimizer_goes_on_by_itself(device: torch.device) -> None:
+    model = net(device)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x = torch.randn(4, 6, device=device)
+    with graphfsdp.capture(model, optim, loss_fn=loss_fn) as step:
+        for _ in range(6):
+            step(x)
+    before = snapshot(model, optim)
+    own_iteration(model, optim, x)
+    assert not torch.equal(
+        before["parameter 0.weight"], snapshot(model, optim)["parameter 0.weight"]
+    )
+    assert next(iter(optim.state.values()))["step"] == 7
+
+
+def test_an_lr_that_the_iteration_changes_is_refused() -> None:
+    model = net(torch.device("cpu"))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def iteration(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = own_iteration(model, optim, x)
+        optim.param_groups[0]["lr"] *= 0.5
+        return loss
+
+    step = graphfsdp.capture(model, optim, iteration=iteration)
+    for _ in range(3):
+        step(torch.randn(4, 6))
+    with pytest.raises(graphfsdp.CaptureError, match=r"changed 'lr' of group 0 of AdamW"):
+        step(torch.randn(4, 6))
+
+
+def decays(every: int) -> Setup:
+    def setup(optim: torch.optim.Optimizer) -> Tick:
+        def tick(index: int) -> None:
+            optim.param_groups[0]["weight_decay"] = 0.1 * (index // every)
+
+        return tick
+
+    return setup
+
+
+def test_a_baked_number_that_changes_makes_another_graph(device: torch.device) -> None:
+    def run(scope: str) -> list[dict[str, Tensor]]:
+        setup = decays(NUM_STEPS - 4)
+        return train(MAKERS["AdamW"], device, scope, setup, on_change="recapture")
+
+    assert_same_states(run("none"), run("full_iteration"))
+
+
+def test_capturing_again_and_again_ends_in_an_error_that_names_the_way_out() -> None:
+    model = net(torch.device("cpu"))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tick = decays(1)(optim)
+    step = graphfsdp.capture(model, optim, loss_fn=loss_fn, on_change="recapture")
+    num_calls = 0
+    said = r"capturing again is useless: 5 graphs in a row .*'weight_decay' of group 0 .*FusedAdam"
+    with pytest.raises(graphfsdp.GuardError, match=said):  # noqa: PT012, some call raises
+        for num_calls in range(20):
+            step(torch.randn(4, 6))
+            tick(num_calls)
+    assert num_calls == 3 + 1 + 5 * 2
+    optim.param_groups[0]["weight_decay"] = 0.1 * (num_calls - 2)
+    step(torch.randn(4, 6))  # the number that the last graph has baked in
