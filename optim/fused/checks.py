@@ -168,9 +168,9 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
 def refuse_copies(params: Iterable[Tensor]) -> None:
     """Refuse to pickle or copy an optimizer of parameters that are slices of flat buffers.
 
-    torch can do neither with a DTensor whose local part does not begin its storage.
+    A copy would train parameters that no model has: sharded models are not copied either.
     """
-    if any(is_dtensor(param) and param.storage_offset() for param in params):
+    if any(is_dtensor(param) and local_part(param).storage_offset() for param in params):
         raise NotCopyableError(
             "an optimizer of a sharded model cannot be pickled or copied: its parameters and its "
             "state are slices of flat buffers, as DTensors. Remedy: graphfsdp.save and "

@@ -210,6 +210,7 @@ def test_the_memory_goes_with_the_last_buffer() -> None:
 # ---------------------------------------------------------------- models
 
 
+@patient_pools()
 def pooled_runs(strategy: str, microbatches: int) -> list[PoolStats]:
     """Train eagerly and captured, with pool and without: bit for bit the same."""
     stats, runs = [], []
@@ -244,6 +245,7 @@ def test_a_pool_changes_no_bit_on_gpus(gpu_ranks: RankPool, strategy: str) -> No
 
 @pytest.mark.parametrize("overlap", [False, True])
 @on_ranks("ranks2")
+@patient_pools()
 def test_the_pool_of_a_model_is_bounded(overlap: bool) -> None:
     """Not by the number of blocks: two or one gathered ahead, two gradients, and the root's."""
     model = make_stack(overlap=overlap, buffer_pool=True)

@@ -23,7 +23,7 @@ def test_a_batch_of_one_raises(device: torch.device) -> None:
         step(inputs(device)[:1])
 
 
-def test_a_float_lr_of_torch_is_guarded(device: torch.device) -> None:
+def test_a_float_weight_decay_of_torch_is_guarded(device: torch.device) -> None:
     model = Net().to(device)
     optim = torch.optim.AdamW(
         model.parameters(), lr=0.1, fused=True, capturable=device.type == "cuda"
@@ -31,8 +31,8 @@ def test_a_float_lr_of_torch_is_guarded(device: torch.device) -> None:
     step = graphfsdp.capture(model, optim)
     for _ in range(5):
         step(inputs(device))
-    optim.param_groups[0]["lr"] = 0.05
-    with pytest.raises(graphfsdp.GuardError, match=r"'lr'.*0\.1.*0\.05"):
+    optim.param_groups[0]["weight_decay"] = 0.05
+    with pytest.raises(graphfsdp.GuardError, match=r"'weight_decay'.*0\.01.*0\.05"):
         step(inputs(device))
 
 
