@@ -50,7 +50,10 @@ def test_step_is_that_of_the_optimizer_on_scaled_gradients(
     made = _capturable(make, device)
     adapter = adapt(made(model.parameters(), lr=0.1))
     adapter.check(dict(model.named_parameters()), POLICY, Scope.FULL_ITERATION)
-    reference = made(twin.parameters(), lr=0.1)
+    if make is torch.optim.RMSprop and device.type == "cuda":  # as the adapter has it stepped
+        reference = made(twin.parameters(), lr=torch.tensor(0.1, device=device), capturable=True)
+    else:
+        reference = made(twin.parameters(), lr=0.1)
     if device.type == "cuda":
         reference._warned_capturable_if_run_uncaptured = True
     for scale in (None, 0.5, 1.0):
