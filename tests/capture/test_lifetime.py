@@ -90,8 +90,8 @@ def test_a_dropped_step_frees_its_pool() -> None:
         torch.cuda.empty_cache()
     pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
     assert pools <= {(0, 0), *before}
-    # Of each graph the optimizer keeps the tables of its kernel.
-    assert torch.cuda.memory_allocated() <= kept + 3 * 16_384
+    # Of each graph the optimizer keeps the tables of its kernel, in blocks of 512 bytes.
+    assert torch.cuda.memory_allocated() <= kept + 3 * 4096
 
 
 @pytest.mark.gpu
