@@ -17,6 +17,7 @@ from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.cuda import driver as cuda_driver
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_run, run
+from unjoined import leaves_a_stream_unjoined
 from zoo import ZOO
 from zoo_models import WIDTH, Squared
 
@@ -37,17 +38,6 @@ def make_step(
 
 def batch(rows: int = 12) -> Tensor:
     return torch.randn(rows, WIDTH, device=CUDA)
-
-
-def leaves_a_stream_unjoined(model: nn.Module, x: Tensor) -> Tensor:
-    side = torch.cuda.Stream()
-    while side == torch.cuda.current_stream():  # torch hands out few streams, again and again
-        side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        (x * 2).sum()
-    loss: Tensor = model(x)
-    return loss
 
 
 def while_it_is_on(

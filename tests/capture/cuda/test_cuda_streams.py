@@ -15,6 +15,7 @@ from graphfsdp._capture.rules.watcher import DispatchMode, Watcher
 from graphfsdp.bench.clock import time_window
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.offload.parts import SideCopies
+from unjoined import leaves_a_stream_unjoined
 from zoo_models import WIDTH, Squared
 
 pytestmark = pytest.mark.gpu
@@ -30,17 +31,6 @@ def make_step(loss_fn: Callable[..., Tensor]) -> graphfsdp.CapturedStep:
 
 def batch() -> Tensor:
     return torch.randn(12, WIDTH, device=CUDA)
-
-
-def leaves_a_stream_unjoined(model: nn.Module, x: Tensor) -> Tensor:
-    side = torch.cuda.Stream()
-    while side == torch.cuda.current_stream():  # torch hands out few streams, again and again
-        side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        (x * 2).sum()
-    loss: Tensor = model(x)
-    return loss
 
 
 def test_a_side_stream_that_is_not_joined_is_named_by_the_rules() -> None:
