@@ -19,28 +19,28 @@ Silent:
 
 Loud, each silent elsewhere (tests/test_guarded_footguns.py):
 
-| surprise                                                 | test                                  |
-|----------------------------------------------------------|---------------------------------------|
-| a batch of 1 into a static input of 8                    | a_batch_of_one_raises                 |
-| a float lr of torch's fused optimizers                   | a_float_lr_of_torch_is_guarded        |
-| the loss of each call is the same tensor                 | losses_are_distinct                   |
-| zero_grad() cuts the graph's gradients off               | zero_grad_does_no_harm                |
-| state that is replaced instead of updated                | replaced_state_raises                 |
-| backward through a graph made before a replay            | an_old_graph_raises                   |
-| retry of a swallowed host read                           | a_swallowed_read_raises               |
-| parameters moved by .data, .to() or assign=True          | moved_parameters_raise                |
-| a Python number that the model counts up                 | a_python_counter_raises               |
-| numbers from NumPy's generators                          | numpy_randomness_raises               |
-| an `if` on Python state that changes later               | a_branch_on_python_state_raises       |
-| a global or a closure that changes                       | changed_globals_raise                 |
-| a list that the loss function reads                      | a_changed_list_raises                 |
-| numbers from Python's generators                         | python_randomness_raises              |
-| model.eval() after the capture                           | training_mode_raises                  |
-| a Dropout whose p is changed                             | module_attributes_raise               |
-| requires_grad_(False) after the capture                  | freezing_after_the_capture_raises     |
-| a hook that is registered after the capture              | late_hooks_raise                      |
-| a module that replaces another                           | a_replaced_module_raises              |
-| an autocast that ends after the capture                  | autocast_around_the_call_raises       |
+| surprise                                              | test                                     |
+|-------------------------------------------------------|------------------------------------------|
+| a batch of 1 into a static input of 8                 | a_batch_of_one_raises                    |
+| a float weight decay of torch's fused optimizers      | a_float_weight_decay_of_torch_is_guarded |
+| the loss of each call is the same tensor              | losses_are_distinct                      |
+| zero_grad() cuts the graph's gradients off            | zero_grad_does_no_harm                   |
+| state that is replaced instead of updated             | replaced_state_raises                    |
+| backward through a graph made before a replay         | an_old_graph_raises                      |
+| retry of a swallowed host read                        | a_swallowed_read_raises                  |
+| parameters moved by .data, .to() or assign=True       | moved_parameters_raise                   |
+| a Python number that the model counts up              | a_python_counter_raises                  |
+| numbers from NumPy's generators                       | numpy_randomness_raises                  |
+| an `if` on Python state that changes later            | a_branch_on_python_state_raises          |
+| a global or a closure that changes                    | changed_globals_raise                    |
+| a list that the loss function reads                   | a_changed_list_raises                    |
+| numbers from Python's generators                      | python_randomness_raises                 |
+| model.eval() after the capture                        | training_mode_raises                     |
+| a Dropout whose p is changed                          | module_attributes_raise                  |
+| requires_grad_(False) after the capture               | freezing_after_the_capture_raises        |
+| a hook that is registered after the capture           | late_hooks_raise                         |
+| a module that replaces another                        | a_replaced_module_raises                 |
+| an autocast that ends after the capture               | autocast_around_the_call_raises          |
 """
 
 import pathlib
