@@ -339,4 +339,10 @@ def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]
 
 
 def _run_body(test: Any, arguments: dict[str, Any]) -> None:
-    test.__wrapped__(**arguments)
+    try:
+        test.__wrapped__(**arguments)
+    finally:
+        # A rank has a copy of the fixture, which nobody else undoes: the process stays.
+        for argument in arguments.values():
+            if isinstance(argument, pytest.MonkeyPatch):
+                argument.undo()
