@@ -34,13 +34,16 @@ class Whereabouts:
     def __init__(self, store: RankStore) -> None:
         self._store = store
         self._is_inside = False
-        self._came_out = ""  # of which call with an error
+        # Of which calls with an error; all of them, since the listening thread may be late to look
+        # at a question to which the answer was given some calls ago.
+        self._came_out: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.name = ""
 
     def enter(self, kind: str) -> None:
-        self.calls[kind] += 1
-        self.name, self._is_inside = f"{kind} {self.calls[kind]}", True
+        number = self.calls[kind] + 1
+        self.name, self._is_inside = f"{kind} {number}", True
+        self.calls[kind] = number  # last: from now on the listening thread answers for this call
 
     def leave(self) -> None:
         self._is_inside = False
@@ -51,7 +54,7 @@ class Whereabouts:
         False if some rank does not, or has issued other collectives; see Note [Out of reach].
         """
         store, issued = self._store, self._issued()
-        self._came_out = self.name
+        self._came_out.add(self.name)
         store.put(f"{self.name}/out/{dist.get_rank()}", json.dumps(issued))
         store.put(_ASKED, json.dumps([self.name, issued]))
         outs = [f"{self.name}/out/{rank}" for rank in store.ranks]
@@ -74,7 +77,7 @@ class Whereabouts:
         if self.calls[kind] < int(number):
             return
         is_inside = self._is_inside and self.name == name
-        if name == self._came_out:  # asked for last: it comes before the end of the call
+        if name in self._came_out:  # asked for last: it comes before the end of the call
             return
         mine = self._issued()
         if is_inside and all(mine.get(group, 0) <= count for group, count in theirs.items()):

@@ -9,9 +9,11 @@ from torch import Tensor
 
 import graphfsdp
 from faults import FAULTS, Fault, FaultMode, World
+from graphfsdp._capture.ranks.whereabouts import Whereabouts
+from graphfsdp.base.rank_agreement import RankStore
 from helpers import quick_garbage_collection
 from rank_steps import batch, build
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 
 
 def losses_without_faults(strategy: str, num_calls: int) -> list[Tensor]:
@@ -80,6 +82,25 @@ def fails_while_the_other_is_busy() -> None:
 
 def test_a_rank_that_fails_waits_for_one_that_is_busy(ranks2: RankPool) -> None:
     ranks2.run(fails_while_the_other_is_busy)
+
+
+@on_ranks("ranks2")
+def test_an_old_question_is_answered_by_nobody() -> None:
+    """The listening thread may look late, when the calls after the one asked about failed too."""
+    group = dist.group.WORLD
+    assert group is not None
+    store = RankStore([group], "late looks")
+    whereabouts = Whereabouts(store)
+    asked = ""
+    for _ in range(2):
+        whereabouts.enter("iteration")
+        assert whereabouts.come_out(silent_s=30.0)
+        whereabouts.leave()
+        asked = asked or store.get("asked") or ""
+    dist.barrier()
+    store.put("asked", asked)
+    whereabouts.answer()
+    assert not store.has(["lost"])
 
 
 def fails_on_both_ranks(strategy: str) -> int:
