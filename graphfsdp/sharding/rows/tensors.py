@@ -55,8 +55,8 @@ _aten = torch.ops.aten
 _UNFIT = object()  # no result: the operands do not have the same rows
 
 
-class RowTensor(DTensor):
-    """A DTensor whose rows are cut as a ``RowShard`` says, evenly or not."""
+class _Dispatched(DTensor):
+    """A DTensor whose operators are run here and not by torch."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -67,6 +67,10 @@ class RowTensor(DTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return dispatch(func, tuple(args), dict(kwargs or {}))
+
+
+class RowTensor(_Dispatched):
+    """A DTensor whose rows are cut as a ``RowShard`` says, evenly or not."""
 
     @staticmethod
     def __tensor_unflatten__(
@@ -103,7 +107,7 @@ class RowTensor(DTensor):
         return found
 
 
-class WholeView(DTensor):
+class WholeView(_Dispatched):
     """A view of a tensor that had to be made whole.
 
     ``_copied``: the copy and the rows that it was made of, which see what is written into the view,
@@ -111,16 +115,6 @@ class WholeView(DTensor):
     """
 
     _copied: "Copied | None" = None
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return dispatch(func, tuple(args), dict(kwargs or {}))
 
 
 class Copied:
