@@ -19,8 +19,17 @@ import graphfsdp
 from graphfsdp.base.collectives import all_gather_, reduce_scatter_
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.sharding.placement import ASKS_SUBCLASSES
-from ranks import on_ranks
-from sharding_helpers import assert_equal_tensors, full_parameters, raises_on_rank
+from ranks import on_ranks, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    assert_equal_tensors,
+    batches,
+    full_parameters,
+    hybrid_mesh,
+    make_net,
+    my_part,
+    raises_on_rank,
+)
 
 SOURCE = pathlib.Path(everyday_scripts.__file__).read_text()
 SCRIPTS = re.findall(r"^def (\w+)\(\) -> None:", SOURCE, re.MULTILINE)
@@ -258,3 +267,52 @@ def test_no_graph_of_an_offloaded_model() -> None:
         with graphfsdp.capture(model, optimizer, loss_fn=squared, scope=scope) as step:
             losses = [float(step(everyday_scripts.batch(0))) for _ in range(5)]
         assert losses[-1] < losses[0]
+
+
+def offloads_and_changes_no_bit(strategy: str, outer: str | None) -> None:
+    losses: list[list[Tensor]] = []
+    weights = []
+    for policy in (
+        None,
+        graphfsdp.CPUOffloadPolicy(),
+        graphfsdp.CPUOffloadPolicy(pin_memory=False),
+    ):
+        options: dict[str, Any] = {} if policy is None else {"offload_policy": policy}
+        if outer is not None:
+            options |= {"mesh": hybrid_mesh(), "outer_strategy": outer}
+        model = make_net(strategy, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        losses.append([])
+        for batch in batches(6):
+            loss = model(*my_part(batch))
+            loss.backward()
+            if rank_device().type == "cpu":  # else ranks would need gloo for it beside NCCL
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.detach())
+        mine: list[Any] = [getattr(p, "to_local", p.detach)() for p in model.parameters()]
+        weights.append([local.detach().cpu().clone() for local in mine])
+        moments: Any = [state["exp_avg"] for state in optimizer.state.values()]
+        device = torch.device("cpu") if policy is not None else rank_device()
+        assert {moment.to_local().device for moment in moments} == {device}
+    for at in (1, 2):
+        assert_equal_tensors(losses[0], losses[at])
+        assert_equal_tensors(weights[0], weights[at])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "outer"),
+    [
+        ("ranks4", "optim_grads_params", "optim"),
+        ("ranks4", "optim", "no_shard"),
+        *(
+            pytest.param("gpu_ranks", strategy, None, marks=pytest.mark.gpu)
+            for strategy in STRATEGIES
+        ),
+    ],
+)
+def test_what_lies_in_the_cpus_memory_trains_as_it_does_elsewhere(
+    request: pytest.FixtureRequest, ranks: str, strategy: str, outer: str | None
+) -> None:
+    request.getfixturevalue(ranks).run(offloads_and_changes_no_bit, strategy, outer)
