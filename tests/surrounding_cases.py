@@ -291,7 +291,7 @@ def partial() -> Around:
 
 def class_as_configuration() -> Around:
     loss_fn: Loss = lambda model, x: model(x) * Factor.weight  # noqa: E731
-    return Around(loss_fn, *sets(Factor, "weight", 2.0), "'weight' of global variable 'Factor'")
+    return Around(loss_fn, *sets(Factor, "weight", 2.0), "Factor.weight")
 
 
 def helper(loss: Tensor) -> Tensor:
@@ -482,7 +482,5 @@ CASES: dict[str, Case] = {
     "method_of_a_class": lambda: held_by_a_class(
         Reader, "weighted", lambda self, loss: loss, r"Reader\.weighted was one function"
     ),
-    "number_of_a_hooks_class": lambda: held_by_a_class(
-        Hook, "scale", 2.0, "'scale' of global variable 'Hook'"
-    ),
+    "number_of_a_hooks_class": lambda: held_by_a_class(Hook, "scale", 2.0, "Hook.scale"),
 }

@@ -11,9 +11,11 @@ import functools
 import inspect
 import os
 import sys
+import threading
 import types
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import ChainMap, UserDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +41,7 @@ from graphfsdp._capture.guards.asks import (
 )
 from graphfsdp._capture.guards.modules import OWN, is_named, join
 from graphfsdp._capture.trace.attribute_log import AttributeLog
-from graphfsdp._capture.trace.source import is_installed_file, is_users_file
+from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 from graphfsdp.base.changes import Change
 
 _MAX_ITEMS = 10_000
@@ -195,6 +197,12 @@ class _Search:
         wrapped = getattr(function, "__wrapped__", None)
         if callable(wrapped) and self._is_new("wrapped", function):
             self._function(wrapped, owner, title)
+        registry = getattr(function, "registry", None)  # of functools.singledispatch
+        if isinstance(registry, types.MappingProxyType):
+            called = getattr(function, "__qualname__", title)
+            kinds = _Told(lambda: dict(registry))
+            self._note(f"what is registered for {called}", kinds, "told", kinds.told)
+            self._named += [(each, None, "") for each in registry.values()]
 
     def _code(self, function: types.FunctionType, owner: Any, title: str) -> None:
         is_users = is_users_file(function.__code__.co_filename)
@@ -209,8 +217,14 @@ class _Search:
         if function.__defaults__ is not None:
             defaults = function.__defaults__
             self._note(f"the default arguments {where}", function, "__defaults__", defaults)
+            for value in defaults:
+                what = f"a default argument {where}"
+                self._contents(what, value, reads.deeper, reads.deeper, 0)
         for key, value in (function.__kwdefaults__ or {}).items():
-            self._note(f"default of {key!r} {where}", function.__kwdefaults__, key, value)
+            what = f"default of {key!r} {where}"
+            self._variable(
+                what, function.__kwdefaults__, key, value, reads.deeper, (), reads.deeper
+            )
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             place = Place(f"closure variable {name!r} {where}", cell, "cell_contents", None)
@@ -240,38 +254,50 @@ class _Search:
             def titled(name: str) -> str:
                 return f"{name!r} of {title}" if title else f"attribute {name!r} {where}"
 
-            self._owner(owner, titled, reads.of(function.__code__.co_varnames[0]), reads)
+            read = reads.of(function.__code__.co_varnames[0])
+            self._attributes(owner, "", titled, read, reads.deeper)
 
-    def _owner(self, owner: Any, title: Callable[[str], str], read: set[str], reads: Reads) -> None:
-        """Look at what a method reads of its object, and at the methods that it calls there.
+    def _attributes(
+        self,
+        owner: Any,
+        title: str,
+        titled: Callable[[str], str],
+        read: AbstractSet[str],
+        deeper: AbstractSet[str],
+        depth: int = 0,
+    ) -> None:
+        """Look at what is read of an object: what it holds, and what its class gives it.
 
         Attributes of modules are none of this guard's, but for their methods.
         """
-        is_module = isinstance(owner, nn.Module) or (
-            isinstance(owner, type) and issubclass(owner, nn.Module)
-        )
-        own = {} if is_module else _attributes_of(owner)
+        kind = owner if isinstance(owner, type) else type(owner)
+        is_module = issubclass(kind, nn.Module)
+        own = {} if is_module or owner is kind else _attributes_of(owner)
         for name in sorted(read):
             if name in own:
-                behind = reads.deeper
-                self._variable(title(name), own, name, own[name], behind, deeper=behind)
-        kind = owner if isinstance(owner, type) else type(owner)
-        for name in sorted(read - own.keys()):
-            base = next((base for base in kind.__mro__ if name in vars(base)), object)
-            member = vars(base).get(name)
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            function = inspect.unwrap(function) if callable(function) else function
-            if isinstance(function, types.FunctionType):
-                if is_users_file(function.__code__.co_filename):
-                    self._note(f"{base.__qualname__}.{name}", vars(base), name, member)
-                    self._named.append((function, owner, ""))
-            elif isinstance(member, (Tensor, *CONTAINERS)) or (
-                is_plain(member) and member is not None
-            ):
-                title_of_class = f"{base.__qualname__}.{name}"
-                self._note(title_of_class, vars(base), name, member)
-                if isinstance(member, CONTAINERS):
-                    self._items(title_of_class, member)
+                self._variable(titled(name), own, name, own[name], deeper, (), deeper, depth)
+            elif not is_module and _holds_elsewhere(owner, name):
+                held = getattr(owner, name, MISSING)
+                self._variable(titled(name), owner, name, held, deeper, (), deeper, depth)
+            else:
+                self._of_class(owner, kind, name, title, deeper, depth)
+
+    def _of_class(
+        self, owner: Any, kind: type, name: str, title: str, deeper: AbstractSet[str], depth: int
+    ) -> None:
+        base = next((base for base in kind.__mro__ if name in vars(base)), object)
+        member = vars(base).get(name)
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        function = inspect.unwrap(function) if callable(function) else function
+        where = f"{base.__qualname__}.{name}"
+        if isinstance(function, types.FunctionType):
+            if is_users_file(function.__code__.co_filename):
+                self._note(where, vars(base), name, member)
+                self._named.append(
+                    (function, None if isinstance(member, staticmethod) else owner, title)
+                )
+        elif isinstance(member, (Tensor, *CONTAINERS)) or (is_plain(member) and member is not None):
+            self._variable(where, vars(base), name, member, deeper, (), deeper, depth)
 
     def _variable(
         self,
@@ -280,12 +306,15 @@ class _Search:
         key: Any,
         value: Any,
         read: AbstractSet[str],
-        texts: AbstractSet[str] = frozenset(),
+        texts: Collection[str] = (),
         deeper: AbstractSet[str] = frozenset(),
+        depth: int = 0,
     ) -> None:
         """Note a variable, and what it holds: ``read`` of it, ``deeper`` of what that holds."""
+        # The attributes of a class are another object each time that somebody asks for them.
+        at = title if isinstance(holder, types.MappingProxyType) else holder
         if value is MISSING or not self._is_new(
-            "variable", holder, repr(key), *sorted(read), *sorted(texts)
+            "variable", at, repr(key), *sorted(read), *sorted(texts)
         ):
             return
         if isinstance(value, types.ModuleType):
@@ -294,11 +323,12 @@ class _Search:
         self._note(title, holder, key, value)
         if isinstance(value, torch.optim.Optimizer) and "param_groups" in read:
             for index, group in enumerate(value.param_groups):
-                for name in sorted(texts & group.keys() - {"params"}):
+                for name in sorted(set(texts) & group.keys() - {"params"}):
                     self._note(f"{name!r} of group {index} of {title}", group, name, group[name])
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and "get_last_lr" in read:
             read = read | {"_last_lr"}
-        self._contents(title, value, read, deeper, 0)
+        if depth <= _MAX_DEPTH:
+            self._contents(title, value, read, deeper, depth)
 
     def _contents(
         self, title: str, value: Any, read: AbstractSet[str], deeper: AbstractSet[str], depth: int
@@ -310,6 +340,11 @@ class _Search:
             return
         if callable(value) and not isinstance(value, (type, Tensor, nn.Module)):
             self._named.append((value, None, title))
+        if isinstance(value, (types.MappingProxyType, ChainMap)):  # of dicts that others hold
+            items = _Told(partial(dict, value))
+            self._note(f"the items of {title}", items, "told", items.told)
+            self._objects_in(title, items.told, deeper, depth)
+            return
         value = value.data if isinstance(value, UserDict) else value
         if isinstance(value, CONTAINERS):
             self._items(title, value)
@@ -317,30 +352,12 @@ class _Search:
         elif not is_plain(value) and not isinstance(value, (Tensor, nn.Module)):
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
                 self._named += [(value.forward, None, ""), (value.backward, None, "")]
-            own = _attributes_of(value)
-            for name in sorted(read & own.keys()):
-                if isinstance(value, type) and not is_plain(own[name]):
-                    continue
-                self._note(f"{name!r} of {title}", own, name, own[name])
-                self._deeper(f"{name!r} of {title}", own[name], deeper, depth)
-            for name in sorted(read - own.keys()):
-                if isinstance(getattr(type(value), name, None), types.MemberDescriptorType):
-                    held = getattr(value, name, MISSING)
-                    self._note(f"{name!r} of {title}", value, name, held)
-            if not isinstance(value, (type, *_SIMPLE_FUNCTIONS, types.MethodType)):
-                self._methods(title, value, read - own.keys())
-
-    def _methods(self, title: str, value: Any, names: AbstractSet[str]) -> None:
-        """Look at methods and properties that are read of an object."""
-        kind = type(value)
-        if _is_of_a_library(kind):
-            return
-        made_up = {"__getattr__"} if names else set()
-        for name in sorted(names | made_up):
-            member = inspect.getattr_static(kind, name, None)
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            if isinstance(function, types.FunctionType):
-                self._named.append((function, value, title))
+            self._attributes(
+                value, title, lambda name: f"{name!r} of {title}", read, deeper, depth + 1
+            )
+            made_up = inspect.getattr_static(type(value), "__getattr__", None)
+            if read and isinstance(made_up, types.FunctionType) and not _is_of_a_library(value):
+                self._named.append((made_up, value, title))
 
     def _deeper(self, title: str, value: Any, read: AbstractSet[str], depth: int) -> None:
         if depth < _MAX_DEPTH and self._is_new("inside", value, *sorted(read)):
@@ -355,7 +372,7 @@ class _Search:
 
     def _module(self, title: str, module: types.ModuleType, read: AbstractSet[str]) -> None:
         """Note what is read of a Python module; of libraries, only functions."""
-        is_users = is_users_file(getattr(module, "__file__", None) or "<")
+        is_users = is_users_file(file_of(module))
         for name in sorted(read & vars(module).keys()):
             value = vars(module)[name]
             if isinstance(value, _SIMPLE_FUNCTIONS):
@@ -397,8 +414,14 @@ class _Search:
 def _is_of_a_library(thing: Any) -> bool:
     kind = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
     name = getattr(thing, "__module__", None) or kind.__module__
-    file = getattr(sys.modules.get(name), "__file__", None) or "<"
+    file = file_of(sys.modules.get(name))
     return name != "functools" and (not is_users_file(file) or is_installed_file(file))
+
+
+def _holds_elsewhere(owner: Any, name: str) -> bool:
+    """Tell whether an attribute lies in a slot, of this thread, or in what a proxy stands for."""
+    is_slot = isinstance(getattr(type(owner), name, None), types.MemberDescriptorType)
+    return is_slot or isinstance(owner, (threading.local, *weakref.ProxyTypes))
 
 
 def _attributes_of(owner: Any) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from graphfsdp._capture.python import held
 from graphfsdp._capture.python.code import CLOCKS, INDIRECT, names_in, numbers_in
 from graphfsdp._capture.python.held import MISSING, OWN, SCALARS
 from graphfsdp._capture.python.places import Place, Snapshot
-from graphfsdp._capture.trace.source import is_installed_file, is_users_file
+from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 
 _MAX_DEPTH = 12
 _MAX_FAR = 2
@@ -278,12 +278,12 @@ class _Walk:
     ) -> None:
         """Note what code reads of a module, by the names in it; of libraries only clocks."""
         table = vars(module)
-        if not is_users_file(getattr(module, "__file__", None) or "<"):
+        if not is_users_file(file_of(module)):
             if module.__name__ in ("time", "datetime"):
                 for key in sorted(names & table.keys()):
                     self._clock(table[key], dict.__setitem__, table, key)
             return
-        far += is_installed_file(module.__file__ or "")
+        far += is_installed_file(file_of(module))
         if far > _MAX_FAR:
             return
         mine = {key: table[key] for key in sorted(names & table.keys())}
@@ -295,7 +295,7 @@ class _Walk:
 
     def python_module(self, name: str, module: types.ModuleType, depth: int, far: int) -> None:
         """Note the data of a module that something holds; of libraries nothing."""
-        file = getattr(module, "__file__", None) or "<"
+        file = file_of(module)
         if not is_users_file(file) or is_installed_file(file):
             return
         table = vars(module)
@@ -522,7 +522,7 @@ def _plain_key(key: Any) -> Any:
 
 
 def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
+    return file_of(sys.modules.get(kind.__module__))
 
 
 def _is_descriptor(member: Any) -> bool:

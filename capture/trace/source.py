@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import sysconfig
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,17 +37,29 @@ _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (_TORCH, *_OURS))
 _PYTHON = sysconfig.get_path("stdlib")  # contextlib, copy and the like only pass calls on
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")  # of users, of the system, beside a venv
+# Code that was typed, or given as a text: a prompt, a notebook, `python -c`, exec. Other names in
+# angle brackets are those of code that Python or a library has made.
+_TYPED = ("<stdin>", "<string>", "<console>", "<ipython-input", "<python-input", "<doctest ")
 _NO_SEQUENCE = 2**64 - 1  # what AccumulateGrad has instead of a number of its own
 _READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def is_users_file(file: str) -> bool:
     """Tell whether a code object's file is neither torch's, nor Python's, nor ours."""
-    if file.startswith("<") or file.startswith(_SKIPPED):
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
+    if file.startswith(_SKIPPED):
         return False
     if file.startswith(_PYTHON) and not is_installed_file(file):
         return False
     return str(Path(file).parent) != str(_PACKAGE)
+
+
+def file_of(module: types.ModuleType | None) -> str:
+    """Return the file that a module was read from, or a name in angle brackets."""
+    file: str | None = getattr(module, "__file__", None)
+    is_made_by_hand = getattr(module, "__spec__", module) is None  # as that of a prompt is
+    return file or ("<stdin>" if is_made_by_hand else "<none>")
 
 
 def is_installed_file(file: str) -> bool:

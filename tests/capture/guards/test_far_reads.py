@@ -81,7 +81,7 @@ class Made:
 
 def backward_of_a_function() -> Around:
     loss_fn: Loss = lambda model, x: Doubles.apply(model(x))  # type: ignore[no-untyped-call]  # noqa: E731
-    return Around(loss_fn, *sets(Factor, "weight", 2.0), "'weight' of global variable 'Factor'")
+    return Around(loss_fn, *sets(Factor, "weight", 2.0), "Factor.weight")
 
 
 def frozen_configuration() -> Around:
