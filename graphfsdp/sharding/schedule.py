@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -121,6 +122,7 @@ class Schedule:
         self._prefetched: list[ShardBuffer] = []
         self._reductions: deque[_Reduction] = deque()
         self._task = -1  # the backward pass that is under way, by autograd's number
+        self._passes: list[int] = []  # it and those that it runs inside of, outermost first
         self._iteration_is_over = True
         self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
         self.pool = BufferPool()
@@ -130,9 +132,11 @@ class Schedule:
 
     def enter_forward(self, unit: Scheduled) -> None:
         if is_in_backward():
+            self._follow_backward()
             return
         if not self._inside:
             self.settle()
+            self._passes.clear()  # of passes that have failed
             key = (unit, torch.is_grad_enabled())
             self._forward = self._forwards.setdefault(key, Order())
             self._forward.begin()
@@ -222,6 +226,7 @@ class Schedule:
         All ranks go by the order that they knew before it: some may have come further than others.
         """
         self._task = -1
+        self._passes.clear()
         self._inside.clear()
         for order in (*self._forwards.values(), self._backward):
             order.known = self._known_before.get(order, ())
@@ -270,12 +275,18 @@ class Schedule:
             # A backward pass inside another one, or one that has failed.
             self.settle()
         self._task = task
+        if task not in self._passes:
+            self._passes.append(task)
         self._backward.begin()
-        when_backward_ends(self._end_backward)
+        when_backward_ends(partial(self._end_backward, task))
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, task: int) -> None:
         self._backward.end()
         self.settle()
+        if task in self._passes:
+            del self._passes[self._passes.index(task) :]
+        if self._passes:
+            return  # it ran inside another one (a reentrant checkpoint), which is not over
         for unit in self.units:
             unit.leave_backward()
         if self._iteration_is_over:

@@ -12,7 +12,7 @@ from test_sharded_recompute import Recomputing
 
 import graphfsdp
 from graphfsdp.config import OverlapPolicy
-from ranks import rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Training,
@@ -109,3 +109,22 @@ def test_combinations_change_no_bit(
         request.getfixturevalue(ranks).run(compare, options)
 
     each()
+
+
+@on_ranks("ranks2")
+def test_the_end_of_a_reentrant_checkpoint_is_not_that_of_the_backward_pass() -> None:
+    """Units whose turn is yet to come must not be taken for ones that were skipped."""
+    compare(
+        {
+            "strategy": "optim_grads_params",
+            "outer": "optim",
+            "policy": "bf16_comm",
+            "microbatches": 3,
+            "recomputes": ("block_reentrant", 0.0),
+            "meta": False,
+            "overlap": OverlapPolicy(True, False, True, True),
+            "pool": False,
+            "reshard_after_forward": False,
+            "evaluates": False,
+        }
+    )
