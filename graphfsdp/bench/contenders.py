@@ -123,7 +123,14 @@ def to_bf16(model: nn.Module) -> None:
 class OwnContender(Contender):
     """``graphfsdp.capture`` with FusedAdam; on several ranks the model is sharded."""
 
-    def __init__(self, setting: Setting, scope: Scope, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        scope: Scope,
+        *,
+        compiled: bool = False,
+        compile: bool | str = False,  # noqa: A002 (as capture has it)
+    ) -> None:
         model = initial_model(setting)
         policy: MixedPrecisionPolicy | None = None
         if setting.ranks.launched:
@@ -145,6 +152,7 @@ class OwnContender(Contender):
             warmup_steps=WARMUP_STEPS,
             max_grad_norm=MAX_GRAD_NORM,
             mp_policy=policy,
+            compile=compile,
         )
 
     def train(self, batch: Batch) -> Tensor:  # [] float32 loss
