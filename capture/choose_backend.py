@@ -28,9 +28,9 @@ def make_backend(
     if compile is not Compile.OFF:
         if name == "cuda":
             raise ConfigError(
-                f"compile={compile.value!r} compiles a recording of operators, which there is on a "
-                "CPU alone; a CUDA graph holds kernels. Remedy: capture(torch.compile(model), ...): "
-                "its kernels are captured"
+                f"compile={compile.value!r} compiles recorded operators, which there are on a CPU "
+                "alone; a CUDA graph holds kernels. Remedy: capture(torch.compile(model), ...), "
+                "whose kernels are captured"
             )
         require_compiler()
     return CudaGraphBackend(device) if name == "cuda" else CpuGraphBackend(device, compile=compile)

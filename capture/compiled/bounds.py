@@ -11,7 +11,8 @@ sums eager mode keeps in float32 too.
 Integers, booleans, step counts and the state of generators must be equal.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -23,42 +24,69 @@ BOUNDS: Mapping[torch.dtype, float] = MappingProxyType(
         torch.float32: 2.0**-16,
         torch.float16: 2.0**-7,
         torch.bfloat16: 2.0**-4,
+        torch.float8_e4m3fn: 2.0**-2,
     }
 )
 
-
-def is_compared_by_bound(dtype: torch.dtype) -> bool:
-    return dtype in BOUNDS
+_MAIN = "main_param"
 
 
 def largest(tensor: Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
     if not tensor.numel():
         return 0.0
-    finite = tensor.abs().nan_to_num(0.0, 0.0, 0.0)
+    finite = tensor.double().abs().nan_to_num(0.0, 0.0, 0.0)
     return float(finite.max())
 
 
 def beyond(
     expected: Tensor,  # [...]
     got: Tensor,  # [...]
-    scale: float,
-    dtype: torch.dtype | None = None,
+    allowed: float,
 ) -> Tensor:
-    """Return [...] bool: which elements differ by more than the bound times ``scale``.
-
-    ``dtype``: the coarsest that had a part in them, if it is not their own. NaN equals NaN, and
-    an infinity itself.
-    """
-    if not is_compared_by_bound(expected.dtype):
+    """Return [...] bool: which elements differ by more; no integer may, and NaN equals NaN."""
+    if not expected.is_floating_point():
         return expected != got
-    allowed = BOUNDS[dtype or expected.dtype] * scale
     left, right = expected.double(), got.double()
     same = (left == right) | (left.isnan() & right.isnan())
     return ~(same | ((left - right).abs() <= allowed))
 
 
-def coarsest(dtypes: "set[torch.dtype]") -> torch.dtype | None:
-    """Return that of the widest bound, None if none of them has one."""
-    known = [dtype for dtype in dtypes if dtype in BOUNDS]
-    return max(known, key=lambda dtype: BOUNDS[dtype], default=None)
+def bound_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the widest bound of some dtypes, 0 if none of them has one."""
+    return max((BOUNDS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+
+
+def allowances(
+    expected: Mapping[str, Tensor], before: Mapping[str, Tensor], bound: float
+) -> dict[str, float]:
+    """Return how far each tensor of a verification may be from another run's; see Note [The bound].
+
+    Weights may differ by two steps more: where a gradient is nothing but rounding, Adam makes a
+    whole step of it, in either direction. ``before`` has them as they were before the iteration.
+    """
+    scales: dict[str, float] = {}
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
+            kind = _kind(name)
+            scales[kind] = max(scales.get(kind, 0.0), largest(tensor))
+    allowed = {}
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
+            allowed[name] = max(bound, bound_of([tensor.dtype])) * scales[_kind(name)]
+            if name in before:
+                step = largest(tensor.double() - before[name].double())
+                allowed[name] += 2 * step
+        elif _MAIN in name:  # the low halves of main weights are no numbers
+            allowed[name] = math.inf
+    return allowed
+
+
+def is_weight(name: str) -> bool:
+    """Tell whether a tensor of a verification is one that an optimizer steps."""
+    return name.startswith("parameter ") or _MAIN in name
+
+
+def _kind(name: str) -> str:
+    """Return what tensors have in common that are on one scale: gradients, a kind of state."""
+    return name.partition(" of ")[0]

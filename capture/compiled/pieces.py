@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphfsdp._capture.compiled.bounds import bound_of
 from graphfsdp._capture.compiled.cutting import Cutter, Stretch, touches
 from graphfsdp._capture.compiled.stretch_graph import Bases, StretchGraph
 from graphfsdp._capture.trace.values import Node, Value
@@ -41,6 +42,12 @@ class Piece:
     graph: StretchGraph
     results: list[Value]
     views: list[Node]
+
+    @property
+    def bound(self) -> float:
+        """How far its results may be from the recorded operators', by the dtypes in it."""
+        values = (value for node in self.stretch.nodes for value in touches(node))
+        return bound_of(value.geometry[3] for value in values)
 
     def node(self, function: Any) -> Node:
         """Return the node that calls ``function`` in place of the stretch."""
@@ -94,9 +101,7 @@ class _Needs:
         return [(value, is_plain) for at, value, is_plain in self._uses if at > index]
 
 
-def _make_piece(
-    stretch: Stretch, index: int, needs: _Needs, bases: Bases
-) -> Piece:
+def _make_piece(stretch: Stretch, index: int, needs: _Needs, bases: Bases) -> Piece:
     here = {id(node) for node in stretch.nodes}
     seen = {id(value) for node in stretch.nodes for value in node.outputs if value is not None}
     results: dict[int, Value] = {}

@@ -34,9 +34,7 @@ class StretchGraph:
         refused: Why a node cannot be compiled, by its id; if there are any, the rest is void.
     """
 
-    def __init__(
-        self, nodes: Sequence[Node], bases: Bases, results: Sequence[Value]
-    ) -> None:
+    def __init__(self, nodes: Sequence[Node], bases: Bases, results: Sequence[Value]) -> None:
         """``results`` are among the bases."""
         self.inputs: list[Value] = []
         self.constants: list[Tensor] = []

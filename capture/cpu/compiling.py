@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.compiled.bounds import beyond, coarsest, largest
+from graphfsdp._capture.compiled.bounds import beyond, largest
 from graphfsdp._capture.compiled.cutting import Stretch
 from graphfsdp._capture.compiled.inductor import Compiled, compile_graph
 from graphfsdp._capture.compiled.pieces import Piece, find_pieces
@@ -47,8 +48,23 @@ class Recorded:
     how: Compile
 
 
-def compile_program(recorded: Recorded, as_today: Replay) -> tuple[Replay | None, tuple[str, ...]]:
-    """Return the program with compiled pieces, None if there are none; and what became of it.
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What became of a program.
+
+    Attributes:
+        replay: With compiled pieces; None if there are none.
+        lines: What was compiled and what was not, in words.
+        bound: See bounds.py; 0 if there are no pieces.
+    """
+
+    replay: Replay | None
+    lines: tuple[str, ...]
+    bound: float
+
+
+def compile_program(recorded: Recorded, as_today: Replay) -> CompiledProgram:
+    """Compile what can be.
 
     Note [Trial]: today's program runs once from the present state. Then the same runs as pieces,
     each of them twice from the same memory: compiled, and as the recorded operators, with which
@@ -68,7 +84,7 @@ class _Compiling:
         self._failures: dict[int, str] = {}
         self._items: list[Stretch | Piece] = []
 
-    def run(self) -> tuple[Replay | None, tuple[str, ...]]:
+    def run(self) -> CompiledProgram:
         started = time.perf_counter()
         program = self._program
         roots = [*program.outputs, *program.escapes]
@@ -79,8 +95,10 @@ class _Compiling:
             self._try(eager, written, restore)
             compiled_s = time.perf_counter() - started
             slower = self._drop_slower(restore)
-        facts = self._facts(compiled_s, slower)
-        return (self._build() if self._functions else None), facts
+        kept = [item for index, item in enumerate(self._items) if index in self._functions]
+        bound = max((item.bound for item in kept if isinstance(item, Piece)), default=0.0)
+        replay = self._build() if kept else None
+        return CompiledProgram(replay, self._facts(compiled_s, slower), bound)
 
     def _compile_all(self) -> dict[int, Any]:
         pieces = {i: item for i, item in enumerate(self._items) if isinstance(item, Piece)}
@@ -93,7 +111,9 @@ class _Compiling:
                 len(piece.stretch.nodes),
             )
             graph = piece.graph
-            eager[index] = torch.fx.GraphModule(torch.nn.Module(), copy.deepcopy(graph.module.graph))
+            eager[index] = torch.fx.GraphModule(
+                torch.nn.Module(), copy.deepcopy(graph.module.graph)
+            )
             try:
                 self._functions[index] = compile_graph(graph)
             except Exception as error:  # whatever it is, it runs as today
@@ -159,7 +179,7 @@ class _Compiling:
             which = (turn + turn // 2) % 2
             times.clear()
             _run(replays[which])
-            runs[which].append([b - a for a, b in zip(times, times[1:], strict=False)])
+            runs[which].append([b - a for a, b in pairwise(times)])
             restore()
         before = len(self._functions)
         for index in list(self._functions):
@@ -242,6 +262,7 @@ class _Trial:
         }
         inputs = enumerate(piece.graph.inputs)
         self._written = [index for index, value in inputs if id(value.storage) in written]
+        self._bound = piece.bound
         self._forms = [value.geometry for value in piece.results]
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -267,16 +288,14 @@ class _Trial:
             if (tuple(tensor.shape), tuple(tensor.stride())) != form[1:3]:
                 self._fail("a result has other strides")
                 return
-        dtype = coarsest({tensor.dtype for tensor in expected})
         scales = [largest(tensor) if tensor.dtype.is_floating_point else 0.0 for tensor in expected]
         joint = max(scales, default=0.0)
         for scale, one, other in zip(scales, expected, got, strict=True):
             # What steps computes each element by itself; what differentiates has sums that vanish.
-            allowed = joint if self._before_commit else scale
-            wrong = beyond(one, other, allowed, dtype)
-            if wrong.any():
+            size = joint if self._before_commit else scale
+            if beyond(one, other, self._bound * size).any():
                 gap = float((one.double() - other.double()).abs().max())
-                self._fail(f"it computes something else (by {gap:.2g}, where {allowed:.2g} is)")
+                self._fail(f"it computes something else, by {gap:.2g} where {size:.2g} is largest")
                 return
 
 
@@ -315,5 +334,3 @@ def _nothing() -> None:
 
 def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
-
-

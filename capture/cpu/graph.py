@@ -155,9 +155,9 @@ class CpuGraph:
         recorded, self._recorded = self._recorded, None
         if recorded is None or self._replay is None:
             return
-        compiled, lines = compile_program(recorded, self._replay)
-        self._replay = compiled or self._replay
-        self.facts = replace(self.facts, compiled=lines)
+        made = compile_program(recorded, self._replay)
+        self._replay = made.replay or self._replay
+        self.facts = replace(self.facts, compiled=made.lines, bound=made.bound)
 
     def measure(self) -> tuple[float, ...]:
         """Run a few replays, undo each bit for bit, and return the median times of each node.

@@ -128,7 +128,9 @@ class ProgramBuilder:
         *,
         poisons: bool = False,
     ) -> None:
-        """``scratch`` are tensors from before the recording whose old contents nobody needs, ``arena``
+        """Plan the program's memory.
+
+        ``scratch`` are tensors from before the recording whose old contents nobody needs, ``arena``
         is memory that no other program needs between two replays. ``poisons``, for tests: fill all
         memory of the program with NaN patterns before each replay, and again after its last use.
         """

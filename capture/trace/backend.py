@@ -26,6 +26,7 @@ class GraphFacts:
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
         compiled: What was compiled, and what runs as it was recorded, in words.
+        bound: How far compiled replays may be from eager; 0: equal bit for bit.
     """
 
     num_nodes: int | None
@@ -36,6 +37,7 @@ class GraphFacts:
     num_escapes: int = 0
     program: ProgramFacts | None = None
     compiled: tuple[str, ...] = ()
+    bound: float = 0.0
 
 
 class Effect(enum.Enum):
