@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from graphfsdp._capture.compiled.repeats import layer_borders
 from graphfsdp._capture.trace.values import Node, Value, values_in
 from graphfsdp.base.op_tensors import OpCall, is_empty
 
@@ -46,9 +47,9 @@ class Cutter:
     """
 
     def __init__(self, nodes: Sequence[Node], commit_node: int | None) -> None:
-        """A stretch never goes across ``commit_node``: before it replays can be undone."""
+        """No stretch goes across ``commit_node``, before which replays can be undone."""
         self._nodes = nodes
-        self._commit_node = commit_node
+        self._borders = {commit_node, *layer_borders(nodes)}
         self._mixed = _storages_of_several_dtypes(nodes)
 
     def cut(self, refused: Mapping[int, str]) -> list[Stretch]:
@@ -63,7 +64,7 @@ class Cutter:
             current = Stretch(next_start, [])
 
         for index, node in enumerate(self._nodes):
-            if index == self._commit_node:
+            if index in self._borders:
                 end(index)
             reason = refused.get(id(node)) or self._reason(node)
             if not reason:

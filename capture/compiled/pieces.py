@@ -114,7 +114,9 @@ def _make_piece(stretch: Stretch, index: int, needs: _Needs, bases: Bases) -> Pi
             results[id(base)] = base
         if is_plain and id(value) in seen and value is not base:
             views[id(value)] = _view(value, base)
-    outputs = list(results.values())
+    # In the order in which they are made, which is the same in equal layers.
+    order = {id(value): n for n, node in enumerate(stretch.nodes) for value in node.outputs}
+    outputs = sorted(results.values(), key=lambda value: order[id(value)])
     return Piece(stretch, StretchGraph(stretch.nodes, bases, outputs), outputs, [*views.values()])
 
 

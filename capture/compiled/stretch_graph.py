@@ -51,8 +51,11 @@ class StretchGraph:
             for node in nodes:
                 try:
                     self._add(node)
+                except _UnlikeError as error:
+                    self.refused[id(node)] = str(error)
+                    self._fill_in(node)
                 except Exception as error:
-                    self.refused[id(node)] = f"{type(error).__name__}: {error}".split("\n")[0]
+                    self.refused[id(node)] = f"raises {in_one_line(error)}"
                     self._fill_in(node)
         self._graph.output(tuple(self._entries[id(value)] for value in results))
         self.module = fx.GraphModule(torch.nn.Module(), self._graph)
@@ -148,10 +151,10 @@ class StretchGraph:
         told = [step for size, step in zip(fake.shape, fake.stride(), strict=True) if size != 1]
         real = [step for size, step in zip(shape, stride, strict=True) if size != 1]
         if tuple(fake.shape) != shape or fake.dtype != dtype or (told != real and fake.numel()):
-            raise ValueError(f"its result has strides {stride}, and its description others")
+            raise _UnlikeError("has a result of other strides than its description")
         base = self._bases[id(value.storage)][0].geometry
         if value.geometry[0] < base[0] or _end(value.geometry) > _end(base) or base[0]:
-            raise ValueError("its result begins or ends inside of other memory")
+            raise _UnlikeError("has a result that is a part of its memory")
 
     def _fill_in(self, node: Node) -> None:
         """Go on after a node that is refused, to find all others that are."""
@@ -178,6 +181,14 @@ class StretchGraph:
             scalar = self._emit(_ATEN.as_strided.default, entry, list(shape), list(stride))
             self._scalars[entry] = scalar
         return scalar
+
+
+class _UnlikeError(Exception):
+    """An operator returns something else than a compiler is told."""
+
+
+def in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 def _end(geometry: Geometry) -> int:

@@ -26,18 +26,22 @@ def derive(base: Any, known: Geometry, wanted: Geometry, emit: Emit) -> Any:
     first = offset - known[0]
     if known[3:] != wanted[3:] or first < 0 or first + span(shape, stride) > span(*known[1:3]):
         raise ValueError("a view reaches beyond the tensor that it is taken from")
-    # What is repeated is cut first and then repeated.
+    num = span(shape, stride)
+    view = base
+    if is_contiguous(known[1], known[2]):
+        view = emit(_ATEN.view.default, base, [-1])
+        if num != torch.Size(known[1]).numel():
+            view = emit(_ATEN.slice.Tensor, view, 0, first, first + num)
+    elif first:
+        raise ValueError("a view begins inside of a tensor with gaps")
+    # What is repeated is taken once, and repeated then.
     cut = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
     order = sorted(range(len(cut)), key=lambda dim: (-stride[dim], dim))
     sorted_shape = [cut[dim] for dim in order]
-    if not is_contiguous(known[1], known[2]) or not is_contiguous(
-        sorted_shape, [stride[dim] for dim in order]
-    ):
-        return emit(_ATEN.as_strided.default, base, list(shape), list(stride), first)
-    num = torch.Size(cut).numel()
-    view = emit(_ATEN.view.default, base, [-1])
-    if num != torch.Size(known[1]).numel():
-        view = emit(_ATEN.slice.Tensor, view, 0, first, first + num)
+    is_dense = view is not base and is_contiguous(sorted_shape, [stride[dim] for dim in order])
+    if not is_dense:
+        # Without an offset, which would count from where the input's own memory begins.
+        return emit(_ATEN.as_strided.default, view, list(shape), list(stride))
     view = emit(_ATEN.view.default, view, sorted_shape)
     if order != sorted(order):
         view = emit(_ATEN.permute.default, view, [order.index(dim) for dim in range(len(order))])
@@ -87,5 +91,15 @@ def _whole(group: Sequence[Value]) -> Value:
         offset, shape, stride, *_ = value.geometry
         if offset == first and is_contiguous(shape, stride) and span(shape, stride) == stop - first:
             return value
-    dtype = group[0].geometry[3]
-    return Value(group[0].storage, (first, (stop - first,), (1,), dtype, False, False), None)
+    return _stretch_of(group[0], first, stop)
+
+
+def flat(value: Value) -> Value:
+    """Return all memory from the first to the last element of a value."""
+    first, shape, stride, *_ = value.geometry
+    return _stretch_of(value, first, first + span(shape, stride))
+
+
+def _stretch_of(value: Value, first: int, stop: int) -> Value:
+    geometry = (first, (stop - first,), (1,), value.geometry[3], False, False)
+    return Value(value.storage, geometry, None)

@@ -18,7 +18,8 @@ from graphfsdp._capture.compiled.bounds import beyond, largest
 from graphfsdp._capture.compiled.cutting import Stretch
 from graphfsdp._capture.compiled.inductor import Compiled, compile_graph
 from graphfsdp._capture.compiled.pieces import Piece, find_pieces
-from graphfsdp._capture.compiled.views import regions
+from graphfsdp._capture.compiled.stretch_graph import in_one_line
+from graphfsdp._capture.compiled.views import flat, regions
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
 from graphfsdp._capture.trace.values import Node, materialise, values_among
@@ -117,7 +118,7 @@ class _Compiling:
             try:
                 self._functions[index] = compile_graph(graph)
             except Exception as error:  # whatever it is, it runs as today
-                self._failures[index] = _in_one_line(error)
+                self._failures[index] = in_one_line(error)
         return eager
 
     def _written(self) -> list[Tensor]:
@@ -128,7 +129,8 @@ class _Compiling:
             for value in values_among(OpCall(node.op, node.args, node.kwargs).written_arguments())
             if value.storage.external
         ]
-        return [materialise(whole, whole.storage.get()) for whole, _ in regions(values)]
+        # With the gaps: torch's fused kernels write there.
+        return [materialise(flat(whole), whole.storage.get()) for whole, _ in regions(values)]
 
     def _try(
         self, eager: dict[int, Any], written: Sequence[Tensor], restore: Callable[[], None]
@@ -273,7 +275,7 @@ class _Trial:
             results = self._function([*inputs])
             got = [*results, *(tensor.clone() for tensor in written)]
         except Exception as error:
-            self._fail(_in_one_line(error))
+            self._fail(in_one_line(error))
         _put_back(written, before)
         expected = list(self._eager(*inputs))
         if got is not None:
@@ -330,7 +332,3 @@ def _run(replay: Replay) -> list[Tensor]:
 
 def _nothing() -> None:
     return None
-
-
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
