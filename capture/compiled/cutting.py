@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from graphfsdp._capture.compiled.repeats import layer_borders
-from graphfsdp._capture.trace.values import Node, Value, values_in
+from graphfsdp._capture.trace.values import Geometry, Node, Value, values_in
 from graphfsdp.base.op_tensors import OpCall, is_empty
 
 # A call of a compiled piece costs about as much as so many operators.
@@ -86,12 +86,11 @@ class Cutter:
             return "has a result whose shape depends on numbers"
         if node.op._schema.name.startswith("aten::_fused_"):
             return "is one kernel already"
-        for value in touches(node):
-            _, _, _, dtype, conj, neg = value.geometry
-            if conj or neg or dtype.is_complex:
-                return "computes with complex numbers"
-            if id(value.storage) in self._mixed:
-                return "looks at memory as several dtypes"
+        values = list(touches(node))
+        if any(conj or neg or dtype.is_complex for *_, dtype, conj, neg in map(_geometry, values)):
+            return "computes with complex numbers"
+        if any(id(value.storage) in self._mixed for value in values):
+            return "looks at memory as several dtypes"
         return ""
 
 
@@ -139,6 +138,10 @@ def _bare(node: Node) -> Node:
     arguments = [list(shape), list(stride)]
     kwargs = {"dtype": dtype}
     return replace(node, op=_EMPTY, args=arguments, kwargs=kwargs, touched=[value.storage])
+
+
+def _geometry(value: Value) -> Geometry:
+    return value.geometry
 
 
 def _storages_of_several_dtypes(nodes: Sequence[Node]) -> set[int]:
