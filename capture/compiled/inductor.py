@@ -49,11 +49,24 @@ def compile_graph(graph: StretchGraph) -> Compiled:
     Raises:
         Exception: whatever Inductor raises.
     """
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # what torch says of its own parts, imports included
+        found = _compile(graph)
+    if len(found) != 1 or found[0][1] != len(graph.fakes):
+        raise RuntimeError("Inductor wants other inputs than the recording has")
+    function = getattr(found[0][0], "current_callable", None)
+    if function is None:
+        raise RuntimeError("Inductor made no function")
+    return lambda inputs: list(function(inputs))
+
+
+def _compile(graph: StretchGraph) -> list[tuple[Any, int]]:
+    """Return what Inductor has made, each with its number of inputs."""
     import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    found: list[Any] = []
+    found: list[tuple[Any, int]] = []
 
     def inner(module: Any, examples: Any, **options: Any) -> Any:
         output = compile_fx_inner(module, examples, **options)
@@ -63,13 +76,6 @@ def compile_graph(graph: StretchGraph) -> Compiled:
     # The number of threads is part of the code, and so of the cache's key.
     options = {**_OPTIONS, "cpp.threads": torch.get_num_threads()}
     # The graph that is given is not traced from code, so a cache by code would mix up graphs.
-    own_cache = functorch_config.patch(enable_autograd_cache=False)
-    with warnings.catch_warnings(), torch.no_grad(), own_cache, config.patch(options):
-        warnings.simplefilter("ignore")
+    with functorch_config.patch(enable_autograd_cache=False), config.patch(options):
         compile_fx(graph.module, list(graph.fakes), inner_compile=inner)
-    if len(found) != 1 or found[0][1] != len(graph.fakes):
-        raise RuntimeError("Inductor wants other inputs than the recording has")
-    function = getattr(found[0][0], "current_callable", None)
-    if function is None:
-        raise RuntimeError("Inductor made no function")
-    return lambda inputs: list(function(inputs))
+    return found

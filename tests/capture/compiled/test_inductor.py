@@ -58,7 +58,7 @@ def test_training_is_within_the_bound_of_eager() -> None:
     )
     assert_within_a_third_of_the_bound(expected, got, BOUNDS[torch.float32])
     assert got.report is not None
-    assert "nodes in 1 pieces" in got.report.compiled[0]
+    assert "nodes in 1 pieces" in got.report.compiled[0], got.report.compiled
 
 
 @needs_compiler
@@ -80,7 +80,8 @@ def test_verification_is_by_the_bound(dtype: torch.dtype, compiles: bool | str) 
         assert losses == sorted(losses, reverse=True)
         step.verify(2)
         assert float(step(x)) < losses[-1]
-        assert "0 of" not in step.report().compiled[0] or compiles == "auto"
+        lines = step.report().compiled
+        assert not lines[0].startswith("0 of") or compiles == "auto", lines
         with torch.no_grad():
             kept = model[0].weight.clone()
         evaluated = [float(step.evaluate(x)) for _ in range(3)]
