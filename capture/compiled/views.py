@@ -27,6 +27,8 @@ def derive(base: Any, known: Geometry, wanted: Geometry, emit: Emit) -> Any:
     if known[3:] != wanted[3:] or first < 0 or first + span(shape, stride) > span(*known[1:3]):
         raise ValueError("a view reaches beyond the tensor that it is taken from")
     num = span(shape, stride)
+    if not num:
+        return emit(_ATEN.new_empty.default, base, list(shape))
     view = base
     if is_contiguous(known[1], known[2]):
         view = emit(_ATEN.view.default, base, [-1])
@@ -70,12 +72,17 @@ def regions(values: Iterable[Value]) -> Iterator[tuple[Value, list[Value]]]:
     groups: list[list[Value]] = []
     for found in by_storage.values():
         end = -1
+        current: list[Value] = []
         for value in sorted(found.values(), key=lambda each: each.geometry[0]):
             offset, shape, stride, *_ = value.geometry
             length = span(shape, stride)
-            if offset >= end or not length:
-                groups.append([])
-            groups[-1].append(value)
+            if not length:
+                groups.append([value])
+                continue
+            if offset >= end:
+                current = []
+                groups.append(current)
+            current.append(value)
             end = max(end, offset + length)
     groups.sort(key=lambda group: min(first_use[id(value)] for value in group))
     for group in groups:

@@ -39,13 +39,17 @@ _LR_WARMUP_STEPS = 10
 
 @dataclass(frozen=True)
 class Setting:
-    """``seed`` decides the initial weights, which are the same for every contender and rank."""
+    """``seed`` decides the initial weights, which are the same for every contender and rank.
+
+    ``compile`` is how the contender that compiles a recording does it.
+    """
 
     case: Case
     device: torch.device
     seed: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     strategy: ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
+    compile: bool | str = "auto"
 
     @property
     def bf16(self) -> bool:
@@ -129,7 +133,7 @@ class OwnContender(Contender):
         scope: Scope,
         *,
         compiled: bool = False,
-        compile: bool | str = False,  # noqa: A002 (as capture has it)
+        compiles_recording: bool = False,
     ) -> None:
         model = initial_model(setting)
         policy: MixedPrecisionPolicy | None = None
@@ -152,7 +156,7 @@ class OwnContender(Contender):
             warmup_steps=WARMUP_STEPS,
             max_grad_norm=MAX_GRAD_NORM,
             mp_policy=policy,
-            compile=compile,
+            compile=setting.compile if compiles_recording else False,
         )
 
     def train(self, batch: Batch) -> Tensor:  # [] float32 loss
@@ -323,6 +327,12 @@ CONTENDERS = (
         "full_iteration",
         "graphfsdp with the whole iteration in one graph",
         functools.partial(OwnContender, scope=Scope.FULL_ITERATION),
+    ),
+    ContenderSpec(
+        "compiled_recording",
+        "graphfsdp with the whole iteration in one graph, which is compiled (--compile); on a CPU",
+        functools.partial(OwnContender, scope=Scope.FULL_ITERATION, compiles_recording=True),
+        compiles=True,
     ),
     ContenderSpec(
         "compile_full_iteration",

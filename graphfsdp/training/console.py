@@ -92,6 +92,7 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     scope: str = config.cuda_graph_scope
     if scope != "none":
         scope += f" after {config.cuda_graph_warmup_steps} warm-up iterations"
+        scope += "" if config.compile == "off" else f", compiled ({config.compile})"
     facts = [
         ("versions", _describe_versions()),
         ("device", _describe_device(run.device)),

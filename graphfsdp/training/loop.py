@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 import graphfsdp
+from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
