@@ -70,7 +70,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
             out.line(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
         for line in lines:
             out.line(line)
-        with out.progress:
+        with out.progress, telling(out.say):
             out.advance(start.iteration)
             metrics = _iterate(run, out, directory, checkpoints, start, log)
         checkpoints.close()
