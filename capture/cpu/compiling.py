@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -145,7 +146,7 @@ class _Compiling:
                 eager[index],
                 before_commit=self._recorded.commit_node is None
                 or piece.stretch.start < self._recorded.commit_node,
-                fail=lambda why, index=index: self._failures.setdefault(index, why),
+                fail=partial(self._failures.setdefault, index),
             )
         got = [*_run(self._build(trials)), *written]
         for one, other in zip(expected, got, strict=True):

@@ -106,7 +106,8 @@ class Mixed(nn.Module):
         turned = torch.view_as_complex(hidden.view(-1, WIDTH // 2, 2)) * (1 + 1j)
         kept = torch.bernoulli(hidden.detach().sigmoid())  # of numbers that the model computes
         hidden = torch.view_as_real(turned).flatten(1) * kept + 0.1 * noise
-        return self.last(torch.nn.functional.gelu(hidden).sin()).exp().square().mean()
+        out: Tensor = self.last(torch.nn.functional.gelu(hidden).sin()).exp().square().mean()
+        return out
 
 
 @torch.library.custom_op("tests_compiled::doubled", mutates_args=())
@@ -209,7 +210,7 @@ def test_auto_drops_what_is_slower() -> None:
 
 
 def test_a_compiled_replay_that_fails_is_undone() -> None:
-    failing = []
+    failing: list[bool] = []
 
     def brittle(inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
         if failing:
