@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 import graphfsdp
 from compiling import assert_within_a_third_of_the_bound
+from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.compiled.bounds import BOUNDS
+from graphfsdp.config import Compile
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, quick_garbage_collection, run
 from zoo_models import WIDTH
@@ -101,3 +103,8 @@ def test_no_compiler_is_an_error_of_our_own() -> None:
         ),
     ):
         graphfsdp.capture(model, FusedAdam(model.parameters()), compile=True)
+
+
+def test_it_is_refused_on_cuda() -> None:
+    with pytest.raises(graphfsdp.ConfigError, match=r"Remedy: capture\(torch\.compile\(model\)"):
+        make_backend("auto", torch.device("cuda", 0), Compile.ON)
