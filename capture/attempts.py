@@ -46,7 +46,10 @@ class Attempts:
         ``tried``: what the iteration moves in Python was tried further on, and does not matter.
         """
         try:
-            return self._run(recording, captures=captures, notes=notes, tried=tried)
+            results = self._run(recording, captures=captures, notes=notes, tried=tried)
+            if recording.graph is not None:
+                recording.graph.compile()
+            return results
         except _PythonMovedError as moved:
             stands_still = self._try_future(recording, moved)
         except _WarmUpOnceMoreError:

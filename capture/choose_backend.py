@@ -2,13 +2,19 @@
 
 import torch
 
+from graphfsdp._capture.compiled.inductor import require_compiler
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp.config import Compile
 from graphfsdp.errors import ConfigError
 
 
-def make_backend(name: str, device: torch.device) -> GraphBackend:
+def make_backend(
+    name: str,
+    device: torch.device,
+    compile: Compile = Compile.OFF,  # noqa: A002 (as torch has it)
+) -> GraphBackend:
     """Make the backend of a name: "auto", "cuda" or "cpu"."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"unknown backend {name!r}; expected 'auto', 'cuda' or 'cpu'")
@@ -19,4 +25,12 @@ def make_backend(name: str, device: torch.device) -> GraphBackend:
             f"the {name!r} backend cannot capture a model on {device}; expected a model on one "
             f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
         )
-    return CudaGraphBackend(device) if name == "cuda" else CpuGraphBackend(device)
+    if compile is not Compile.OFF:
+        if name == "cuda":
+            raise ConfigError(
+                f"compile={compile.value!r} compiles recorded operators, which there are on a CPU "
+                "alone; a CUDA graph holds kernels. Remedy: capture(torch.compile(model), ...), "
+                "whose kernels are captured"
+            )
+        require_compiler()
+    return CudaGraphBackend(device) if name == "cuda" else CpuGraphBackend(device, compile=compile)

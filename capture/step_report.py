@@ -75,6 +75,7 @@ def make_report(
         num_escapes=facts.num_escapes,
         inputs={} if inputs is None else inputs.describe(),
         without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
+        compiled=facts.compiled,
         node_us=node_us,
         program=facts.program,
         names=MemoryNames(_named_tensors(engine, inputs)),

@@ -1,13 +1,15 @@
-"""Replays beside eager runs from the same state, compared bit for bit."""
+"""Replays beside eager runs from the same state, compared bit for bit, or by a bound."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.compiled.bounds import allowances, beyond, is_weight
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.python.future import REMEDY as MOVING_REMEDY
 from graphfsdp._capture.python.places import Move
@@ -69,11 +71,14 @@ class Verifier:
         graph = recording.graph
         assert graph is not None
         attempt = self._engine.attempt()
+        bound = graph.facts.bound
+        before = _weights_of(self._engine) if bound else {}
         try:
             expected = self._run_eagerly(recording, python)
             with attempt.watching():
                 results = graph.replay()
-            difference = first_difference(expected, _state_of(self._engine, results))
+            allowed = allowances(expected, before, bound) if bound else {}
+            difference = first_difference(expected, _state_of(self._engine, results), allowed)
             if difference is None:
                 self._ranks.settle()
                 return results
@@ -114,7 +119,7 @@ class Verifier:
     def _first_other_node(self, recording: Recording, graph: Graph) -> NodeFacts | None:
         """Return the first node of the program that computes something else than eager does."""
         program = graph.facts.program
-        if program is None or self._engine.backend.name != "cpu":
+        if program is None or self._engine.backend.name != "cpu" or graph.facts.bound:
             return None
         eager, replayed = OpDigests(), OpDigests()
         with self._engine.attempt().undone(), eager:
@@ -224,14 +229,25 @@ def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:
     return {name: local_part(tensor).detach().clone() for name, tensor in tensors()}
 
 
-def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Difference | None:
-    """Return the first tensor that differs, or is on one side only; NaN is equal to NaN."""
+def _weights_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: each for name, each in _state_of(engine, ()).items() if is_weight(name)}
+
+
+def first_difference(
+    left: Mapping[str, Tensor],
+    right: Mapping[str, Tensor],
+    allowed: Mapping[str, float] = MappingProxyType({}),
+) -> Difference | None:
+    """Return the first tensor that differs, or is on one side only; NaN is equal to NaN.
+
+    ``allowed``: by how much some may.
+    """
     for name in (*left, *(name for name in right if name not in left)):
         one, other = left.get(name), right.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             numel = (one if one is not None else right[name]).numel()
             return Difference(name, numel, numel, math.nan)
-        unequal = _unequal(one, other)
+        unequal = beyond(one, other, allowed[name]) if name in allowed else _unequal(one, other)
         if unequal.any():
             gap = (_wide(one)[unequal] - _wide(other)[unequal]).abs().max()
             return Difference(name, int(unequal.sum()), one.numel(), float(gap))

@@ -15,7 +15,7 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
+from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
@@ -82,6 +82,7 @@ def capture(
     example_batch: object = None,
     verify: int = 0,
     backend: str = "auto",
+    compile: bool | str = False,  # noqa: A002 (as torch has it)
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> CapturedStep:
     """Turn a model and its optimizer into a step that trains with one graph launch.
@@ -128,6 +129,9 @@ def capture(
         verify: Compare this many replays of each graph with an eager run from the same state, bit
             for bit; see ``CapturedStep.verify``.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
+        compile: On a CPU, compile the recording to C++ by Inductor: True, or "auto", which times
+            each piece and keeps what is faster. Replays then equal eager within a bound, not bit
+            for bit (docs/compile.md).
         mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
 
     Returns:
@@ -147,6 +151,7 @@ def capture(
         max_graphs=max_graphs,
         verify=verify,
     )
+    compiles = Compile.parse(compile)
     together = one_module(model)
     inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]
     refuse_other_types(loss_fn, mp_policy)
@@ -164,7 +169,7 @@ def capture(
             refuse_foreign_optimizer(together, item)
     named_params = trainable_of_all(together, inner)
     refuse_unreduced_parameters(together, named_params)
-    graph_backend = make_backend(backend, only_device(together, named_params))
+    graph_backend = make_backend(backend, only_device(together, named_params), compiles)
     if options.scope is not Scope.NONE:
         refuse_compiled_modules(together, graph_backend.device)
     adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])

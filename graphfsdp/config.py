@@ -43,6 +43,14 @@ class OnChange(_Choice):
     EAGER = "eager"  # run this call without a graph, and keep the graph
 
 
+class Compile(_Choice):
+    """Whether a recording is compiled."""
+
+    OFF = False
+    ON = True
+    AUTO = "auto"  # what is faster, piece by piece
+
+
 class ShardingStrategy(enum.Enum):
     """What is cut into one part per rank. The numbers are those of the ZeRO stages."""
 

@@ -7,14 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.cpu.compiling import Recorded, compile_program
 from graphfsdp._capture.cpu.memory import Arena
-from graphfsdp._capture.cpu.program import ProgramBuilder, Replay
+from graphfsdp._capture.cpu.program import ProgramBuilder, Replay, finished
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.program_facts import NodeFacts
@@ -28,6 +29,7 @@ from graphfsdp._capture.trace.values import (
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.config import Compile
 from graphfsdp.errors import CaptureError, PhaseError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
@@ -78,9 +80,7 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
             # None of what it writes is kept: a part of it could not undo it.
             return CommitPoint(index, list(kept.values()), list(generators.values()))
         kept.update(found)
-        if call.is_random or node.op.namespace not in _QUIET:
-            for generator in _generators(node):
-                generators[id(generator)] = generator
+        generators |= {id(each): each for each in _generators(node)}
     return CommitPoint(None, list(kept.values()), list(generators.values()))
 
 
@@ -117,9 +117,23 @@ class ReplayUndo:
 
 
 class CpuGraph:
-    def __init__(self, replay: Replay, undo: ReplayUndo, facts: GraphFacts) -> None:
+    """A program and its undo.
+
+    Note [Compiled]: with ``recorded`` the program can be compiled, once the capture stands. Today's
+    is the one that is measured node by node.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        undo: ReplayUndo,
+        facts: GraphFacts,
+        recorded: Recorded | None = None,
+    ) -> None:
         self._replay: Replay | None = replay
+        self._as_recorded: Replay | None = replay
         self._undo = undo
+        self._recorded = recorded
         self.facts = facts
 
     @property
@@ -130,12 +144,20 @@ class CpuGraph:
         """Run the program below autograd and autocast, which did their part in the recording."""
         self._undo.begin()
         try:
-            results = self._run()
+            results = self._run(self._replay)
         except BaseException:  # an operator's error, no memory, or somebody's signal handler
             self._undo.roll_back()
             raise
         self._undo.effect = Effect.ALL
         return results
+
+    def compile(self) -> None:
+        recorded, self._recorded = self._recorded, None
+        if recorded is None or self._replay is None:
+            return
+        made = compile_program(recorded, self._replay)
+        self._replay = made.replay or self._replay
+        self.facts = replace(self.facts, compiled=made.lines, bound=made.bound)
 
     def measure(self) -> tuple[float, ...]:
         """Run a few replays, undo each bit for bit, and return the median times of each node.
@@ -150,7 +172,7 @@ class CpuGraph:
         clock = _Clock()
         try:
             with clock:
-                self._run()
+                self._run(self._as_recorded)
         finally:
             clock.undo.roll_back()
         return clock.times_us
@@ -161,14 +183,14 @@ class CpuGraph:
             "Remedy: report().html(path) shows the recorded program"
         )
 
-    def _run(self) -> list[Tensor]:
-        if self._replay is None:
+    def _run(self, replay: Replay | None) -> list[Tensor]:
+        if replay is None:
             raise CaptureError("the graph is closed")
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            return list(self._replay())
+            return list(replay())
 
     def close(self) -> None:
-        self._replay = None
+        self._replay = self._as_recorded = self._recorded = None
         self._undo = ReplayUndo([], [])
 
 
@@ -195,9 +217,16 @@ class CpuGraphBackend:
 
     name = "cpu"
 
-    def __init__(self, device: torch.device, *, poisons: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        compile: Compile = Compile.OFF,  # noqa: A002 (as torch has it)
+        poisons: bool = False,
+    ) -> None:
         """``poisons``, for tests: the program overwrites its dead memory with NaN patterns."""
         self.device = device
+        self._compile = compile
         self._poisons = poisons
         self.arena = Arena()
 
@@ -243,7 +272,8 @@ class CpuGraphBackend:
             gc.collect()
         _give_back_freed_pages()  # of the iteration: what undoes it is still in memory
         refuse_dropped_tensors(recorder.storages)
-        builder = ProgramBuilder(recorder, values, scratch, self.arena, poisons=self._poisons)
+        recording = finished(recorder, values)
+        builder = ProgramBuilder(recording, scratch, self.arena, poisons=self._poisons)
         recorder.forget_tensors()  # before the program is compiled, which takes as much again
         point = find_commit_point(builder.nodes, scratch)
         kept = [materialise(value, value.storage.get()) for value in point.kept]
@@ -256,12 +286,23 @@ class CpuGraphBackend:
             num_nodes=len(builder.nodes),
             num_ops=recorder.num_ops,
             op_counts=dict(counts),
-            num_escapes=len(builder.escapes),
+            num_escapes=len(recording.escapes),
             pool_bytes=self.arena.num_bytes,
             num_calls=builder.num_calls,
             program=program,
         )
-        return CpuGraph(replay, undone, facts), results
+        recorded = None
+        if self._compile is not Compile.OFF:
+            recorded = Recorded(
+                recording,
+                scratch,
+                self.arena,
+                undone.commit,
+                point.node,
+                list({id(g): g for node in recording.nodes for g in _generators(node)}.values()),
+                self._compile,
+            )
+        return CpuGraph(replay, undone, facts, recorded), results
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
@@ -313,6 +354,10 @@ def _by_node(nodes: Sequence[NodeFacts], times_us: Sequence[float]) -> tuple[flo
 
 
 def _generators(node: Node) -> list[torch.Generator]:
+    """Return the generators that a node may draw from."""
+    call = OpCall(node.op, node.args, node.kwargs)
+    if not call.is_random and node.op.namespace in _QUIET:
+        return []
     items = (*node.args, *node.kwargs.values())
     given = [item for item in items if isinstance(item, torch.Generator)]
     return given or [torch.default_generator]

@@ -237,7 +237,8 @@ def _give_scratch(nodes: Sequence[Node]) -> set[int]:
     """
     given = set()
     for index, node in enumerate(nodes):
-        places = scratch_places(node.op)
+        # Of operators of ours alone: what has been asked for is kept, a compiled piece would be.
+        places = scratch_places(node.op) if node.op.namespace == "graphfsdp" else None
         if places is not None and node.args[places[1]] and node.args[places[0]] is None:
             # Of no storage that there is: no operator has made it.
             info = StorageInfo(StorageWeakRef(torch.empty(0).untyped_storage()), False, False)

@@ -5,7 +5,8 @@ intermediate is dropped after its last use, so the memory peak is near that of t
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,65 +77,97 @@ class ProgramSource:
         self._lines = []
 
 
-class ProgramBuilder:
-    """Generates the replay function of a finished recording.
+@dataclass(frozen=True)
+class Program:
+    """What a replay has to do.
 
     Note [Escapes]: a storage that the recording made and that is still alive when the iteration
     is over belongs to somebody (an attribute that the model assigned). A replay writes its new
     contents into it, so that whoever holds it sees the present iteration.
 
     Attributes:
-        nodes: The program, without what nobody reads.
-        escapes: Values that outlive the iteration.
+        nodes: Without what nobody reads.
+        outputs: What the caller gets.
+        escapes: Other values that outlive the iteration.
         escaped: Where they live on.
+    """
+
+    nodes: Sequence[Node]
+    outputs: Sequence[Value]
+    escapes: Sequence[Value]
+    escaped: Sequence[Tensor]
+
+
+def finished(recorder: Recorder, outputs: Sequence[Value]) -> Program:
+    """Return the program of a recording; nothing but it may hold the iteration's tensors."""
+    escapes: list[Value] = []
+    escaped: list[Tensor] = []  # holds what another thread might free while we build
+    for info in recorder.storages:
+        value = None if info.external else recorder.first_value(info)
+        tensor = None if value is None or value.node is None else _if_alive(value)
+        if value is not None and tensor is not None:
+            escapes.append(value)
+            escaped.append(tensor)
+    nodes = _without_dead(recorder.nodes, [*outputs, *escapes])
+    return Program(nodes, outputs, escapes, escaped)
+
+
+class ProgramBuilder:
+    """Generates the replay function of a program.
+
+    Attributes:
+        nodes: The program's.
         num_calls: Operators that a replay calls; the others were over when it was built.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
-        outputs: Sequence[Value],
+        program: Program,
         scratch: Sequence[Tensor],
         arena: Arena,
         *,
         poisons: bool = False,
     ) -> None:
-        """Nothing but the recorder may hold the iteration's tensors.
+        """Plan the program's memory.
 
         ``scratch`` are tensors from before the recording whose old contents nobody needs, ``arena``
         is memory that no other program needs between two replays. ``poisons``, for tests: fill all
         memory of the program with NaN patterns before each replay, and again after its last use.
         """
-        self._outputs = outputs
+        self._program = program
+        self._outputs = program.outputs
         self._poisons = poisons
         self._namespace: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
-        self.escapes: list[Value] = []
-        self.escaped: list[Tensor] = []  # holds what another thread might free while we build
-        for info in recorder.storages:
-            value = None if info.external else recorder.first_value(info)
-            tensor = None if value is None or value.node is None else _if_alive(value)
-            if value is not None and tensor is not None:
-                self.escapes.append(value)
-                self.escaped.append(tensor)
-        self.nodes = _without_dead(recorder.nodes, [*outputs, *self.escapes])
-        self.memory = ProgramMemory(self.nodes, outputs, self.escapes, scratch, arena)
+        # Other programs of the same nodes have scratch memory of their own.
+        self.nodes = [_with_own_arguments(node) for node in program.nodes]
+        outputs, escapes = program.outputs, program.escapes
+        self.memory = ProgramMemory(self.nodes, outputs, escapes, scratch, arena)
         self.num_calls = 0
 
-    def build(self, commit: Commit, commit_node: int | None) -> Replay:
+    def build(
+        self,
+        commit: Commit,
+        commit_node: int | None,
+        clock: Callable[[], None] | None = None,
+        marks: Container[int] = (),
+    ) -> Replay:
         """Return the function; each call runs the program once and returns fresh outputs.
 
         It calls ``commit`` before node ``commit_node``, from which on it cannot be undone; never if
-        that is None.
+        that is None; and ``clock`` before each node of ``marks``.
         """
         source = ProgramSource(self._namespace)
         call_commit = f"{self._constant(commit, 'commit')}()"
+        call_clock = "" if clock is None else f"{self._constant(clock, 'clock')}()"
         self._add_poison(source, -1)
         last_use = self._last_uses()
         for index, node in enumerate(self.nodes):
             if index == commit_node:
                 source.add(call_commit)
+            if call_clock and index in marks:
+                source.add(call_clock)
             if not self.memory.needs_no_call(node):
                 self._add_node(source, node)
                 self.num_calls += 1
@@ -142,7 +175,9 @@ class ProgramBuilder:
             dead = last_use.get(index, [])
             if dead:
                 source.drop(map(self._name, dead))
-        for value, tensor in zip(self.escapes, self.escaped, strict=True):
+        if call_clock and len(self.nodes) in marks:
+            source.add(call_clock)
+        for value, tensor in self._kept():
             source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
         return source.finish(map(self._name, self._outputs))
 
@@ -158,7 +193,7 @@ class ProgramBuilder:
             description.add(described, results, site=node.site, called=called)
         for value in self._outputs:
             description.outlives(id(value.storage), BufferKind.OUTPUT)
-        for value, tensor in zip(self.escapes, self.escaped, strict=True):
+        for value, tensor in self._kept():
             address = tensor.untyped_storage().data_ptr()
             description.outlives(id(value.storage), BufferKind.KEPT, address)
         return description.facts(sites, self.memory.plan.num_bytes)
@@ -173,9 +208,12 @@ class ProgramBuilder:
         address = info.get().data_ptr() if info.external else self.memory.elided_address(item)
         return region(id(info), dtype, first, shape, stride, address, offsets.get(id(info)))
 
+    def _kept(self) -> Iterable[tuple[Value, Tensor]]:
+        return zip(self._program.escapes, self._program.escaped, strict=True)
+
     def _last_uses(self) -> dict[int, list[Value]]:
         """Return the values in local names whose last use is at each node."""
-        keep = {id(value) for value in (*self._outputs, *self.escapes)}
+        keep = {id(value) for value in (*self._outputs, *self._program.escapes)}
         last: dict[int, tuple[int, Value]] = {}
         for index, node in enumerate(self.nodes):
             if self.memory.needs_no_call(node):
@@ -256,6 +294,12 @@ def _if_alive(value: Value) -> Tensor | None:
         return materialise(value, value.storage.get())
     except ReferenceError:
         return None
+
+
+def _with_own_arguments(node: Node) -> Node:
+    if node.op.namespace != "graphfsdp":
+        return node
+    return replace(node, args=[*node.args], touched=[*node.touched])
 
 
 def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:

@@ -66,6 +66,9 @@ class CudaGraph:
         """Whether it can be replayed and holds its pool."""
         return self._graph is not None
 
+    def compile(self) -> None:
+        """Do nothing: a graph holds kernels, and compile was refused."""
+
     def measure(self) -> tuple[float, ...]:
         raise PhaseError(
             "the kernels of a CUDA graph cannot be timed from Python. Remedy: run some replays "

@@ -47,6 +47,8 @@ class CaptureReport:
         num_escapes: Tensors that the model kept from the recorded iteration; replays update them.
         inputs: Every leaf of the batch and its metadata.
         without_gradient: Trainable parameters that no gradient reached; the optimizer skips them.
+        compiled: What was compiled and what runs as it was recorded, in words; empty if nothing
+            was asked for.
         node_us: Median microseconds of each node in measured replays; empty if none was measured.
         program: Every node and stretch of memory of the graph; None before the capture.
         names: Whose memory it is.
@@ -67,6 +69,7 @@ class CaptureReport:
     num_escapes: int = 0
     inputs: Mapping[str, str] = field(default_factory=dict)
     without_gradient: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
     node_us: tuple[float, ...] = ()
     program: ProgramFacts | None = field(default=None, repr=False)
     names: MemoryNames | None = field(default=None, repr=False)
@@ -186,6 +189,8 @@ class CaptureReport:
         ]
         if self.num_captures:
             lines += self._graph_lines()
+        for index, line in enumerate(self.compiled):
+            lines.append(f"  {'' if index else 'compiled:':<18} {line}")
         lines.append(f"  static inputs:     {self.static_input_bytes:,} bytes")
         lines.append(f"  gradient buffers:  {self.gradient_bytes:,} bytes")
         if self.pool_bytes or self.backend == "cuda":

@@ -25,6 +25,8 @@ class GraphFacts:
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
+        compiled: What was compiled, and what runs as it was recorded, in words.
+        bound: How far compiled replays may be from eager; 0: equal bit for bit.
     """
 
     num_nodes: int | None
@@ -34,6 +36,8 @@ class GraphFacts:
     num_calls: int = 0
     num_escapes: int = 0
     program: ProgramFacts | None = None
+    compiled: tuple[str, ...] = ()
+    bound: float = 0.0
 
 
 class Effect(enum.Enum):
@@ -61,6 +65,10 @@ class Graph(Protocol):
 
     def replay(self) -> list[Tensor]:
         """Run the recording once; the results are the caller's to keep."""
+        ...
+
+    def compile(self) -> None:
+        """Compile, if it was asked for; called once, when the capture stands on all ranks."""
         ...
 
     def measure(self) -> tuple[float, ...]:

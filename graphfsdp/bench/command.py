@@ -175,7 +175,14 @@ class _Bench:
         profiles = None
         if options.profile:
             profiles = str((self._folder or Path()).resolve() / PROFILES)
-        setting = Setting(planned.case, self._device, options.seed, self._ranks, options.sharding)
+        setting = Setting(
+            planned.case,
+            self._device,
+            options.seed,
+            self._ranks,
+            options.sharding,
+            compile=options.compile == "on" or "auto",
+        )
         return Job(setting, planned.contenders, options, profiles, limit_s)
 
     def _greet(self) -> None:

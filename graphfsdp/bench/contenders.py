@@ -39,13 +39,17 @@ _LR_WARMUP_STEPS = 10
 
 @dataclass(frozen=True)
 class Setting:
-    """``seed`` decides the initial weights, which are the same for every contender and rank."""
+    """``seed`` decides the initial weights, which are the same for every contender and rank.
+
+    ``compile`` is how the contender that compiles a recording does it.
+    """
 
     case: Case
     device: torch.device
     seed: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     strategy: ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
+    compile: bool | str = "auto"
 
     @property
     def bf16(self) -> bool:
@@ -123,7 +127,14 @@ def to_bf16(model: nn.Module) -> None:
 class OwnContender(Contender):
     """``graphfsdp.capture`` with FusedAdam; on several ranks the model is sharded."""
 
-    def __init__(self, setting: Setting, scope: Scope, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        scope: Scope,
+        *,
+        compiled: bool = False,
+        compiles_recording: bool = False,
+    ) -> None:
         model = initial_model(setting)
         policy: MixedPrecisionPolicy | None = None
         if setting.ranks.launched:
@@ -145,6 +156,7 @@ class OwnContender(Contender):
             warmup_steps=WARMUP_STEPS,
             max_grad_norm=MAX_GRAD_NORM,
             mp_policy=policy,
+            compile=setting.compile if compiles_recording else False,
         )
 
     def train(self, batch: Batch) -> Tensor:  # [] float32 loss
@@ -315,6 +327,12 @@ CONTENDERS = (
         "full_iteration",
         "graphfsdp with the whole iteration in one graph",
         functools.partial(OwnContender, scope=Scope.FULL_ITERATION),
+    ),
+    ContenderSpec(
+        "compiled_recording",
+        "graphfsdp with the whole iteration in one graph, which is compiled (--compile); on a CPU",
+        functools.partial(OwnContender, scope=Scope.FULL_ITERATION, compiles_recording=True),
+        compiles=True,
     ),
     ContenderSpec(
         "compile_full_iteration",

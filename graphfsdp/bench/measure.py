@@ -164,7 +164,7 @@ class RunningContender:
         compile_ms = None
         if self.spec.compiles:
             usual = statistics.median(timing.window_ms)
-            compile_ms = max(0.0, sum(self.warmup_ms[:2]) - 2 * usual)
+            compile_ms = max(0.0, sum(self.warmup_ms) - len(self.warmup_ms) * usual)
         init = InitRecord(
             build_ms=self.build_ms,
             warmup_ms=sum(self.warmup_ms),

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from graphfsdp.bench.contenders import CONTENDERS, find_contenders
 from graphfsdp.bench.workloads import (
@@ -34,7 +34,7 @@ A graph saves launches. Expect much where steps are short and little or nothing 
 is the limit: measure both kinds. Sizes and batch sizes are a sweep:
 
   graphfsdp bench                                               the suite for this machine
-  graphfsdp bench --suite quick                                 one small case, half a minute
+  graphfsdp bench --suite quick                                 one small case
   graphfsdp bench --workload gpt-tiny --batch-size 1 4 16 64    where does the gain end?
   graphfsdp bench --workload gpt2-124m --dtype bf16 --contender full_iteration compile
   torchrun --nproc-per-node 2 -m graphfsdp bench --workload gpt-tiny
@@ -75,6 +75,10 @@ class BenchOptions:
         "what graphfsdp cuts where there are several ranks (default: optim_grads_params, which is "
         "what FSDP2 does)",
     ] = None
+    compile: Annotated[
+        Literal["on", "auto"],
+        "what compiled_recording compiles: everything, or what is faster so",
+    ] = "auto"
     seconds: Annotated[
         float, "timed region of a case, all contenders together; at least 5 rounds are run"
     ] = 15.0

@@ -187,10 +187,11 @@ class PlannedCase:
 
 SuiteName = Literal["cpu", "gpu", "quick", "zoo"]
 _FEW = ("eager", "pytorch", "full_iteration")
+_QUICK = (*_FEW, "compile", "compiled_recording")
 # On a CPU torch.compile uses no CUDA graphs, so that one case shows what its mode for them does.
 _CPU = (
     *("eager", "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp"),
-    *("forward_backward", "full_iteration", "compile_full_iteration"),
+    *("forward_backward", "full_iteration", "compiled_recording", "compile_full_iteration"),
 )
 # What tells most in few minutes; the first cases have all of them.
 _GPU = (
@@ -223,7 +224,7 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
             ("conv-small", "fp32", 64, _GPU),
             ("gpt2-124m", "bf16", 32, _GPU),
         ),
-        "quick": (("gpt-tiny", "fp32", 4, _FEW),),
+        "quick": (("gpt-tiny", "fp32", 4, _QUICK),),
         "zoo": _ZOO,
     }
 )

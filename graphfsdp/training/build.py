@@ -129,6 +129,7 @@ def _make_program(
             # An infinite limit measures the norm without clipping.
             max_grad_norm=config.clip_grad or float("inf"),
             example_batch=example,
+            compile="auto" if config.compile == "auto" else config.compile == "on",
             mp_policy=config.mp_policy,
         )
     return model, optimizer, step

@@ -18,6 +18,7 @@ LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "W
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+CompileChoice = Literal["off", "on", "auto"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
 MllogDivision = Literal["closed", "open"]
@@ -178,6 +179,11 @@ class TrainConfig:
     cuda_graph_warmup_steps: Annotated[
         int, "eager iterations before the capture; they train too"
     ] = 3
+    compile: Annotated[
+        CompileChoice,
+        "on a CPU, compile what was captured to C++: everything, or what is faster so; the numbers "
+        "are then near those of eager, not the same bits",
+    ] = "off"
     device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
     # Several processes.
     data_parallel_sharding_strategy: Annotated[
@@ -273,6 +279,7 @@ class TrainConfig:
         """Return the flags that decide a run's numbers."""
         names = [field.name for field in fields(self)]
         decide = set(names[: names.index("cuda_graph_scope")]) - {"preset", "micro_batch_size"}
+        decide.add("compile")
         return {name: getattr(self, name) for name in names if name in decide}
 
     @property

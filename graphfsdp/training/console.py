@@ -31,7 +31,7 @@ class TrainingConsole:
         self._console = console
         self._train_iters = train_iters
         self.progress = Progress(
-            TextColumn("training"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -52,6 +52,10 @@ class TrainingConsole:
         self._console.print(Panel(table, title=title, expand=False))
         if run.config.out is None:
             self.line("nothing of this run is kept; --out DIR keeps metrics and parameters")
+
+    def say(self, what: str) -> None:
+        """Show what goes on, "" if it is training."""
+        self.progress.update(self._task, description=what or "training")
 
     def advance(self, num_iterations: int = 1) -> None:
         self.progress.advance(self._task, num_iterations)
@@ -92,6 +96,7 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     scope: str = config.cuda_graph_scope
     if scope != "none":
         scope += f" after {config.cuda_graph_warmup_steps} warm-up iterations"
+        scope += "" if config.compile == "off" else f", compiled ({config.compile})"
     facts = [
         ("versions", _describe_versions()),
         ("device", _describe_device(run.device)),

@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 import graphfsdp
+from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
@@ -69,7 +70,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
             out.line(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
         for line in lines:
             out.line(line)
-        with out.progress:
+        with out.progress, telling(out.say):
             out.advance(start.iteration)
             metrics = _iterate(run, out, directory, checkpoints, start, log)
         checkpoints.close()

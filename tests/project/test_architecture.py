@@ -22,6 +22,7 @@ BASE = frozenset({"graphfsdp.base", "graphfsdp.errors", "graphfsdp.config"})
 # What each folder may import beside itself. The front, graphfsdp/*.py, and the programs on top of
 # it may import everything; errors.py and config.py are everybody's.
 TRACE = f"{CAPTURE}.trace"
+COMPILED = f"{CAPTURE}.compiled"
 CHECKS = frozenset({f"{CAPTURE}.guards", f"{CAPTURE}.ranks", f"{CAPTURE}.rules"})
 UNDO_AND_REPORT = frozenset({f"{CAPTURE}.undo", f"{CAPTURE}.report"})
 BACKENDS = frozenset({f"{CAPTURE}.cpu", f"{CAPTURE}.cuda"})
@@ -31,11 +32,15 @@ MAY_IMPORT = {
     "graphfsdp.sharding.rows": BASE | {"graphfsdp.sharding"},
     "graphfsdp.sharding.materialize": BASE | {"graphfsdp.sharding"},
     TRACE: BASE,
-    **dict.fromkeys(CHECKS, BASE | {TRACE}),
+    **dict.fromkeys((*CHECKS, COMPILED), BASE | {TRACE}),
     f"{CAPTURE}.python": BASE | {TRACE, f"{CAPTURE}.rules"},
     **dict.fromkeys(UNDO_AND_REPORT, BASE | {TRACE} | CHECKS),
-    **dict.fromkeys(BACKENDS, BASE | {TRACE} | CHECKS | UNDO_AND_REPORT),
-    CAPTURE: BASE | {TRACE, f"{CAPTURE}.python"} | CHECKS | UNDO_AND_REPORT | BACKENDS,
+    **dict.fromkeys(BACKENDS, BASE | {TRACE, COMPILED} | CHECKS | UNDO_AND_REPORT),
+    CAPTURE: BASE
+    | {TRACE, f"{CAPTURE}.compiled", f"{CAPTURE}.python"}
+    | CHECKS
+    | UNDO_AND_REPORT
+    | BACKENDS,
     f"{OPTIM}.fused": BASE,
     f"{OPTIM}.whole": BASE | {f"{OPTIM}.fused"},
     f"{OPTIM}.offload": BASE | {f"{OPTIM}.fused"},

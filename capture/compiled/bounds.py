@@ -1,0 +1,92 @@
+"""How far what a compiled iteration computes may be from what eager PyTorch computes.
+
+Note [The bound]: compiled kernels add in another order, keep float32 where eager mode rounds to 16
+bits in between, and fuse multiply with add. Each of these is a rounding or two of an operator's own
+size, and what an iteration does to them is to add them up along its longest chain of operators. So
+a tensor may differ by ``BOUNDS[dtype]`` times the largest number among what belongs together: all
+gradients, since one that is zero but for rounding has no digits of its own; all first moments; else
+the tensor itself. The numbers are 2^8 roundings of float32 and float64, and 2^4 of 16 bits, whose
+sums eager mode keeps in float32 too.
+
+Integers, booleans, step counts and the state of generators must be equal.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+BOUNDS: Mapping[torch.dtype, float] = MappingProxyType(
+    {
+        torch.float64: 2.0**-45,
+        torch.float32: 2.0**-16,
+        torch.float16: 2.0**-7,
+        torch.bfloat16: 2.0**-4,
+        torch.float8_e4m3fn: 2.0**-2,
+    }
+)
+
+_MAIN = "main_param"
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest finite magnitude, 0 if there is none."""
+    if not tensor.numel():
+        return 0.0
+    finite = tensor.double().abs().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.max())
+
+
+def beyond(
+    expected: Tensor,  # [...]
+    got: Tensor,  # [...]
+    allowed: float,
+) -> Tensor:
+    """Return [...] bool: which elements differ by more; no integer may, and NaN equals NaN."""
+    if not expected.is_floating_point():
+        return expected != got
+    left, right = expected.double(), got.double()
+    same = (left == right) | (left.isnan() & right.isnan())
+    return ~(same | ((left - right).abs() <= allowed))
+
+
+def bound_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the widest bound of some dtypes, 0 if none of them has one."""
+    return max((BOUNDS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+
+
+def allowances(
+    expected: Mapping[str, Tensor], before: Mapping[str, Tensor], bound: float
+) -> dict[str, float]:
+    """Return how far each tensor of a verification may be from another run's; see Note [The bound].
+
+    Weights may differ by two steps more: where a gradient is nothing but rounding, Adam makes a
+    whole step of it, in either direction. ``before`` has them as they were before the iteration.
+    """
+    scales: dict[str, float] = {}
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
+            kind = _kind(name)
+            scales[kind] = max(scales.get(kind, 0.0), largest(tensor))
+    allowed = {}
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
+            allowed[name] = max(bound, bound_of([tensor.dtype])) * scales[_kind(name)]
+            if name in before:
+                step = largest(tensor.double() - before[name].double())
+                allowed[name] += 2 * step
+        elif _MAIN in name:  # the low halves of main weights are no numbers
+            allowed[name] = math.inf
+    return allowed
+
+
+def is_weight(name: str) -> bool:
+    """Tell whether a tensor of a verification is one that an optimizer steps."""
+    return name.startswith("parameter ") or _MAIN in name
+
+
+def _kind(name: str) -> str:
+    """Return what tensors have in common that are on one scale: gradients, a kind of state."""
+    return name.partition(" of ")[0]

@@ -1,0 +1,337 @@
+"""Replaces stretches of a program by compiled ones, each of them tried beside what was recorded."""
+
+import copy
+import logging
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.compiled.bounds import beyond, largest
+from graphfsdp._capture.compiled.cutting import Stretch
+from graphfsdp._capture.compiled.inductor import Compiled, compile_graph
+from graphfsdp._capture.compiled.pieces import Piece, find_pieces
+from graphfsdp._capture.compiled.stretch_graph import in_one_line
+from graphfsdp._capture.compiled.views import flat, regions
+from graphfsdp._capture.cpu.memory import Arena
+from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
+from graphfsdp._capture.trace.values import Node, materialise, values_among
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp.base.op_tensors import OpCall
+from graphfsdp.base.progress import say
+from graphfsdp.config import Compile
+
+_LOG = logging.getLogger("graphfsdp")
+_NUM_PAIRS = 7
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A program that is to be compiled, and what its builders need.
+
+    Attributes:
+        commit_node: See CommitPoint.
+        generators: What the program may draw from.
+    """
+
+    program: Program
+    scratch: Sequence[Tensor]
+    arena: Arena
+    commit: Commit
+    commit_node: int | None
+    generators: Sequence[torch.Generator]
+    how: Compile
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What became of a program.
+
+    Attributes:
+        replay: With compiled pieces; None if there are none.
+        lines: What was compiled and what was not, in words.
+        bound: See bounds.py; 0 if there are no pieces.
+    """
+
+    replay: Replay | None
+    lines: tuple[str, ...]
+    bound: float
+
+
+def compile_program(recorded: Recorded, as_today: Replay) -> CompiledProgram:
+    """Compile what can be.
+
+    Note [Trial]: today's program runs once from the present state. Then the same runs as pieces,
+    each of them twice from the same memory: compiled, and as the recorded operators, with which
+    the trial goes on. A piece whose numbers are beyond the bound, or that fails, runs as today, and
+    all of them do if the recorded operators, cut up, do not end bit for bit where today's program
+    does. Then everything is put back. All ranks make as many trials, whatever they can compile.
+    """
+    return _Compiling(recorded, as_today).run()
+
+
+class _Compiling:
+    def __init__(self, recorded: Recorded, as_today: Replay) -> None:
+        self._recorded = recorded
+        self._program = recorded.program
+        self._as_today = as_today
+        self._functions: dict[int, Compiled] = {}  # by index of the item
+        self._failures: dict[int, str] = {}
+        self._items: list[Stretch | Piece] = []
+
+    def run(self) -> CompiledProgram:
+        started = time.perf_counter()
+        program = self._program
+        roots = [*program.outputs, *program.escapes]
+        self._items = find_pieces(program.nodes, self._recorded.commit_node, roots)
+        eager = self._compile_all()
+        written = [*self._written(), *program.escaped]
+        with DeferredInterrupts(), _undone(written, self._recorded.generators) as restore:
+            self._try(eager, written, restore)
+            compiled_s = time.perf_counter() - started
+            slower = self._drop_slower(restore)
+        kept = [item for index, item in enumerate(self._items) if index in self._functions]
+        bound = max((item.bound for item in kept if isinstance(item, Piece)), default=0.0)
+        replay = self._build() if kept else None
+        return CompiledProgram(replay, self._facts(compiled_s, slower), bound)
+
+    def _compile_all(self) -> dict[int, Any]:
+        pieces = {i: item for i, item in enumerate(self._items) if isinstance(item, Piece)}
+        eager = {}
+        for number, (index, piece) in enumerate(pieces.items(), 1):
+            num_nodes = len(piece.stretch.nodes)
+            text = f"compiling piece {number} of {len(pieces)}: {num_nodes} operators"
+            _LOG.info(text)
+            say(text)
+            recorded = copy.deepcopy(piece.graph.module.graph)  # the compiler changes the other
+            eager[index] = torch.fx.GraphModule(torch.nn.Module(), recorded)
+            try:
+                self._functions[index] = compile_graph(piece.graph)
+            except Exception as error:  # whatever it is, it runs as today
+                self._failures[index] = in_one_line(error)
+        say("")
+        return eager
+
+    def _written(self) -> list[Tensor]:
+        """Return all external memory that the program writes."""
+        values = [
+            value
+            for node in self._program.nodes
+            for value in values_among(OpCall(node.op, node.args, node.kwargs).written_arguments())
+            if value.storage.external
+        ]
+        # With the gaps: torch's fused kernels write there.
+        return [materialise(flat(whole), whole.storage.get()) for whole, _ in regions(values)]
+
+    def _try(
+        self, eager: dict[int, Any], written: Sequence[Tensor], restore: Callable[[], None]
+    ) -> None:
+        expected = [*_run(self._as_today), *(tensor.clone() for tensor in written)]
+        restore()
+        trials: dict[int, Compiled] = {}
+        for index, function in self._functions.items():
+            piece = self._items[index]
+            assert isinstance(piece, Piece)
+            trials[index] = _Trial(
+                piece,
+                function,
+                eager[index],
+                before_commit=self._recorded.commit_node is None
+                or piece.stretch.start < self._recorded.commit_node,
+                fail=partial(self._failures.setdefault, index),
+            )
+        got = [*_run(self._build(trials)), *written]
+        for one, other in zip(expected, got, strict=True):
+            if not torch.equal(_bits(one), _bits(other)):
+                for index in self._functions:
+                    self._failures.setdefault(index, "its graph is not what was recorded")
+        restore()
+        for index in self._failures:
+            self._functions.pop(index, None)
+
+    def _drop_slower(self, restore: Callable[[], None]) -> int:
+        """Drop the pieces that today's program runs faster; return how many these are."""
+        if self._recorded.how is not Compile.AUTO:
+            return 0
+        times: list[int] = []
+
+        def clock() -> None:
+            times.append(time.perf_counter_ns())
+
+        marks: set[int] = set()
+        for index in self._functions:
+            piece = self._items[index]
+            assert isinstance(piece, Piece)
+            marks |= {piece.stretch.start, piece.stretch.stop}
+        # The one that was built has no clock in it.
+        builder = self._builder(self._program.nodes)
+        replays = [builder.build(_nothing, None, clock, marks), self._build(clock=clock)]
+        ordered = sorted(marks)
+        runs: list[list[list[int]]] = [[], []]
+        for turn in range(2 * _NUM_PAIRS):
+            which = (turn + turn // 2) % 2
+            times.clear()
+            _run(replays[which])
+            runs[which].append([b - a for a, b in pairwise(times)])
+            restore()
+        before = len(self._functions)
+        for index in list(self._functions):
+            piece = self._items[index]
+            assert isinstance(piece, Piece)
+            place = ordered.index(piece.stretch.start)
+            today, compiled = (statistics.median(run[place] for run in each) for each in runs)
+            if compiled > today:
+                del self._functions[index]
+        return before - len(self._functions)
+
+    def _build(
+        self,
+        functions: dict[int, Compiled] | None = None,
+        clock: Callable[[], None] | None = None,
+    ) -> Replay:
+        """Build with the functions that there are, or with others in their place."""
+        found = self._functions if functions is None else functions
+        final = functions is None and clock is None
+        nodes: list[Node] = []
+        commit_node = None
+        marks: set[int] = set()
+        for index, item in enumerate(self._items):
+            stretch = item.stretch if isinstance(item, Piece) else item
+            if stretch.start == self._recorded.commit_node:
+                commit_node = len(nodes)
+            if index not in found:
+                nodes += [*stretch.drawn, *stretch.nodes]
+                continue
+            assert isinstance(item, Piece)
+            marks.add(len(nodes))
+            nodes += [*stretch.drawn, item.node(found[index]), *item.views]
+            marks.add(len(nodes))
+        commit = self._recorded.commit if final else _nothing
+        return self._builder(nodes).build(commit, commit_node, clock, marks)
+
+    def _builder(self, nodes: Sequence[Node]) -> ProgramBuilder:
+        program = replace(self._program, nodes=nodes)
+        return ProgramBuilder(program, self._recorded.scratch, self._recorded.arena)
+
+    def _facts(self, compiled_s: float, num_slower: int) -> tuple[str, ...]:
+        stretches = [i.stretch if isinstance(i, Piece) else i for i in self._items]
+        num_nodes = sum(len(stretch.nodes) for stretch in stretches)
+        num_compiled = sum(len(stretches[index].nodes) for index in self._functions)
+        lines = [
+            f"{num_compiled} of {num_nodes} nodes in {len(self._functions)} pieces, made in "
+            f"{compiled_s:.1f} s"
+        ]
+        if num_slower:
+            lines.append(f"as today: {num_slower} pieces, which are no faster compiled")
+        reasons = Counter(f"as today: {why}" for why in self._failures.values())
+        for stretch in stretches:
+            reasons.update(f"as today: {node.op} draws random numbers" for node in stretch.drawn)
+            if stretch.reason:
+                reasons[f"as today: {stretch.nodes[0].op} {stretch.reason}"] += 1
+        lines += [f"{why} ({count} times)" if count > 1 else why for why, count in reasons.items()]
+        return tuple(lines)
+
+
+class _Trial:
+    """Runs a piece compiled and as recorded, from the same memory; goes on with the latter."""
+
+    def __init__(
+        self,
+        piece: Piece,
+        function: Compiled,
+        eager: Callable[..., Any],
+        *,
+        before_commit: bool,
+        fail: Callable[[str], object],
+    ) -> None:
+        self._function = function
+        self._eager = eager
+        self._fail = fail
+        self._before_commit = before_commit
+        written = {
+            id(value.storage)
+            for node in piece.stretch.nodes
+            for value in values_among(OpCall(node.op, node.args, node.kwargs).written_arguments())
+        }
+        inputs = enumerate(piece.graph.inputs)
+        self._written = [index for index, value in inputs if id(value.storage) in written]
+        self._bound = piece.bound
+        self._forms = [value.geometry for value in piece.results]
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        written = [inputs[index] for index in self._written]
+        before = [tensor.clone() for tensor in written]
+        got: list[Tensor] | None = None
+        try:
+            results = self._function([*inputs])
+            got = [*results, *(tensor.clone() for tensor in written)]
+        except Exception as error:
+            self._fail(in_one_line(error))
+        _put_back(written, before)
+        expected = list(self._eager(*inputs))
+        if got is not None:
+            self._compare([*expected, *written], got)
+        return expected
+
+    def _compare(self, expected: list[Tensor], got: list[Tensor]) -> None:
+        if len(expected) != len(got):
+            self._fail("it returns other tensors")
+            return
+        for form, tensor in zip(self._forms, got, strict=False):
+            if (tuple(tensor.shape), tuple(tensor.stride())) != form[1:3]:
+                self._fail("a result has other strides")
+                return
+        scales = [largest(tensor) if tensor.dtype.is_floating_point else 0.0 for tensor in expected]
+        joint = max(scales, default=0.0)
+        for scale, one, other in zip(scales, expected, got, strict=True):
+            # What steps computes each element by itself; what differentiates has sums that vanish.
+            size = joint if self._before_commit else scale
+            if beyond(one, other, self._bound * size).any():
+                gap = float((one.double() - other.double()).abs().max())
+                self._fail(f"it computes something else, by {gap:.2g} where {size:.2g} is largest")
+                return
+
+
+@contextmanager
+def _undone(
+    written: Sequence[Tensor], generators: Sequence[torch.Generator]
+) -> Iterator[Callable[[], None]]:
+    saved = [tensor.clone() for tensor in written]
+    states = [generator.get_state() for generator in generators]
+
+    def restore() -> None:
+        _put_back(written, saved)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _put_back(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, old in zip(tensors, saved, strict=True):
+            tensor.copy_(old)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _run(replay: Replay) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        return list(replay())
+
+
+def _nothing() -> None:
+    return None

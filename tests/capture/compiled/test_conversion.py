@@ -1,0 +1,262 @@
+"""Recordings as FX graphs, without a compiler: the graphs run as they are, so bits are eager's."""
+
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from compiling import Compiled, Compiler, as_it_is, compiling_by
+from graphfsdp._capture.compiled.stretch_graph import StretchGraph
+from graphfsdp.optim import FusedAdam
+from helpers import (
+    Batch,
+    Case,
+    assert_same_state,
+    check_against_eager,
+    quick_garbage_collection,
+    snapshot,
+)
+from zoo import ZOO
+from zoo_models import WIDTH, Squared
+
+CPU = torch.device("cpu")
+NUM_STEPS = 6
+MODELS = (
+    *("mlp", "channels_last", "gpt", "mixture_of_experts", "lstm", "lstm_cells", "rotary"),
+    *("odd_shapes", "parametrized", "moving_average", "in_place", "extras", "autocast"),
+    *("encoder_layer", "embedding_bag", "norms", "float64"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_inductor() -> Iterator[None]:
+    with compiling_by():
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_computes_what_was_recorded(name: str) -> None:
+    options: dict[str, Any] = {"microbatches": 2, "max_grad_norm": 0.05, "num_steps": NUM_STEPS}
+    trace = check_against_eager(ZOO[name], CPU, compile=True, **options)
+    assert trace.report is not None
+    lines = trace.report.compiled
+    assert lines
+    assert not [line for line in lines if "Error" in line or "what was recorded" in line]
+    assert "in 0 pieces" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("gpt", "adamw"), ("odd_shapes", "sgd"), ("float64", "adamw")]
+)
+def test_with_optimizers_of_torch(name: str, optimizer: str) -> None:
+    check_against_eager(ZOO[name], CPU, optimizer=optimizer, compile=True, num_steps=NUM_STEPS)
+
+
+def test_equal_layers_are_equal_graphs_and_random_numbers_cut_nothing() -> None:
+    graphs: list[str] = []
+
+    def note(graph: StretchGraph) -> Compiled:
+        shapes = [(tuple(fake.shape), fake.stride()) for fake in graph.fakes]
+        graphs.append(f"{graph.module.code} {shapes}")
+        return as_it_is(graph)
+
+    def make() -> nn.Module:
+        layer = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.2)]
+        more = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Softmax(1), nn.ELU()]
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(*layer, *more) for _ in range(6)]
+        return Squared(*[type(b)(*map(_fresh, b)) for b in blocks])
+
+    with compiling_by(note):
+        trace = check_against_eager(Case(make, _rows), CPU, compile=True, num_steps=NUM_STEPS)
+    assert len(set(graphs)) <= len(graphs) - 3
+    assert trace.report is not None
+    drawn = [line for line in trace.report.compiled if "draws random numbers" in line]
+    assert drawn == [
+        "as today: aten.empty_strided.default draws random numbers (6 times)",
+        "as today: aten.bernoulli_.float draws random numbers (6 times)",
+    ]
+
+
+def _fresh(layer: nn.Module) -> nn.Module:
+    return copy.deepcopy(layer)
+
+
+def _rows(generator: torch.Generator) -> Batch:
+    return Batch((torch.randn(12, WIDTH, generator=generator),))
+
+
+class Mixed(nn.Module):
+    """Holds what no compiler is given: an operator of somebody else, complex numbers, draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 3)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ops.tests_compiled.doubled(self.first(x).tanh())
+        noise = torch.empty_like(hidden).normal_(generator=self.generator)
+        turned = torch.view_as_complex(hidden.view(-1, WIDTH // 2, 2)) * (1 + 1j)
+        kept = torch.bernoulli(hidden.detach().sigmoid())  # of numbers that the model computes
+        hidden = torch.view_as_real(turned).flatten(1) * kept + 0.1 * noise
+        out: Tensor = self.last(torch.nn.functional.gelu(hidden).sin()).exp().square().mean()
+        return out
+
+
+@torch.library.custom_op("tests_compiled::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda context, grad: grad * 2)
+
+
+def test_what_cannot_be_compiled_runs_as_recorded_and_is_named() -> None:
+    trace = check_against_eager(Case(Mixed, _rows), CPU, compile=True, num_steps=NUM_STEPS)
+    assert trace.report is not None
+    text = str(trace.report)
+    for name, reason in (
+        ("tests_compiled.doubled.default", "is no operator of torch"),
+        ("aten.view_as_complex.default", "computes with complex numbers"),
+        ("aten.bernoulli.default", "draws random numbers"),
+        ("aten.normal_.default", "draws random numbers"),
+        ("graphfsdp.fused_adam_.default", "is no operator of torch"),
+    ):
+        assert f"as today: {name} {reason}" in text
+
+
+def raises(graph: StretchGraph) -> Compiled:
+    raise RuntimeError("no such luck")
+
+
+def raises_later(graph: StretchGraph) -> Compiled:
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        raise RuntimeError("no such luck")
+
+    return run
+
+
+def spoiled(spoil: Any) -> Compiler:
+    def compile_graph(graph: StretchGraph) -> Compiled:
+        function = as_it_is(graph)
+        return lambda inputs: spoil(inputs, function(inputs))
+
+    return compile_graph
+
+
+def write_more(inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+    for tensor in inputs:
+        if tensor.is_floating_point():
+            tensor.mul_(1.01)
+    return results
+
+
+WRONG: dict[str, tuple[Compiler, str]] = {
+    "does not compile": (raises, "RuntimeError: no such luck"),
+    "does not run": (raises_later, "RuntimeError: no such luck"),
+    "is beyond the bound": (
+        spoiled(lambda inputs, results: [each * 1.001 for each in results]),
+        "it computes something else, by",
+    ),
+    "is NaN": (
+        spoiled(lambda inputs, results: [each * float("nan") for each in results]),
+        "it computes something else, by nan",
+    ),
+    "lacks a result": (spoiled(lambda inputs, results: results[1:]), "it returns other tensors"),
+    "has other strides": (
+        spoiled(lambda inputs, results: [torch.stack([r, r], -1)[..., 0] for r in results]),
+        "a result has other strides",
+    ),
+    "writes wrong numbers": (spoiled(write_more), "it computes something else"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_piece_is_found_and_does_not_run(what: str) -> None:
+    """It was tried on numbers that are put back, so training is eager's, bit for bit."""
+    compiler, reason = WRONG[what]
+    with compiling_by(compiler):
+        trace = check_against_eager(ZOO["extras"], CPU, compile=True, num_steps=NUM_STEPS)
+    assert trace.report is not None
+    assert "0 of" in trace.report.compiled[0]
+    assert any(reason in line for line in trace.report.compiled)
+
+
+def test_auto_drops_what_is_slower() -> None:
+    def slow(graph: StretchGraph) -> Compiled:
+        function = as_it_is(graph)
+
+        def run(inputs: list[Tensor]) -> list[Tensor]:
+            time.sleep(0.02)
+            return function(inputs)
+
+        return run
+
+    with compiling_by(slow):
+        trace = check_against_eager(ZOO["model_output"], CPU, compile="auto", num_steps=NUM_STEPS)
+        kept = check_against_eager(ZOO["model_output"], CPU, compile=True, num_steps=NUM_STEPS)
+    assert trace.report is not None
+    assert kept.report is not None
+    assert "as today: 1 pieces, which are no faster compiled" in trace.report.compiled
+    assert "in 1 pieces" in kept.report.compiled[0]
+
+
+def test_a_compiled_replay_that_fails_is_undone() -> None:
+    failing: list[bool] = []
+
+    def brittle(inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+        if failing:
+            raise MemoryError("no memory is left")
+        return results
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Tanh())
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    quick_garbage_collection()
+    x = torch.randn(12, WIDTH)
+    with (
+        compiling_by(spoiled(brittle)),
+        graphfsdp.capture(
+            model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), compile=True
+        ) as step,
+    ):
+        for _ in range(5):
+            step(x)
+        before = snapshot(model, optimizer)
+        failing.append(True)
+        with pytest.raises(MemoryError):
+            step(x)
+        failing.clear()
+        state = snapshot(model, optimizer)
+        assert_same_state({name: before[name] for name in state}, state)
+        step(x)
+        step.verify(2)
+        step.report(measure=True)
+
+
+def test_evaluation_and_each_kind_of_batch_are_compiled() -> None:
+    def run(compiles: bool) -> list[Tensor]:
+        quick_garbage_collection()
+        torch.manual_seed(0)
+        model = Squared(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 3))
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        found = []
+        with graphfsdp.capture(
+            model, optimizer, on_change="recapture", compile=compiles, warmup_steps=1
+        ) as step:
+            for index in range(12):
+                x = torch.randn(4 + 4 * (index % 2), WIDTH)
+                found += [step(x), step.evaluate(x)]
+            assert bool(step.report().compiled) is compiles
+        return found
+
+    for one, other in zip(run(False), run(True), strict=True):
+        assert torch.equal(one, other)

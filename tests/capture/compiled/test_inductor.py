@@ -1,0 +1,110 @@
+"""Compiled replays beside eager: within a third of the bound, and exact where they must be."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from compiling import assert_within_a_third_of_the_bound
+from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.compiled.bounds import BOUNDS
+from graphfsdp.config import Compile
+from graphfsdp.optim import FusedAdam
+from helpers import Batch, Case, quick_garbage_collection, run
+from zoo_models import WIDTH
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="Inductor needs a C++ compiler, and there is none",
+)
+# The first compilation on a machine compiles torch's headers, too.
+LIMIT_S = 300
+
+
+class Net(nn.Module):
+    """Batch statistics, dropout, attention, tied weights, and an attribute that is kept."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.drop(self.embedding(tokens))
+        hidden = hidden + nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)
+        hidden = self.norm(hidden.flatten(0, 1).relu())
+        self.kept = hidden.detach().float().mean()
+        return nn.functional.cross_entropy(self.last(hidden).float(), tokens.flatten())
+
+
+def tokens(generator: torch.Generator) -> Batch:
+    return Batch((torch.randint(WIDTH, (6, 5), generator=generator),))
+
+
+@needs_compiler
+@pytest.mark.time_limit(LIMIT_S)
+def test_training_is_within_the_bound_of_eager() -> None:
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "skip_nonfinite": True, "microbatches": 2}
+    expected, got = (
+        run(Case(Net, tokens), scope, CPU, num_steps=8, compile=True, **options)
+        for scope in ("none", "full_iteration")
+    )
+    assert_within_a_third_of_the_bound(expected, got, BOUNDS[torch.float32])
+    assert got.report is not None
+    assert "nodes in 1 pieces" in got.report.compiled[0], got.report.compiled
+
+
+@needs_compiler
+@pytest.mark.time_limit(LIMIT_S)
+@pytest.mark.parametrize(("dtype", "compiles"), [(torch.float32, True), (torch.bfloat16, "auto")])
+def test_verification_is_by_the_bound(dtype: torch.dtype, compiles: bool | str) -> None:
+    """With torch's AdamW as users make it, whose many operators are compiled as well."""
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    first = nn.Linear(WIDTH, 16)
+    model = nn.Sequential(first, nn.GELU(), nn.Linear(16, 3)).to(dtype)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if dtype == torch.bfloat16:
+        optimizer = FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
+    x = torch.randn(12, WIDTH, dtype=dtype)
+    with graphfsdp.capture(
+        model, optimizer, loss_fn=lambda m, x: m(x).float().square().mean(), compile=compiles
+    ) as step:
+        losses = [float(step(x)) for _ in range(8)]
+        assert losses == sorted(losses, reverse=True)
+        step.verify(2)
+        assert float(step(x)) < losses[-1]
+        lines = step.report().compiled
+        assert not lines[0].startswith("0 of") or compiles == "auto", lines
+        with torch.no_grad():
+            kept = first.weight.clone()
+        evaluated = [float(step.evaluate(x)) for _ in range(3)]
+        assert evaluated == pytest.approx([evaluated[0]] * 3, rel=0.1)
+        assert torch.equal(kept, first.weight)
+
+
+def test_no_compiler_is_an_error_of_our_own() -> None:
+    from torch._inductor import config
+
+    model = nn.Linear(2, 2)
+    with (
+        config.patch({"cpp.cxx": "/nowhere/c++"}),
+        pytest.raises(
+            graphfsdp.ConfigError, match=r"needs a C\+\+ compiler.*Remedy: install g\+\+"
+        ),
+    ):
+        graphfsdp.capture(model, FusedAdam(model.parameters()), compile=True)
+
+
+def test_it_is_refused_on_cuda() -> None:
+    with pytest.raises(graphfsdp.ConfigError, match=r"Remedy: capture\(torch\.compile\(model\)"):
+        make_backend("auto", torch.device("cuda", 0), Compile.ON)

@@ -1,0 +1,40 @@
+"""Compiled pieces between the collectives of sharded models, on two ranks."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from compiling import Compiled, as_it_is, compiling_by
+from graphfsdp._capture.compiled.stretch_graph import StretchGraph
+from ranks import on_ranks
+from sharding_helpers import make_net, replayed_as_eager
+
+MICROBATCHES = 2
+
+
+def fails_on_rank_1(graph: StretchGraph) -> Compiled:
+    if dist.get_rank() == 1:
+        raise RuntimeError("no such luck")
+    return as_it_is(graph)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compiler"),
+    [
+        ("optim_grads_params", as_it_is),
+        ("optim_grads", fails_on_rank_1),
+    ],
+)
+@on_ranks("ranks2")
+def test_ranks_replay_as_eager(strategy: str, compiler: Any) -> None:
+    """Collectives stay where they were, also where the ranks compile other pieces."""
+    with compiling_by(compiler):
+        trained = replayed_as_eager(
+            lambda: make_net(strategy, 0.1), microbatches=MICROBATCHES, compile=True
+        )
+    assert trained.report is not None
+    first, *others = trained.report.compiled
+    failed = compiler is fails_on_rank_1 and dist.get_rank() == 1
+    assert first.startswith("0 of") is failed, first
+    assert any("graphfsdp.reduce_scatter_" in line for line in others)

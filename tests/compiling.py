@@ -1,0 +1,55 @@
+"""Compilers in place of Inductor, and runs that are compared by the bound."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+from torch import Tensor
+
+from graphfsdp._capture.compiled.bounds import allowances, is_weight
+from graphfsdp._capture.compiled.stretch_graph import StretchGraph
+from graphfsdp._capture.verify import first_difference
+from helpers import Trace, same_bits
+
+Compiled = Callable[[list[Tensor]], list[Tensor]]
+Compiler = Callable[[StretchGraph], Compiled]
+
+
+def as_it_is(graph: StretchGraph) -> Compiled:
+    """Return what runs the graph's operators one by one, whose bits are eager's."""
+    module = copy.deepcopy(graph.module)
+    return lambda inputs: list(module(*inputs))
+
+
+@contextlib.contextmanager
+def compiling_by(compiler: Compiler = as_it_is) -> Iterator[None]:
+    """Put a function in place of Inductor in the body."""
+    with (
+        mock.patch("graphfsdp._capture.cpu.compiling.compile_graph", compiler),
+        mock.patch("graphfsdp._capture.choose_backend.require_compiler"),
+    ):
+        yield
+
+
+def assert_within_a_third_of_the_bound(expected: Trace, got: Trace, bound: float) -> None:
+    """Compare the first replay, which begins where eager does, and what may not differ at all."""
+    before, after, compiled = (
+        expected.snapshots[3],
+        expected.snapshots[4],
+        got.snapshots[4],
+    )
+    losses = [{f"result {i}": each for i, each in enumerate(t.outputs[4])} for t in (expected, got)]
+    weights = {name: tensor for name, tensor in before.items() if is_weight(name)}
+    allowed = allowances(after | losses[0], weights, bound / 3)
+    assert first_difference(after | losses[0], compiled | losses[1], allowed) is None
+    for one, other in zip(expected.snapshots, got.snapshots, strict=True):
+        exact = [name for name in one if "step" in name or "generator" in name]
+        assert exact
+        assert all(same_bits(one[name], other[name]) for name in exact)
+    drift = [
+        float((left[0].double() - right[0].double()).abs().max() / left[0].double().abs().max())
+        for left, right in zip(expected.outputs, got.outputs, strict=True)
+    ]
+    assert drift[:4] == [0.0] * 4
+    assert max(drift) < 10 * bound  # it may grow with every step
