@@ -226,13 +226,17 @@ class Watcher:
                 self.refuse_at(use.op, refusal, use.module_path, use.source)
 
     def dispatch(self, call: OpCall) -> Any:
-        """Note an operator, and run it; below torch's own ones there is no Python of a user."""
+        """Note an operator, and run it.
+
+        Below torch's own ones there is no Python of a user; below ours streams wait for each other.
+        """
         host = self._host
         if host is None:
             return self._dispatch(call)
         if threading.get_ident() != self._thread:
             host.follow()  # see Note [Autograd's threads]
-        paused = host.pause() if call.is_trusted and not self._has_modes_below else None
+        has_python = self._has_modes_below or not call.is_trusted or call.is_ours
+        paused = None if has_python else host.pause()
         try:
             return self._dispatch(call)
         finally:

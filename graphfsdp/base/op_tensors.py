@@ -117,6 +117,11 @@ class OpCall:
         return self.op.namespace in TRUSTED_NAMESPACES
 
     @property
+    def is_ours(self) -> bool:
+        """Whether its operator is one of this package."""
+        return bool(self.op.namespace == "graphfsdp")
+
+    @property
     def is_literal(self) -> bool:
         """Whether it hands over data that Python has filled in (torch.tensor)."""
         return self.op._schema.name in LITERAL_OPS
