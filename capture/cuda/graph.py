@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.streams import forked
+from graphfsdp.base.streams import collecting_kept, forked
 from graphfsdp.errors import CaptureError, PhaseError
 
 
@@ -33,7 +34,7 @@ class CudaGraph:
         self,
         graph: torch.cuda.CUDAGraph,
         outputs: list[Tensor],
-        external: list[torch.UntypedStorage],
+        external: list[object],
         facts: GraphFacts,
         device: torch.device,
     ) -> None:
@@ -100,7 +101,7 @@ class CudaGraph:
 
 
 class CudaGraphBackend:
-    """Captures on a stream of its own, on which the warm-up runs too."""
+    """Captures on another stream than the caller's, on which the warm-up runs too."""
 
     name = "cuda"
 
@@ -109,7 +110,7 @@ class CudaGraphBackend:
         self.device = torch.device("cuda", index)
         # CUDA rule: a capture cannot run on the default stream, and autograd nodes remember the
         # stream that they were made on; so warm-up and capture share this one.
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = _capture_stream(index)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # those that share the pool
         self._broken: list[torch.cuda.CUDAGraph] = []  # see Note [Broken captures]
@@ -163,6 +164,7 @@ class CudaGraphBackend:
                 _stale_streams_redirected(),
                 _streams_unremarked(),
                 watcher.watching(),
+                collecting_kept() as external,
             ):
                 outputs = self._capture(graph, iterate, watcher)
             gc.collect()
@@ -191,7 +193,7 @@ class CudaGraphBackend:
             pool_bytes=pool_bytes,
             program=program,
         )
-        external = [info.get() for info in watcher.storages if info.external]
+        external += [info.get() for info in watcher.storages if info.external]
         external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]
         captured = CudaGraph(graph, outputs, external, facts, self.device)
         self._graphs.add(captured)
@@ -251,6 +253,15 @@ class CudaGraphBackend:
                 kind=meaning.kind,
                 cuda_error=meaning.code,
             ) from error
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the one of a device: what the allocator has given to a stream is of no use to others.
+
+    So what one step has left behind serves the next one.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _end(capture: torch.cuda.graph) -> None:

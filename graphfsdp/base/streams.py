@@ -1,10 +1,13 @@
-"""Fork to a stream and join back; without a stream, on a CPU, nothing happens."""
+"""Streams and captures of a GPU; without a stream, on a CPU, nothing happens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+
+_kept: ContextVar[list[object] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
@@ -62,3 +65,31 @@ class Lane:
 def is_capturing() -> bool:
     """Tell whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def collecting_kept() -> Iterator[list[object]]:
+    """Collect what the graph that the body captures must keep alive."""
+    kept: list[object] = []
+    token = _kept.set(kept)
+    try:
+        yield kept
+    finally:
+        _kept.reset(token)
+
+
+def keep_for_graph(thing: object, otherwise: list[object]) -> None:
+    """Have the graph that is being captured, if there is one, keep what it knows by address only.
+
+    On the thread of the capture, not on one of autograd's.
+
+    Args:
+        thing: Goes with the graph, if nobody else holds it.
+        otherwise: Where it is kept if the graph is captured by hand, and keeps nothing.
+    """
+    if not is_capturing():
+        return
+    collected = _kept.get()
+    kept = otherwise if collected is None else collected
+    if not any(other is thing for other in kept):
+        kept.append(thing)

@@ -16,7 +16,7 @@ for them.
 Note [Recordings]: on a CPU, whatever runs under a dispatch mode gets fresh memory, since a
 recording plans all of its memory by itself, with these buffers among it (
 capture/cpu/memory.py, by the same algorithm), and what undoes a warm-up would copy the pool. A CUDA
-graph holds the addresses of the places, so a plan that was used in a capture is kept. Nothing is
+graph holds the addresses of the places, so it keeps the plan that it was captured with. Nothing is
 planned inside a capture, where the memory would lie in the graph's private pool, and a capture is
 served as the warm-up before it was, so that both run the same operators: by a plan that was made
 before the last warm-up, or not at all. Not run on a GPU yet.
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import Lifetime, plan_memory, round_up
-from graphfsdp.base.streams import is_capturing
+from graphfsdp.base.streams import is_capturing, keep_for_graph
 
 ALIGNMENT_BYTES = 512  # as the caching allocator of CUDA
 _MAX_REQUESTS = 1 << 14  # of an iteration; a longer one is not planned
@@ -95,7 +95,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._places: dict[_Key, _Place] = {}
         self._stream: int | None = None  # the CUDA stream that the plan is for
-        self._kept: list[dict[_Key, _Place]] = []  # plans that a CUDA graph refers to
+        self._kept: list[object] = []  # plans that a CUDA graph refers to, captured by hand
         self._requests: list[_Request] = []
         self._alive: list[_Request] = []
         self._counts: dict[Hashable, int] = {}
@@ -122,6 +122,11 @@ class BufferPool:
             self._is_planned_from = self._num_waited > self._patience
         if self._is_planned_from:
             self._places = {}
+
+    def keep_for_graph(self) -> None:
+        """Have a graph that is being captured keep the places that it may use."""
+        if self._places:
+            keep_for_graph(self._places, self._kept)
 
     def end(self) -> None:
         """Plan from the iteration that is over if it was run for that."""
@@ -180,9 +185,6 @@ class BufferPool:
             return None  # nothing orders what this stream does after what the other one did
         if not (place.is_free and all(other.is_free for other in place.neighbours)):
             return None
-        captures = device.type == "cuda" and is_capturing()
-        if captures and not any(kept is self._places for kept in self._kept):
-            self._kept.append(self._places)
         return place
 
     def _end_the_dead(self) -> None:

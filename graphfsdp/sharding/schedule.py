@@ -145,6 +145,7 @@ class Schedule:
                 self._known_before = {order: order.known for order in orders}
                 self.pool.begin(trains=torch.is_grad_enabled())
                 self._iteration_is_over = not torch.is_grad_enabled()
+            self.pool.keep_for_graph()
         self._inside.append(unit)
 
     def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:

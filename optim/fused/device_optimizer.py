@@ -9,12 +9,13 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.streams import is_capturing, keep_for_graph
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_buffers, check_params
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
 from graphfsdp.optim.fused.hyper_table import RULES, Rule
-from graphfsdp.optim.fused.live_optimizer import LiveOptimizer, is_capturing
+from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.state import (
@@ -50,8 +51,7 @@ class DeviceOptimizer(LiveOptimizer):
         super()._reset()
         self._plan: Plan | None = None
         self.step_classes: dict[Tensor, int] = {}  # see ``Classed``
-        # A graph reads the tables of the plans that were captured with it.
-        self._captured_plans: set[Plan] = set()
+        self._kept: list[object] = []  # plans whose tables a graph reads that was captured by hand
 
     @property
     def _rule(self) -> Rule:
@@ -100,8 +100,7 @@ class DeviceOptimizer(LiveOptimizer):
         plan = self._plan
         if plan is None or not plan.holds(grads, self.state.values()):
             plan = self._make_plan(params, grads)
-        if is_capturing():
-            self._captured_plans.add(plan)
+        keep_for_graph(plan, self._kept)
         self._hyper.copy_tensor_lrs(self.param_groups)
         parts = plan.norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)

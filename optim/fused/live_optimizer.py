@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.recut import recut_states
+from graphfsdp.base.streams import is_capturing
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.checks import check_lr_device, parameter_name, refuse_copies
 from graphfsdp.optim.fused.control import StepControl
@@ -202,7 +203,3 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset()
-
-
-def is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

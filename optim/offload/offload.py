@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.streams import is_capturing
 from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.optim.fused.checks import parameter_name
 from graphfsdp.optim.fused.control import norm_parts
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
-from graphfsdp.optim.fused.live_optimizer import is_capturing
 from graphfsdp.optim.fused.plan import gradients_of
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.state import Loaded

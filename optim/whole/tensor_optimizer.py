@@ -13,10 +13,11 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.base.streams import is_capturing
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_gradient, check_parameter, parameter_name
 from graphfsdp.optim.fused.control import StepControl
-from graphfsdp.optim.fused.live_optimizer import LiveOptimizer, is_capturing
+from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.state import Loaded, Saved, State, load_groups, saved_tensor
 
 

@@ -219,7 +219,9 @@ def pooled_runs(strategy: str, microbatches: int) -> list[PoolStats]:
             model = make_net(strategy, dropout=0.3, buffer_pool=pooled)
             torch.manual_seed(3)
             runs.append(train(model, adam(model), scope=scope, microbatches=microbatches))
-            stats.append(unit_of(model).schedule.pool.stats)
+            pool = unit_of(model).schedule.pool
+            stats.append(pool.stats)
+            assert pool._kept == [], "a plan goes with the graph that it was captured with"
     for other in runs[1:]:
         assert_same_training(runs[0], other)
     assert stats[0].num_hits == stats[2].num_hits == 0
