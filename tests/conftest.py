@@ -23,7 +23,7 @@ import torch
 
 from cuda_stand_in.cannot import reasons_of
 from cuda_stand_in.library import is_below, take_races
-from ranks import gpu_ranks, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
+from ranks import gpu_ranks, gpu_ranks4, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
 
 TIME_LIMIT_S = 120
 SEED_VARIABLE = "GRAPHFSDP_TEST_SEED"

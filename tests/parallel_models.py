@@ -27,6 +27,7 @@ import graphfsdp
 from graphfsdp.base.collectives import all_gather_, reduce_scatter_
 from graphfsdp.optim import FusedAdam
 from helpers import set_lr
+from ranks import rank_device
 from sharding_helpers import (
     ADAM_EPS,
     MAX_NORM,
@@ -184,6 +185,7 @@ def tensor_parallel(
         data = mesh["dp_replicate", "dp_shard"]
     with torch.device("meta" if meta else "cpu"):
         model: Any = plain_model("feed")
+    model = model if meta else model.to(rank_device())
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
         # "Sequences" on dim 0, which is even: norms see half of them, and their gradients are

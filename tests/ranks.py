@@ -322,6 +322,14 @@ def gpu_ranks() -> Iterator[RankPool]:
     yield from _session(min(2, torch.cuda.device_count()), "cuda")
 
 
+@pytest.fixture(scope="session")
+def gpu_ranks4() -> Iterator[RankPool]:
+    """Four NCCL ranks."""
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    yield from _session(4, "cuda")
+
+
 def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a test of a function that every rank of a pool runs, and that checks by itself."""
 

@@ -7,6 +7,7 @@ them by chance is found by the memory that nodes touch (`_no_races` in tests/con
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -18,16 +19,31 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import graphfsdp
+from adam_helpers import make_params, set_grads
 from cuda_stand_in import library
-from helpers import assert_same_run, run
-from ranks import RankError, RankPool
+from cuda_stand_in.orders import NUM_ORDERS, assert_any_order, chosen
+from graphfsdp._capture.phase import Phase
+from graphfsdp.optim import CPUOffload
+from make_step import make_step
+from offload_helpers import KINDS, SHAPES
+from ranks import RankError, RankPool, rank_device
+from recomputing import Recomputing
 from sharding_helpers import (
+    MAX_NORM,
     STRATEGIES,
     Training,
     adam,
+    assert_equal_tensors,
     assert_same_training,
+    batches,
+    full_parameters,
+    hybrid_net,
     make_net,
+    my_part,
+    shard,
     train,
 )
 from zoo import ZOO
@@ -37,17 +53,9 @@ pytestmark = [
     pytest.mark.skipif(not library.is_below(), reason="needs the stand-in: make cuda-test"),
 ]
 
-NUM_ORDERS = 50
 NUM_EAGER = 3  # the capture is the first launch
-
-
-@contextlib.contextmanager
-def chosen(**seeds: int) -> Iterator[None]:
-    library.choose(**seeds)
-    try:
-        yield
-    finally:
-        library.choose()
+OVERLAP = {"overlap": True, "reshard_after_forward": True}
+POOL = {**OVERLAP, "buffer_pool": True}
 
 
 def sharded(strategy: str, scope: str, num_steps: int, **options: Any) -> Training:
@@ -56,30 +64,57 @@ def sharded(strategy: str, scope: str, num_steps: int, **options: Any) -> Traini
     return train(model, adam(model), scope=scope, num_steps=num_steps, microbatches=2)
 
 
-def in_any_order(strategy: str, options: dict[str, Any]) -> str:
-    """Compare replays, each in another order on each rank, with eager steps; return the races."""
-    num_steps = NUM_EAGER + NUM_ORDERS
-    expected = sharded(strategy, "none", num_steps)
+def recomputing(way: str) -> Any:
+    torch.manual_seed(0)
+    model = Recomputing(way, dropout=0.3).to(rank_device())
+    return shard(model, "optim_grads_params", **OVERLAP)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    **{
+        f"{strategy} overlapped": functools.partial(make_net, strategy, 0.3, **OVERLAP)
+        for strategy in STRATEGIES
+    },
+    "pool": functools.partial(make_net, "optim_grads_params", 0.3, **POOL),
+    "in turn": functools.partial(make_net, "optim_grads_params", 0.3, overlap=False),
+    "recompute blocks": functools.partial(recomputing, "block_ours"),
+    "recompute parts": functools.partial(recomputing, "part_ours"),
+}
+MODELS_OF_FOUR_RANKS: dict[str, Callable[[], Any]] = {
+    **MODELS,
+    "hybrid": functools.partial(hybrid_net, "optim_grads_params", "no_shard", **OVERLAP),
+    "hybrid, both axes cut": functools.partial(hybrid_net, "optim_grads", "optim", **OVERLAP),
+}
+
+
+def in_any_order(name: str) -> str:
+    """Compare replays in order with eager steps, those in other orders with them; return races."""
+    runs = []
+    parts = [my_part(batch) for batch in batches(NUM_EAGER + 3)]
     library.take_races()
-    with chosen(order=1 + dist.get_rank()):
-        got = sharded(strategy, "full_iteration", num_steps, **options)
-    assert_same_training(expected, got)
+    for scope in ("none", "full_iteration"):
+        model = MODELS_OF_FOUR_RANKS[name]()
+        torch.manual_seed(10 + dist.get_rank())
+        with graphfsdp.capture(
+            model, adam(model), scope=scope, microbatches=3, max_grad_norm=MAX_NORM
+        ) as step:
+            losses = [step(*part) for part in parts]
+            runs.append({**dict(enumerate(losses)), **full_parameters(model)})
+            if step.phase is Phase.REPLAY:
+                assert_any_order(step, seed=1 + dist.get_rank())
+    assert_equal_tensors(*runs)
     return library.take_races()
 
 
-OVERLAP = {"overlap": True, "reshard_after_forward": True}
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_steps_replay_in_any_order(name: str, gpu_ranks: RankPool) -> None:
+    assert gpu_ranks.run(in_any_order, name) == [""] * gpu_ranks.num_ranks
 
 
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("options", [OVERLAP, {**OVERLAP, "buffer_pool": True}], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sharded_steps_replay_in_any_order(
-    strategy: str, options: dict[str, Any], gpu_ranks: RankPool
-) -> None:
-    if "buffer_pool" in options and strategy != "optim_grads_params":
-        pytest.skip("only ZeRO-3 has a pool")
-    races = gpu_ranks.run(in_any_order, strategy, options, limit_s=250)
-    assert races == [""] * gpu_ranks.num_ranks
+@pytest.mark.parametrize("name", MODELS_OF_FOUR_RANKS)
+def test_steps_of_four_ranks_replay_in_any_order(name: str, gpu_ranks4: RankPool) -> None:
+    assert gpu_ranks4.run(in_any_order, name, limit_s=250) == [""] * 4
 
 
 def interleaved(strategy: str, seeds: range) -> None:
@@ -94,6 +129,29 @@ def interleaved(strategy: str, seeds: range) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_loops_run_in_any_interleaving(strategy: str, gpu_ranks: RankPool) -> None:
     gpu_ranks.run(interleaved, strategy, range(1, 11), limit_s=250)
+
+
+def offloaded(kind: str, seed: int) -> list[Tensor]:
+    """Step on two buckets and a part that the device keeps; nothing waits for the device."""
+    torch.manual_seed(0)
+    dtype, make = KINDS[kind]
+    params = make_params(SHAPES, dtype, "cuda")
+    pinned = {"pin_cpu_params": True, "pin_cpu_grads": True}
+    optimizer = CPUOffload(make(params), offload_fraction=0.8, bucket_bytes=500, **pinned)
+    with chosen(streams=seed):
+        for index in range(4):
+            set_grads(params)
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + index)
+            optimizer.step()
+        return [param.detach().cpu() for param in params]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloaded_steps_run_in_any_interleaving(kind: str) -> None:
+    expected = offloaded(kind, 0)
+    for seed in range(1, 1 + NUM_ORDERS):
+        for one, other in zip(expected, offloaded(kind, seed), strict=True):
+            assert torch.equal(one, other), f"seed {seed}"
 
 
 @contextlib.contextmanager
@@ -144,14 +202,15 @@ def test_a_wait_that_is_left_out_of_a_graph_is_named(gpu_ranks: RankPool) -> Non
     assert "neither waits for the other" in races
 
 
-@pytest.mark.parametrize("name", ["gpt", "conv_net", "lstm"])
+@pytest.mark.parametrize("name", ZOO)
 def test_steps_of_one_device_replay_in_any_order(name: str) -> None:
-    device = torch.device("cuda", 0)
-    options: dict[str, Any] = {"max_grad_norm": 1.0, "num_steps": NUM_EAGER + NUM_ORDERS}
-    expected = run(ZOO[name], "none", device, **options)
-    with chosen(order=1, streams=1):
-        got = run(ZOO[name], "full_iteration", device, **options)
-    assert_same_run(expected, got)
+    device, generator = torch.device("cuda", 0), torch.Generator().manual_seed(5)
+    step, *_ = make_step(device, name, max_grad_norm=1.0, microbatches=2)
+    with step:
+        for _ in range(NUM_EAGER + 1):
+            batch = ZOO[name].batch(generator).to(device)
+            step(*batch.args, **batch.kwargs)
+        assert_any_order(step)
 
 
 def issue_in_other_orders(folder: Path) -> None:

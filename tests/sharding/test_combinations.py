@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_sharded_recompute import Recomputing
 
 import graphfsdp
 from graphfsdp.config import OverlapPolicy
 from ranks import on_ranks, rank_device
+from recomputing import Recomputing
 from sharding_helpers import (
     STRATEGIES,
     Training,

@@ -1,15 +1,11 @@
 """Activation recomputation around and inside units: equal numbers, and no gather more."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import graphfsdp
 from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
+from recomputing import Recomputing
 from sharding_helpers import (
     Training,
     adam,
@@ -30,65 +26,6 @@ WAYS = {
         *(("part_reentrant", 0.0), ("block_ours", 0.3), ("part_ours", 0.3)),
     ),
 }
-
-
-def again(way: str, function: Any, *args: Tensor) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args)
-    if way.endswith("ours"):
-        return graphfsdp.recompute(function, *args)
-    # It would set the state of a generator otherwise, which no graph can.
-    reentrant = way.endswith("reentrant")
-    return checkpoint(function, *args, use_reentrant=reentrant, preserve_rng_state=False)
-
-
-class Layer(nn.Module):
-    """Two linear layers, dropout, and a parameter that belongs to the block itself."""
-
-    def __init__(self, way: str, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
-        self.gain = nn.Parameter(torch.empty(8))
-        self.dropout = nn.Dropout(dropout)
-        self.way = way
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.gain, 0.5)
-
-    def part(self, x: Tensor) -> Tensor:
-        # The block's own parameter comes first: before a module says that it is called again.
-        out: Tensor = self.dropout(self.down(torch.tanh(self.up(self.gain * x))))
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + (again(self.way, self.part, x) if "part" in self.way else self.part(x))
-        return out
-
-
-class Recomputing(nn.Module):
-    def __init__(self, way: str, dropout: float) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(17, 8)
-        self.blocks = nn.ModuleList([Layer(way, dropout) for _ in range(2)])
-        self.head = nn.Linear(8, 17)
-        self.way = way
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        if "segment" in self.way:
-            x = again(self.way, self.run, x)
-        elif "block" in self.way:
-            for block in self.blocks:
-                x = again(self.way, block, x)
-        else:
-            x = self.run(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 def trained(way: str, strategy: str, dropout: float, scope: str) -> Training:

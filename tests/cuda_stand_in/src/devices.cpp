@@ -11,7 +11,7 @@ static thread_local int thread_device = 0;
 int current_device() { return thread_device; }
 
 static int num_devices() {
-  static const int number = static_cast<int>(number_from_environment("CUDA_STAND_IN_DEVICES", 2));
+  static const int number = static_cast<int>(number_from_environment("CUDA_STAND_IN_DEVICES", 4));
   return number;
 }
 
