@@ -1,6 +1,7 @@
 """What the CUDA driver tells of the nodes of a graph, also of one that is being captured."""
 
 import ctypes
+from array import array
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -29,8 +30,8 @@ class GraphNodes(Protocol):
         """Return the number of a graph's nodes, None where the driver does not tell."""
         ...
 
-    def nodes(self, graph: int) -> tuple[int, ...] | None:
-        """Return the handles of a graph's nodes in the order in which they were made."""
+    def nodes(self, graph: int) -> "array[int] | None":
+        """Return the handles of a graph's nodes, in any order."""
         ...
 
     def name(self, node: int) -> str:
@@ -81,14 +82,14 @@ class CudaDriver:
         code = self._cuda.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
         return int(count.value) if code == 0 else None
 
-    def nodes(self, graph: int) -> tuple[int, ...] | None:
+    def nodes(self, graph: int) -> "array[int] | None":
         known = self.count(graph)
         if not known:
-            return None if known is None else ()
-        found, count = (ctypes.c_void_p * known)(), ctypes.c_size_t(known)
+            return None if known is None else array("Q")
+        found, count = (ctypes.c_uint64 * known)(), ctypes.c_size_t(known)
         if self._cuda.cuGraphGetNodes(ctypes.c_void_p(graph), found, ctypes.byref(count)) != 0:
             return None
-        return tuple(item or 0 for item in found)
+        return array("Q", found)
 
     def name(self, node: int) -> str:
         kind = ctypes.c_int(-1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.driver import find_driver
 from graphfsdp._capture.cuda.errors import explain
-from graphfsdp._capture.cuda.host_copies import HostCopies
+from graphfsdp._capture.cuda.host_copies import HostCopies, PinnedMemory
 from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
@@ -114,13 +114,14 @@ class CudaGraphBackend:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # those that share the pool
         self._broken: list[torch.cuda.CUDAGraph] = []  # see Note [Broken captures]
+        self._host_memory = PinnedMemory()
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Fork to the capture stream and join back."""
         return _on_stream(self._stream)
 
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> HostCopies:
-        return HostCopies(state)
+        return HostCopies(state, self._host_memory)
 
     def record(
         self,
@@ -197,6 +198,8 @@ class CudaGraphBackend:
         external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]
         captured = CudaGraph(graph, outputs, external, facts, self.device)
         self._graphs.add(captured)
+        self._host_memory.end()  # with this attempt
+        self._host_memory = PinnedMemory()  # for another shape, or a verification
         # A capture runs nothing: this launch is the iteration that was recorded.
         return captured, captured.replay()
 

@@ -1,12 +1,47 @@
 """Undoes an iteration on a GPU: copies of all state in host memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part
+
+# torch rounds page-locked memory up to a power of two.
+_CHUNK_BYTES = 1 << 26
+
+
+class PinnedMemory:
+    """Page-locked chunks that the attempts of a step, one after the other, use again.
+
+    Through pageable memory the driver would copy piece by piece, and the host wait for each.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[Tensor] = []
+        self._is_over = False
+
+    def take(self, num_bytes: int) -> list[Tensor]:
+        """Return chunks of one size that have room for so much."""
+        size = min(_CHUNK_BYTES, num_bytes)
+        wanted = -(-num_bytes // size) if size else 0
+        fitting = [chunk for chunk in self._spare if chunk.numel() == size][:wanted]
+        self._spare = []
+        missing = wanted - len(fitting)
+        made = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(missing)]
+        return fitting + made
+
+    def give_back(self, chunks: list[Tensor]) -> None:
+        if self._is_over:
+            chunks.clear()
+            _empty_host_cache()
+        self._spare += chunks
+
+    def end(self) -> None:
+        """Keep nothing from now on, and leave nothing in torch's cache."""
+        self._is_over = True
+        self._spare = []
 
 
 class HostCopies:
@@ -18,24 +53,54 @@ class HostCopies:
     device memory, which may be all there is, stays what it was.
     """
 
-    def __init__(self, state: Iterable[Tensor]) -> None:
+    def __init__(self, state: Iterable[Tensor], memory: PinnedMemory) -> None:
         storages = {
             local.untyped_storage()._cdata: local.untyped_storage()
             for tensor in state
             for local in [local_part(tensor)]
             if local.layout is torch.strided
         }
-        self._saved = [(_as_bytes(storage), storage) for storage in storages.values()]
-        self._copies = [contents.to("cpu", copy=True) for contents, _ in self._saved]
+        self._contents = [_as_bytes(storage) for storage in storages.values()]
+        self._memory = memory
+        self._chunks = memory.take(sum(each.numel() for each in self._contents))
+        for contents, copy in self._pieces():
+            copy.copy_(contents, non_blocking=True)
+        self._wait()
+
+    def __del__(self) -> None:
+        self._memory.give_back(self._chunks)
 
     def watching(self) -> AbstractContextManager[None]:
         """Return nothing to enter: everything has been copied already."""
         return nullcontext()
 
     def roll_back(self) -> None:
-        for (contents, _), old in zip(self._saved, self._copies, strict=True):
-            contents.copy_(old)
+        for contents, copy in self._pieces():
+            contents.copy_(copy, non_blocking=True)
+        self._wait()
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield stretches of the state, each with its place in the chunks, which are filled up."""
+        place = 0
+        for contents in self._contents:
+            left = contents
+            while left.numel():
+                index, start = divmod(place, self._chunks[0].numel())
+                room = self._chunks[index][start : start + left.numel()]
+                yield left[: room.numel()], room
+                place += room.numel()
+                left = left[room.numel() :]
+
+    def _wait(self) -> None:
+        for device in {contents.device for contents in self._contents if contents.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _empty_host_cache() -> None:
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()

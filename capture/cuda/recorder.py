@@ -1,5 +1,6 @@
 """Writes down which operator of a capture made which nodes of the CUDA graph."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,11 @@ from graphfsdp.base.op_tensors import OpCall, flat_tensors
 
 
 class CudaRecorder(Watcher):
-    """A watcher that counts the nodes of the graph after each operator.
+    """A watcher that looks for new nodes of the graph after each operator.
 
-    Note [Kernels by operator]: a capture only adds nodes, and the driver lists them in the order
-    in which they were made. So the nodes that are new after an operator are the operator's, on
-    whichever of the capture's streams it ran.
+    Note [Kernels by operator]: a capture only adds nodes. So those that are new after an operator
+    are the operator's, on whichever of the capture's streams it ran. Nothing is said of the order
+    in which the driver lists nodes; that new ones are the last ones is only the quickest guess.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class CudaRecorder(Watcher):
         super().__init__(model, device)
         self._driver = driver
         self._description = Description()
-        self._num_graph_nodes: list[int] = []  # after each operator
+        self._listed = array("Q")  # nodes, as the driver has listed them last
+        self._found: list[int] = []  # nodes in the order of the operators
+        self._num_found: list[int] = []  # after each operator
         self._graph: int | None = None
 
     def on_op(self, call: OpCall) -> Any:
@@ -42,7 +45,8 @@ class CudaRecorder(Watcher):
         result = call.run()
         results = [self._region(tensor, call.name) for tensor in flat_tensors([result])]
         self._description.add(OpCall(call.op, inputs, named), results, site=self.site)
-        self._num_graph_nodes.append(self._count())
+        self._find_nodes()
+        self._num_found.append(len(self._found))
         return result
 
     def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
@@ -50,19 +54,33 @@ class CudaRecorder(Watcher):
         driver = self._driver
         nodes = None if driver is None or graph is None else driver.nodes(graph)
         if driver is not None and nodes:
-            names = [driver.name(node) for node in nodes]
-            self._description.add_kernels(self._num_graph_nodes, names, self.site)
+            self._add(nodes)
+            names = [driver.name(node) for node in self._found]
+            self._description.add_kernels(self._num_found, names, self.site)
         for tensor in outputs:
             self._description.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
         return self._description.facts(self.sites.sites())
 
-    def _count(self) -> int:
+    def _find_nodes(self) -> None:
         if self._driver is None:
-            return 0
+            return
         if self._graph is None:
             stream = torch.cuda.current_stream(self._device).cuda_stream
             self._graph = self._driver.capturing_graph(stream)
-        return 0 if self._graph is None else self._driver.count(self._graph) or 0
+        if self._graph is None or self._driver.count(self._graph) == len(self._listed):
+            return
+        nodes = self._driver.nodes(self._graph)
+        if nodes is not None:
+            self._add(nodes)
+
+    def _add(self, nodes: "array[int]") -> None:
+        num_known = len(self._listed)
+        if nodes[:num_known] == self._listed:
+            self._found += nodes[num_known:]
+        else:
+            known = set(self._listed)
+            self._found += [node for node in nodes if node not in known]
+        self._listed = nodes
 
     def _regions(self, values: Sequence[Any], op: str) -> list[Any]:
         return [self._region_in(value, op) for value in values]
