@@ -23,9 +23,10 @@ import torch
 
 from cuda_stand_in.cannot import reasons_of
 from cuda_stand_in.library import is_below, take_races
-from ranks import gpu_ranks, gpu_ranks4, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
+from ranks import chosen_device, gpu_ranks, gpu_ranks4, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
 
 TIME_LIMIT_S = 120
+POOLS = {"ranks1", "ranks2", "ranks4"}
 SEED_VARIABLE = "GRAPHFSDP_TEST_SEED"
 
 hypothesis.settings.register_profile(
@@ -67,8 +68,14 @@ def pytest_unconfigure() -> None:
 _TERMINAL = pytest.StashKey[int]()
 
 
+def _fixtures_of(item: Any) -> set[str]:
+    return {*getattr(item, "fixturenames", ()), getattr(item.function, "pool", "")}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if chosen_device() == "cuda":
+        items[:] = [item for item in items if POOLS & _fixtures_of(item)]
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and num_devices < needed:
@@ -158,6 +165,7 @@ def _no_races(request: pytest.FixtureRequest) -> Iterator[None]:
 def _time_limit(item: pytest.Item) -> Iterator[None]:
     marker = item.get_closest_marker("time_limit")
     seconds = float(marker.args[0]) if marker else TIME_LIMIT_S
+    seconds *= 3 if chosen_device() == "cuda" else 1
 
     def stop(signum: int, frame: types.FrameType | None) -> None:
         raise TimeLimitError(f"{item.nodeid} ran longer than {seconds:g} s")

@@ -214,7 +214,7 @@ def expert_parallel(strategy: str = "optim_grads_params", **options: Any) -> Any
     """Return the "mixture" model: experts on an (edp, ep) mesh of their own, the rest on all."""
     mesh = hybrid_mesh((2, 2), EP_AXES)
     torch.manual_seed(0)
-    model: Any = Stack([Feed(), Mixture(mesh.get_group("ep"))]).double()
+    model: Any = Stack([Feed(), Mixture(mesh.get_group("ep"))]).double().to(rank_device())
     mixture = model.blocks[1]
     graphfsdp.fully_shard(
         mixture.experts, mesh, shard_axis="edp", expert_axis="ep", strategy=strategy, **options
@@ -271,7 +271,7 @@ def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGrou
 
 
 def whole_batches() -> list[tuple[Tensor, Tensor]]:
-    return batches(NUM_STEPS)
+    return [(x.to(rank_device()), y.to(rank_device())) for x, y in batches(NUM_STEPS)]
 
 
 def trains_as_one(
@@ -291,7 +291,7 @@ def trains_as_one(
     assert_same_training(*runs)
     if num_calls is None:
         assert_replayed(runs[1])
-    plain = plain_model("mixture" if kind == "expert" else "feed")
+    plain = plain_model("mixture" if kind == "expert" else "feed").to(rank_device())
     expected = train_parts(plain, whole_batches()[:num_calls], scope="none")
     group = dist.group.WORLD if kind == "expert" else mesh.get_group("dp")
     assert group is not None

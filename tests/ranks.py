@@ -34,6 +34,7 @@ import torch.distributed as dist
 GROUP_TIMEOUT_S = 60
 GRACE_S = 2  # for the other ranks after one has failed: some wait for it in a collective
 START_LIMIT_S = 90
+BACKEND_VARIABLE = "GRAPHFSDP_TEST_RANKS"  # "nccl": pools that are gloo's otherwise
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "pytest", "graphfsdp")
 
 
@@ -80,7 +81,7 @@ class RankPool:
         Args:
             function: Lives at module level; it may use the default process group.
             *args: What can be pickled.
-            limit_s: After this long the ranks are ended.
+            limit_s: After this long the ranks are ended; three times that on GPUs.
 
         Returns:
             One result per rank.
@@ -89,6 +90,7 @@ class RankPool:
             RankError: it failed on some rank, or did not end on some rank.
         """
         self._start()
+        limit_s *= 3 if self.device_type == "cuda" else 1  # each kernel is a call of Python there
         payload = pickle.dumps((function, args))
         try:
             for worker in self._workers:
@@ -292,22 +294,27 @@ def _session(num_ranks: int, device_type: str = "cpu", *, joins: bool = True) ->
     pool.close()
 
 
+def chosen_device() -> str:
+    """Return what ranks of pools compute on that run on gloo unless somebody wants NCCL."""
+    return "cuda" if os.environ.get(BACKEND_VARIABLE) == "nccl" else "cpu"
+
+
 @pytest.fixture(scope="session")
 def ranks1() -> Iterator[RankPool]:
     """One gloo rank."""
-    yield from _session(1)
+    yield from _session(1, chosen_device())
 
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
     """Two gloo ranks."""
-    yield from _session(2)
+    yield from _session(2, chosen_device())
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[RankPool]:
     """Four gloo ranks."""
-    yield from _session(4)
+    yield from _session(4, chosen_device())
 
 
 @pytest.fixture(scope="session")
@@ -340,6 +347,7 @@ def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]
 
         wanted = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         own = inspect.signature(body).parameters.values()
+        test.pool = fixture  # type: ignore[attr-defined]
         test.__signature__ = inspect.Signature([wanted, *own])  # type: ignore[attr-defined]
         return test
 

@@ -222,9 +222,12 @@ def issue_in_other_orders(folder: Path) -> None:
             dist.all_reduce(tensor)
 
 
-def test_ranks_that_issue_other_collectives_are_named(gpu_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool", ["gpu_ranks", "gpu_ranks4"])
+def test_ranks_that_issue_other_collectives_are_named(
+    pool: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     with pytest.raises(RankError):
-        gpu_ranks.run(issue_in_other_orders, tmp_path)
+        request.getfixturevalue(pool).run(issue_in_other_orders, tmp_path)
     said = "".join(file.read_text() for file in tmp_path.iterdir())
     assert "do not issue the same collectives" in said
     assert "AllReduce of 4 elements" in said

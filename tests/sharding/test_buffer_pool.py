@@ -236,7 +236,8 @@ def test_a_pool_changes_no_bit(ranks2: RankPool, strategy: str, microbatches: in
     for _, eager, _, captured in ranks2.run(pooled_runs, strategy, microbatches):
         assert eager.num_plans >= 1
         assert eager.num_hits > 5 * eager.num_misses
-        assert captured.num_hits == 0, "on a CPU the program plans all of its memory"
+        if ranks2.device_type == "cpu":
+            assert captured.num_hits == 0, "on a CPU the program plans all of its memory"
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from parallel_models import (
     trains_as_one,
     whole_batches,
 )
-from ranks import RankPool, on_ranks
+from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     hybrid_mesh,
@@ -65,7 +65,7 @@ def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None
 @on_ranks("ranks4")
 def test_norms_and_tables_count_each_element_once() -> None:
     model = tensor_parallel(sequence=True)
-    plain: Any = plain_model("feed")
+    plain: Any = plain_model("feed").to(rank_device())
     whole = whole_batches()[0]
     mesh = hybrid_mesh((2, 2), TP_AXES)
     plain(*whole).backward()
