@@ -3,8 +3,9 @@
 Runs from a bare checkout with nothing but torch, pytest, hypothesis and rich, prints one table
 and writes one JSON file into the directory that OUT names (default benchmarks/results). A part
 that fails does not stop the others, and what was seen before the time is over is in the file.
-``--device cpu`` rehearses it on a machine without a GPU. All of it has to share ten minutes; a
-group by itself has them alone:
+``--device cpu`` rehearses it on a machine without a GPU. What tells most comes first, and each part
+has seconds of its own, which no other can take: those that it leaves go to the next ones. All of it
+has to share ten minutes; a group by itself has them alone:
 
     make gpu-check ARGS="--group parts"   what issues ask of a GPU, row by row
     make gpu-check ARGS="--group tests"   the tests that need a GPU, on several processes
@@ -14,6 +15,7 @@ Exit code: 0 all is well, 1 something failed, 2 there is no CUDA device.
 """
 
 import argparse
+import concurrent.futures
 import importlib.util
 import json
 import os
@@ -24,9 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,26 +40,36 @@ from rich.table import Table
 
 from graphfsdp.bench.machine import find_environment
 
-# Those of benchmarks.gpu_parts, which is not imported here: a package that cannot be imported
-# is something to report.
-PART_NAMES = (
-    "optimizer",
-    "features",
-    "overlap",
-    "optimizer-1b",
-    "offload",
-    "parity-fp32",
-    "parity-bf16",
+SMOKE, TESTS, BENCH, REDUCE_OVERHEAD = "smoke", "tests", "bench", "reduce-overhead"
+# In order, each with its own seconds. Parts without a name above are those of benchmarks.gpu_parts,
+# which is not imported here: a package that cannot be imported is something to report.
+BUDGETS_S: Mapping[str, float] = MappingProxyType(
+    {
+        SMOKE: 90,
+        "parity-fp32": 40,
+        "parity-bf16": 30,
+        "broken": 20,
+        TESTS: 150,
+        "overlap": 40,
+        "compile": 20,
+        "optimizer": 20,
+        "features": 30,
+        "optimizer-1b": 20,
+        "offload": 10,
+        BENCH: 70,
+        # Last: it leaves graphs behind in its process that may take the memory of others.
+        REDUCE_OVERHEAD: 20,
+    }
 )
-TESTS = "tests"
-# Last, since it takes what the others leave, up to its own limit.
-BENCH = "bench"
+NO_CHILDREN = (SMOKE, TESTS, BENCH, REDUCE_OVERHEAD)
+PART_NAMES = tuple(name for name in BUDGETS_S if name not in NO_CHILDREN)
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
-SUITE_LIMIT_S = 240  # beside all other parts
-PART_LIMIT_S = 90
-NUM_PROCESSES = 6  # that run tests on the GPU at the same time
+PROGRAM_LIMIT_S = 60
+NUM_PROCESSES = 6  # that run programs and tests on the GPU at the same time
 GRACE_S = 20  # to report so far
 OURS = ("forward_backward", "full_iteration", "compile_full_iteration")
+# All but torch's reduce-overhead mode.
+CONTENDERS = (*OURS, "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp")
 BENCH_START_S = 20.0  # Python starts, plots are drawn
 MAX_CHARACTERS = 6000
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -132,11 +146,50 @@ def suite_part(
     return {"rows": rows, "error": error or None, "data": data}
 
 
-def bench_part(device: torch.device, limit_s: float, results: pathlib.Path) -> dict[str, Any]:
-    """A CPU rehearses it on one small case; cases that do not fit are named in the rows."""
+def smoke_part(
+    device: torch.device, limit_s: float, program_limit_s: float, names: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run little programs, each in a process of its own; whatever they say comes back whole."""
+    deadline = time.monotonic() + limit_s
+
+    def run(name: str) -> tuple[str, str]:
+        """Return what is wrong, and what the program said last."""
+        left = min(program_limit_s, deadline - time.monotonic())
+        if left < 1:
+            return "left out", f"left out: {limit_s:.0f} s are over"
+        command = [sys.executable, "-m", "benchmarks.gpu_smoke", name, str(device)]
+        try:
+            done = _run(command, left)
+        except subprocess.TimeoutExpired as late:
+            said = f"stopped after {left:.0f} s"
+            return f"{_text(late.stdout)}{_text(late.stderr)}\n{said}", said
+        said = done.stdout + done.stderr
+        return said if done.returncode else "", last_line(said)
+
+    try:
+        from benchmarks.gpu_smoke import PROGRAMS
+    except Exception:  # a package that cannot be imported is something to report
+        return {"rows": [], "error": traceback.format_exc()}
+    names = names or tuple(PROGRAMS)
+    num_workers = min(NUM_PROCESSES, os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        found = dict(zip(names, pool.map(run, names), strict=True))
+    rows = [{"what": name, "result": said, "ok": not bad} for name, (bad, said) in found.items()]
+    wrong = [f"{name}:\n{bad}" for name, (bad, _) in found.items() if bad]
+    return {"rows": rows, "error": "\n\n".join(wrong) or None}
+
+
+def bench_part(
+    device: torch.device, limit_s: float, results: pathlib.Path, *, reduce_overhead: bool = False
+) -> dict[str, Any]:
+    """A CPU rehearses it on one small case; cases that do not fit are named in the rows.
+
+    torch's reduce-overhead mode runs by itself, on one small case whose result is not kept.
+    """
     suite = ["--suite", "gpu"]
-    if device.type == "cpu":
+    if device.type == "cpu" or reduce_overhead:
         suite = ["--suite", "quick", "--seconds", "0.5", "--no-memory"]
+    suite += ["--contender", *(["reduce_overhead"] if reduce_overhead else CONTENDERS)]
     budget = max(limit_s - BENCH_START_S, 1.0) / 60
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "graphfsdp", "bench", "--device", device.type, *suite]
@@ -148,7 +201,8 @@ def bench_part(device: torch.device, limit_s: float, results: pathlib.Path) -> d
         if done.returncode:
             tail = (done.stdout + done.stderr)[-MAX_CHARACTERS:]
             return {"rows": [], "error": f"the process ended with {done.returncode}\n{tail}"}
-        return {"rows": bench_rows(pathlib.Path(folder), results), "error": None}
+        kept = pathlib.Path(folder) / "kept" if reduce_overhead else results
+        return {"rows": bench_rows(pathlib.Path(folder), kept), "error": None}
 
 
 def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, Any]]:
@@ -259,27 +313,34 @@ def check(
     test_paths: Sequence[str],
     path: pathlib.Path,
     tell: Callable[[str], None] = lambda line: None,
+    times: float = 1.0,
 ) -> dict[str, Any]:
-    """Run the parts one after the other; the file is complete after each of them."""
-    deadline = time.monotonic() + TOTAL_LIMIT_S
+    """Run the parts one after the other; the file is complete after each of them.
+
+    ``times``: all limits are so many times as long.
+    """
+    deadline = time.monotonic() + TOTAL_LIMIT_S * times
     document: dict[str, Any] = {
         "kind": "gpu_check",
         "environment": asdict(find_environment(device)),
         "ok": False,
         "parts": [],
     }
-    for name in names:
+    for index, name in enumerate(names):
         start = time.monotonic()
-        left = deadline - start
-        if left < 10:
+        reserved = sum(BUDGETS_S.get(later, 0) for later in names[index + 1 :])
+        limit_s = deadline - start - reserved * times
+        if limit_s < 10:
             part: dict[str, Any] = {"rows": [], "error": f"left out: {TOTAL_LIMIT_S} s are over"}
+        elif name == SMOKE:
+            part = smoke_part(device, limit_s, PROGRAM_LIMIT_S * times)
         elif name == TESTS:
-            alone = len(names) == 1
-            part = suite_part(test_paths, left if alone else min(SUITE_LIMIT_S, left), device)
-        elif name == BENCH:
-            part = bench_part(device, left, path.parent)
+            part = suite_part(test_paths, limit_s, device)
+        elif name in (BENCH, REDUCE_OVERHEAD):
+            alone = name == REDUCE_OVERHEAD
+            part = bench_part(device, limit_s, path.parent, reduce_overhead=alone)
         else:
-            part = child_part(name, device, min(PART_LIMIT_S, left))
+            part = child_part(name, device, limit_s)
         good = part["error"] is None and all(row["ok"] for row in part["rows"])
         seconds = round(time.monotonic() - start, 1)
         document["parts"].append({"name": name, "ok": good, "seconds": seconds, **part})
@@ -299,12 +360,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    groups = {"parts": PART_NAMES, "tests": (TESTS,), "bench": (BENCH,)}
-    names = (*PART_NAMES, TESTS, BENCH)
+    groups = {"parts": (SMOKE, *PART_NAMES), "tests": (TESTS,), "bench": (BENCH, REDUCE_OVERHEAD)}
+    names = tuple(BUDGETS_S)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--part", choices=names, action="append", help="a part; repeatable")
     parser.add_argument("--group", choices=groups, help="some of the parts")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="what pytest runs")
+    parser.add_argument(
+        "--times", type=float, default=1.0, help="all limits so many times as long (a rehearsal)"
+    )
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -326,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def tell(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    document = check(device, chosen, options.tests, path, tell)
+    document = check(device, chosen, options.tests, path, tell, options.times)
     console.print(table_of(document))
     for part in document["parts"]:
         if part["error"]:

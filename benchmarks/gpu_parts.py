@@ -203,47 +203,84 @@ def lengths(device: torch.device) -> tuple[str, bool]:
     return f"{text}a pool", report.num_captures == 4 and growth < 0.5
 
 
-def broken(device: torch.device) -> tuple[str, bool]:
-    """Let the driver break a capture, and go on: draw, empty the cache, capture again."""
+def synchronize(tokens: Tensor) -> None:
+    torch.cuda.current_stream().synchronize()  # torch would refuse a copy by itself
+
+
+def read_a_number(tokens: Tensor) -> None:
+    tokens.sum().item()
+
+
+def leave_a_stream(tokens: Tensor) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        tokens.add(1)
+
+
+def fail(tokens: Tensor) -> None:
+    raise KeyError("of the loss function")
+
+
+# How a capture is broken, and the error that is to come out: the driver's number, or a name.
+BREAKS: Mapping[str, tuple[Callable[[Tensor], None], str]] = {
+    "the host waits": (synchronize, "900"),
+    "a number is read": (read_a_number, "900"),
+    "a stream is not joined": (leave_a_stream, "904"),
+    "the loss function fails": (fail, "KeyError"),
+}
+
+
+def broken(device: torch.device) -> Iterator[Row]:
+    """Let a capture break, and go on: draw, empty the cache, capture again."""
+    for name, (break_it, expected) in BREAKS.items() if device.type == "cuda" else ():
+        yield Row(f"a capture is broken: {name}", *_broken(device, break_it, expected))
     if device.type == "cpu":
-        return "no driver breaks a capture on a CPU", True
+        yield Row("a capture is broken", "no driver breaks a capture on a CPU")
+
+
+def _broken(
+    device: torch.device, break_it: Callable[[Tensor], None], expected: str
+) -> tuple[str, bool]:
     breaks = True
 
     def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
         if breaks and torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().synchronize()  # torch would refuse a copy by itself
+            break_it(tokens)
         return loss
 
     with tiny_step(device, loss_fn=loss_fn) as (step, tokens):
-        text = "CUDA has captured it"
+        said = "CUDA has captured it"
         for _ in range(4):
             try:
                 step(tokens, tokens)
             except graphfsdp.CaptureError as error:
-                text = f"CUDA error {error.cuda_error}"
+                said = f"{error.cuda_error}"
+            except KeyError as error:
+                said = type(error).__name__
         breaks = False
         torch.rand(3, device=device)
         torch.cuda.empty_cache()
         for _ in range(6):
             step(tokens, tokens)
         phase = step.phase.value
-    return f"{text}, then {phase}", text == "CUDA error 900" and phase == "replay"
+    return f"{said}, then {phase}", said == expected and phase == "replay"
 
 
 FEATURES: Mapping[str, Callable[[torch.device], tuple[str, bool]]] = {
     "autocast to bfloat16": autocast,
-    "torch.compile inside the graph": compiled,
     "DOT, nodes, report page": drawing,
     "one launch for each replay": launches,
     "four lengths, one pool": lengths,
     "evaluations in between": evaluation,
-    "a capture that the driver breaks": broken,
 }
 
 
-def features(device: torch.device) -> Iterator[Row]:
-    for what, test in FEATURES.items():
+def features(
+    device: torch.device, tests: Mapping[str, Callable[[torch.device], tuple[str, bool]]]
+) -> Iterator[Row]:
+    for what, test in tests.items():
         try:
             yield Row(what, *test(device))
         except Exception as error:  # whatever it is: the other rows have something to tell
@@ -402,7 +439,9 @@ def run_part(name: str, device: torch.device) -> Iterator[Row]:
         "parity-bf16": lambda: parity(small, device, bf16=True),
         "optimizer": lambda: optimizers(shape_of(large), device, *often),
         "optimizer-1b": lambda: optimizers(largest, device, *seldom),
-        "features": lambda: features(device),
+        "features": lambda: features(device, FEATURES),
+        "broken": lambda: broken(device),
+        "compile": lambda: features(device, {"torch.compile inside the graph": compiled}),
         "offload": lambda: offload(large, device),
         "overlap": lambda: overlap(large, device),
     }
@@ -414,7 +453,7 @@ def main() -> None:
     name, device = sys.argv[1], torch.device(sys.argv[2])
     if device.type == "cpu":
         torch.set_num_threads(1)
-    if name.startswith(("parity", "features", "overlap")):
+    if name.startswith(("parity", "features", "overlap", "compile", "broken")):
         # Read at the first matrix product; child processes inherit it.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         make_deterministic()

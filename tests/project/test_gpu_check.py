@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import bench_results
-from benchmarks import gpu_check, gpu_parts, gpu_sharding
+from benchmarks import gpu_check, gpu_parts, gpu_sharding, gpu_smoke
+from graphfsdp._capture.phase import Phase
 from graphfsdp.bench.clock import Window
 from graphfsdp.bench.command import with_unasked
 from graphfsdp.bench.records import NotRun
@@ -159,14 +160,64 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
     assert seen == [100, wanted]
 
 
-def test_a_feature_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feature_that_fails_does_not_stop_the_others() -> None:
     def fail(device: torch.device) -> Any:
         raise RuntimeError("no such thing")
 
     tests = {"bad": fail, "good": lambda device: ("seen", True)}
-    monkeypatch.setattr(gpu_parts, "FEATURES", tests)
-    found = [(row.what, row.result, row.ok) for row in gpu_parts.features(torch.device("cpu"))]
+    rows = gpu_parts.features(torch.device("cpu"), tests)
+    found = [(row.what, row.result, row.ok) for row in rows]
     assert found == [("bad", "RuntimeError: no such thing", False), ("good", "seen", True)]
+
+
+def test_no_part_takes_the_seconds_of_later_ones(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, float] = {}
+
+    def note(name: str, device: torch.device, limit_s: float) -> dict[str, Any]:
+        limits[name] = limit_s
+        return {"rows": [], "error": None}
+
+    monkeypatch.setattr(gpu_check, "child_part", note)
+    names, path = ("parity-fp32", "overlap", "optimizer"), tmp_path / "result.json"
+    gpu_check.check(torch.device("cpu"), names, [], path, times=2.0)
+    budgets = gpu_check.BUDGETS_S
+    assert sum(budgets.values()) <= gpu_check.TOTAL_LIMIT_S
+    for index, name in enumerate(names):
+        later = sum(budgets[other] for other in names[index + 1 :])
+        assert 0 < 2 * (gpu_check.TOTAL_LIMIT_S - later) - limits[name] < 30
+    assert next(iter(budgets)) == gpu_check.SMOKE
+    assert list(budgets)[-1] == gpu_check.REDUCE_OVERHEAD
+
+
+def test_a_little_program_that_fails_tells_its_whole_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        bad = command[3] == "clipping"
+        said = "Traceback (most recent call last):\n  ...\nRuntimeError: no" if bad else ""
+        return subprocess.CompletedProcess(command, int(bad), "" if bad else "equal\n", said)
+
+    monkeypatch.setattr(gpu_check, "_run", run)
+    part = gpu_check.smoke_part(torch.device("cpu"), 100, 100)
+    assert len(part["rows"]) == len(gpu_smoke.PROGRAMS) == 25
+    assert [row["what"] for row in part["rows"] if not row["ok"]] == ["clipping"]
+    assert part["error"].startswith("clipping:\nTraceback (most recent call last):\n  ...")
+    late = gpu_check.smoke_part(torch.device("cpu"), 0, 100, ["two layers"])
+    assert late["rows"][0]["result"].startswith("left out")
+
+
+def test_a_little_program_compares_eager_and_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    program, device = gpu_smoke.PROGRAMS["two layers"], torch.device("cpu")
+    gpu_smoke.compare(program, device)
+    assert "equal bit for bit" in capsys.readouterr().out
+    calls = {Phase.REPLAY: lambda loss: loss + 1}
+    changed = dataclasses.replace(
+        program, call=lambda step, x: calls.get(step.phase, torch.clone)(step(x))
+    )
+    with pytest.raises(AssertionError, match="loss of step 4 differs by up to 1"):
+        gpu_smoke.compare(changed, device)
 
 
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:

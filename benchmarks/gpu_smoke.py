@@ -1,0 +1,267 @@
+"""Twenty-five programs of two layers: what a GPU says first of each way to use graphfsdp.
+
+``python -m benchmarks.gpu_smoke PROGRAM DEVICE`` trains one, eagerly and captured, and compares
+losses and parameters bit for bit. Each has a process of its own, since a CUDA error makes every
+later call in a process fail, and ends with a traceback if anything is wrong.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import optim
+
+WIDTH = 16
+ROWS = 12  # three microbatches
+NUM_STEPS = 7  # the last three are replays
+
+
+def layers(between: nn.Module | None = None, last: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), between or nn.GELU(), nn.Linear(WIDTH, last))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, 8)
+        self.head = nn.Linear(8, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(x.abs().clamp(max=3).long()))
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x.unsqueeze(1).expand(-1, 8, -1)).chunk(3, dim=-1)
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in heads)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 2)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.norm(self.first(x.view(-1, 1, 4, 4))))
+        return out
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers(nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = graphfsdp.recompute(self.inner, x)
+        return out
+
+
+class SideStream(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return self.first(x) + self.second(x)  # type: ignore[no-any-return]
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            first = self.first(x)
+        second = self.second(x)
+        current.wait_stream(side)
+        return first + second  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).float().square().mean()
+    return loss
+
+
+def autocast_loss(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        return loss_of(model, x)
+
+
+def own_iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    for part in x.chunk(2):
+        (loss_of(model, part) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_of(model, x).detach()
+
+
+def evaluated(step: graphfsdp.CapturedStep, x: Tensor) -> Tensor:
+    loss: Tensor = step(x)
+    step.evaluate(x)
+    return loss
+
+
+def two_lengths(step: graphfsdp.CapturedStep, x: Tensor) -> Tensor:
+    step(x[: ROWS // 2])
+    loss: Tensor = step(x)
+    return loss
+
+
+def verified(step: graphfsdp.CapturedStep, x: Tensor) -> Tensor:
+    loss: Tensor = step(x)
+    if step.phase.value == "replay":
+        step.verify(1)
+    return loss
+
+
+def sharded(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    def shard(model: nn.Module) -> nn.Module:
+        for layer in model.children():
+            if list(layer.parameters()):
+                graphfsdp.fully_shard(layer, **options)
+        return graphfsdp.fully_shard(model, **options)
+
+    return shard
+
+
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adam(params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return optim.FusedAdam(params, lr=0.01, **options)
+
+
+def scaled_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return adam(params, grad_scaler=optim.DeviceGradScaler(256.0, device=params[0].device))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, how it is stepped, and what capture() is told."""
+
+    make: Callable[[], nn.Module] = layers
+    optimizer: Optimizer = adam
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+    call: Callable[[graphfsdp.CapturedStep, Tensor], Tensor] = lambda step, x: step(x)
+    scope: str = "full_iteration"
+    is_sharded: bool = False
+
+
+ZERO3 = {"strategy": "optim_grads_params"}
+PROGRAMS: Mapping[str, Program] = MappingProxyType(
+    {
+        "two layers": Program(),
+        "clipping": Program(options={"max_grad_norm": 0.1}),
+        "dropout": Program(lambda: layers(nn.Dropout(0.3))),
+        "three microbatches": Program(options={"microbatches": 3}),
+        "layer norm": Program(lambda: layers(nn.LayerNorm(WIDTH))),
+        "attention": Program(Attention),
+        "convolution and batch norm": Program(Convolution),
+        "tied embedding": Program(Tied),
+        "bfloat16 with main weights": Program(
+            optimizer=lambda params: adam(params, master_weights=True), dtype=torch.bfloat16
+        ),
+        "autocast": Program(options={"loss_fn": autocast_loss}),
+        "loss scale": Program(optimizer=scaled_adam),
+        "steps that may be skipped": Program(options={"skip_nonfinite": True}),
+        "torch's AdamW": Program(optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)),
+        "torch's SGD": Program(
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9)
+        ),
+        "FusedSGD": Program(optimizer=lambda p: optim.FusedSGD(p, lr=0.01, momentum=0.9)),
+        "FusedLion": Program(optimizer=lambda params: optim.FusedLion(params, lr=0.01)),
+        "recomputation": Program(Recomputed),
+        "a stream of the model's own": Program(SideStream),
+        "forward and backward alone": Program(scope="forward_backward"),
+        "an iteration of one's own": Program(options={"iteration": own_iteration}),
+        "evaluation in between": Program(call=evaluated),
+        "two batch sizes": Program(options={"on_change": "recapture"}, call=two_lengths),
+        "verification": Program(call=verified),
+        "one rank, ZeRO-3, overlapped": Program(prepare=sharded(**ZERO3), is_sharded=True),
+        "one rank, ZeRO-3, with a pool": Program(
+            prepare=sharded(**ZERO3, buffer_pool=True), is_sharded=True
+        ),
+    }
+)
+
+
+@contextlib.contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def train(program: Program, device: torch.device, scope: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = program.prepare(program.make().to(device, program.dtype))
+    optimizer = program.optimizer(list(model.parameters()))
+    options: dict[str, Any] = dict(program.options)
+    if "iteration" not in options:
+        options = {"loss_fn": loss_of} | options
+    generator = torch.Generator().manual_seed(1)
+    seen: dict[str, Tensor] = {}
+    with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
+        for index in range(NUM_STEPS):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + index)
+            x = torch.randn(ROWS, WIDTH, generator=generator).to(device, program.dtype)
+            seen[f"loss of step {index}"] = program.call(step, x)
+        if scope != "none":
+            assert step.phase.value == "replay", step.phase
+        for name, param in model.named_parameters():
+            local = param.to_local() if hasattr(param, "to_local") else param
+            seen[f"parameter {name}"] = local.detach().clone()
+    return seen
+
+
+def compare(program: Program, device: torch.device) -> None:
+    """AssertionError names the first tensor that differs."""
+    eager = train(program, device, "none")
+    captured = train(program, device, program.scope)
+    for what, value in eager.items():
+        other = captured[what]
+        gap = (value.double() - other.double()).abs().max() if value.numel() else 0
+        assert torch.equal(value, other), f"{what} differs by up to {float(gap):.3g}"
+    print(f"{len(eager)} tensors equal bit for bit")
+
+
+def main() -> None:
+    """Run one program; whatever is wrong is raised."""
+    name, device = sys.argv[1], torch.device(sys.argv[2])
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    program = PROGRAMS[name]
+    with one_rank(device) if program.is_sharded else contextlib.nullcontext():
+        compare(program, device)
+
+
+if __name__ == "__main__":
+    main()
