@@ -336,11 +336,10 @@ def _rank(rank: int, num_ranks: int, folder: str, name: str, kind: str) -> None:
     if num_ranks > 1:
         dist.init_process_group("nccl", init_method=store, rank=rank, world_size=num_ranks)
     found: dict[str, dict[str, Any]] = {}
-    tests: dict[str, Callable[[], dict[str, Any]]] = {
-        variant: partial(_measure, name, device, variant) for variant in VARIANTS
-    }
+    tests: dict[str, Callable[[], dict[str, Any]]] = {AGAIN: partial(_again, "gpt-tiny", device)}
+    tests |= {variant: partial(_measure, name, device, variant) for variant in VARIANTS}
     with played_ranks(NUM_PLAYED_RANKS if num_ranks == 1 else 0):
-        for variant, test in {AGAIN: partial(_again, "gpt-tiny", device), **tests}.items():
+        for variant, test in tests.items():
             try:
                 found[variant] = test()
             except Exception:  # whatever it is: the other variants have something to tell

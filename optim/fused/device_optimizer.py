@@ -51,7 +51,7 @@ class DeviceOptimizer(LiveOptimizer):
         super()._reset()
         self._plan: Plan | None = None
         self.step_classes: dict[Tensor, int] = {}  # see ``Classed``
-        self._kept: list[object] = []  # plans whose tables a graph reads that was captured by hand
+        self._by_hand: list[object] = []  # plans whose tables a graph reads that was captured by hand
 
     @property
     def _rule(self) -> Rule:
@@ -100,7 +100,7 @@ class DeviceOptimizer(LiveOptimizer):
         plan = self._plan
         if plan is None or not plan.holds(grads, self.state.values()):
             plan = self._make_plan(params, grads)
-        keep_for_graph(plan, self._kept)
+        keep_for_graph(plan, self._by_hand)
         self._hyper.copy_tensor_lrs(self.param_groups)
         parts = plan.norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
