@@ -51,7 +51,7 @@ class DeviceOptimizer(LiveOptimizer):
         super()._reset()
         self._plan: Plan | None = None
         self.step_classes: dict[Tensor, int] = {}  # see ``Classed``
-        self._by_hand: list[object] = []  # plans whose tables a graph reads that was captured by hand
+        self._by_hand: list[object] = []  # plans that a graph reads which was captured by hand
 
     @property
     def _rule(self) -> Rule:
