@@ -44,12 +44,14 @@ class _After(MetaPathFinder):
         if call is None:
             return None
         spec = importlib.util.find_spec(name)
+        self._calls[name] = call  # whoever only asks for it does not import it
         if spec is None or spec.loader is None:
             return None
         loader: Any = spec.loader
         execute = loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
+            self._calls.pop(name, None)
             execute(module)
             call()
 
