@@ -211,13 +211,6 @@ def read_a_number(tokens: Tensor) -> None:
     tokens.sum().item()
 
 
-def leave_a_stream(tokens: Tensor) -> None:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        tokens.add(1)
-
-
 def fail(tokens: Tensor) -> None:
     raise KeyError("of the loss function")
 
@@ -226,7 +219,6 @@ def fail(tokens: Tensor) -> None:
 BREAKS: Mapping[str, tuple[Callable[[Tensor], None], str]] = {
     "the host waits": (synchronize, "900"),
     "a number is read": (read_a_number, "900"),
-    "a stream is not joined": (leave_a_stream, "904"),
     "the loss function fails": (fail, "KeyError"),
 }
 
