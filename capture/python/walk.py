@@ -152,12 +152,14 @@ class _Walk:
 
     def mapping(self, name: str, value: dict[Any, Any], depth: int, far: int) -> None:
         places, hold = self.found.places, self.found.hold
-        places[f"len({name})"] = Place(len(value), "length", value, None, held.put_length)
-        hold(held.put_back_dict, value, dict(dict.items(value)))
-        if len(value) > _MAX_ITEMS:
+        # As a dict holds them: a class of somebody's own may load or compute what it is asked for.
+        items = dict(dict.items(value))
+        places[f"len({name})"] = Place(len(items), "length", value, None, held.put_length)
+        hold(held.put_back_dict, value, items)
+        if len(items) > _MAX_ITEMS:
             return
-        places[f"keys of {name}"] = Place(tuple(map(_plain_key, value)), "keys")
-        for key, item in list(dict.items(value)):
+        places[f"keys of {name}"] = Place(tuple(map(_plain_key, items)), "keys")
+        for key, item in items.items():
             shown = repr(key) if type(key) in SCALARS else type(key).__name__
             title = f"{name}[{shown}]"
             self.visit(title, item, dict.__setitem__, value, key, depth=depth, far=far)
