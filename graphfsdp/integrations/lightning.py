@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 else:
     # Both names of the package may be installed, and their classes know nothing of each other.
+    _names = ("lightning.pytorch", "pytorch_lightning")
     _library = import_library(
-        *sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules),
-        install="pip install lightning",
+        *sorted(_names, key=lambda name: name not in sys.modules), install="pip install lightning"
     )
     Callback, LightningModule = _library.Callback, _library.LightningModule
 
@@ -197,10 +197,10 @@ class _NoIndex:
             "module that the step counts up"
         )
 
-    __index__ = __int__ = __float__ = __bool__ = __hash__ = _refuse  # type: ignore[assignment]
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __index__ = __int__ = __float__ = __bool__ = __hash__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __mod__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __floordiv__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
+    __floordiv__ = __str__ = __format__ = _refuse
 
 
 @contextmanager

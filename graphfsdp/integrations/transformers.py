@@ -103,6 +103,14 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
                 f"processes with {self.args.n_gpu} GPUs each. Ways out: CUDA_VISIBLE_DEVICES=0, "
                 "or graphfsdp.fully_shard and graphfsdp.capture in a loop of your own"
             )
+        order = type(self).__mro__
+        for cls in order[order.index(CapturedTrainer) + 1 : order.index(Trainer)]:
+            if "training_step" in vars(cls):
+                raise ConfigError(
+                    f"{cls.__name__} has a training_step of its own, which a captured update would "
+                    "not call. Ways out: compute_loss instead, or graphfsdp.capture in a loop of "
+                    "your own"
+                )
         late = _TOO_LATE if self.args.gradient_accumulation_steps > 1 else _TOO_LATE[:1]
         for callback in self.callback_handler.callbacks:
             for name in late:
@@ -126,26 +134,23 @@ class _CapturedUpdate:
         self._accelerator = trainer.accelerator
         # All that an iteration can name is looked through when it is captured, and the Trainer
         # holds the whole program. So only a loss function of the user's own is in its sight.
-        context = weakref.WeakMethod(trainer.compute_loss_context_manager)
-        clip = weakref.WeakMethod(self._accelerator.clip_grad_norm_)
+        context = _OutOfSight(trainer.compute_loss_context_manager)
+        clip = _OutOfSight(self._accelerator.clip_grad_norm_)
         is_own = type(trainer).compute_loss is not Trainer.compute_loss
-        own_loss = trainer.compute_loss if is_own else trainer.compute_loss_func
-        library_loss = weakref.WeakMethod(trainer.compute_loss)
+        compute_loss = trainer.compute_loss if is_own else _OutOfSight(trainer.compute_loss)
+        loss_function = trainer.compute_loss_func  # is named, so that it is looked through
         optimizer = inner_optimizer(trainer.optimizer)
         max_norm = trainer.args.max_grad_norm or float("inf")
         is_normalized = getattr(trainer, "loss_is_scaled_for_ga", None)
         accepts_items = trainer.model_accepts_loss_kwargs
-        if is_normalized is None and trainer.compute_loss_func is not None:
-            is_normalized = True
 
         def update(model: nn.Module, _: Any, batches: list[Any], num_items: Any) -> Any:
             losses = []
             for batch in batches:
-                compute_loss = own_loss if is_own else library_loss()
-                with context()():
+                with context():
                     # It may take labels out of its batch, which must not leave the graph's.
                     loss = compute_loss(model, dict(batch), num_items_in_batch=num_items)
-                by_items = accepts_items and num_items is not None
+                by_items = (accepts_items and num_items is not None) or loss_function is not None
                 if not (by_items if is_normalized is None else is_normalized):
                     loss = loss / len(batches)
                 loss.backward()
@@ -170,6 +175,15 @@ class _CapturedUpdate:
         self._step.close()
         del self._accelerator.clip_grad_norm_
         self._optimizer.step = self._own_step
+
+
+class _OutOfSight(weakref.WeakMethod[Any]):
+    """A method that is called as ever, and whose object an iteration does not name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = super().__call__()
+        assert method is not None  # the Trainer is training
+        return method(*args, **kwargs)
 
 
 def _nothing(closure: object = None) -> None:

@@ -18,7 +18,8 @@ except ImportError:
 
 from graphfsdp.integrations.lightning import CapturedTraining
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+# Warnings of the library's own.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.time_limit(300)]
 
 
 class Net(pl.LightningModule):  # type: ignore[misc]

@@ -13,9 +13,12 @@ from helpers import quick_garbage_collection
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from transformers import TrainerCallback  # noqa: E402
+
 from graphfsdp.integrations.transformers import CapturedTrainer  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+# Warnings of the libraries' own.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.time_limit(300)]
 
 SIZES = {
     "vocab_size": 40,
@@ -101,7 +104,7 @@ def test_an_update_as_one_graph_has_the_trainer_s_bits(
 
 def test_checkpoints_and_evaluations_are_the_trainer_s(tmp_path: Path) -> None:
     """One trainer saves and the other goes on."""
-    settings = {"save_strategy": "steps", "save_steps": 8, "num_train_epochs": 2}
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 8, "num_train_epochs": 2}
     settings |= {"eval_strategy": "steps", "eval_steps": 5, "weight_decay": 0.1}
     ends = []
     for first, second in (
@@ -121,7 +124,7 @@ def test_checkpoints_and_evaluations_are_the_trainer_s(tmp_path: Path) -> None:
         assert_same_weights(ends[0].model, other.model)
 
 
-class Watcher(transformers.TrainerCallback):  # type: ignore[misc]
+class Watcher(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Look at gradients."""
 
@@ -150,7 +153,7 @@ class Weighted(CapturedTrainer):
 
 
 def test_a_number_that_a_loss_of_one_s_own_reads_is_guarded(tmp_path: Path) -> None:
-    class Change(transformers.TrainerCallback):  # type: ignore[misc]
+    class Change(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
             if state.global_step == 7:
                 trainer.weight = 2.0

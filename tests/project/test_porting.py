@@ -70,6 +70,7 @@ def test_each_program_of_the_table_is_there() -> None:
 
 
 @pytest.mark.parametrize("title", SECTIONS)
+@pytest.mark.time_limit(300)
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 def test_the_program_trains_the_same_before_and_after(title: str) -> None:
     program, change = SECTIONS[title]
