@@ -85,6 +85,8 @@ class _Walk:
         self._kinds = _Kinds()
         self._named: set[str] = set()  # by code
         self._unnamed: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
+        # The same by the class that has them.
+        self._unnamed_of: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
 
     def visit(
         self,
@@ -431,7 +433,9 @@ class _Walk:
         if is_special or key == "forward" or key in self._named:
             self.visit(function.__qualname__, function, depth=depth, far=far)
         elif not (key == "__init__" and issubclass(kind, nn.Module)):
-            self._unnamed.setdefault(key, []).append((function, depth, far))
+            item = (function, depth, far)
+            self._unnamed.setdefault(key, []).append(item)
+            self._unnamed_of.setdefault(function.__qualname__.rpartition(".")[0], []).append(item)
 
     def _name(self, names: frozenset[str], code: types.CodeType) -> None:
         """Remember what code names, and look at the methods that are called so."""
@@ -439,9 +443,7 @@ class _Walk:
         self._named |= new
         found = [item for key in new & self._unnamed.keys() for item in self._unnamed.pop(key)]
         if names & INDIRECT and not is_installed_file(code.co_filename):  # which by their texts?
-            owner = code.co_qualname.rpartition(".")[0]
-            for items in self._unnamed.values():
-                found += [each for each in items if each[0].__qualname__.startswith(f"{owner}.")]
+            found += self._unnamed_of.pop(code.co_qualname.rpartition(".")[0], [])
         for function, depth, far in found:
             self.visit(function.__qualname__, function, depth=depth, far=far)
 

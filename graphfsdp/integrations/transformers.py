@@ -5,7 +5,7 @@ from graphfsdp.integrations.transformers import CapturedTrainer as Trainer
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -177,11 +177,14 @@ class _CapturedUpdate:
         self._optimizer.step = self._own_step
 
 
-class _OutOfSight(weakref.WeakMethod[Any]):
+class _OutOfSight:
     """A method that is called as ever, and whose object an iteration does not name."""
 
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = weakref.WeakMethod(method)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method = super().__call__()
+        method = self._method()
         assert method is not None  # the Trainer is training
         return method(*args, **kwargs)
 
