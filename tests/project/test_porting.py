@@ -40,7 +40,8 @@ def counted(change: str) -> tuple[int, int, int]:
     before = inside = gone = 0
     for hunk in hunks_of(change):
         num_gone = sum(line[0] == "-" for line in hunk)
-        new = sum(line[0] == "+" and line != "+import graphfsdp" for line in hunk)
+        imports = "+import graphfsdp" if num_gone else ("+import graphfsdp", "+from graphfsdp")
+        new = sum(line[0] == "+" and not line.startswith(imports) for line in hunk)
         gone += num_gone
         before += 0 if num_gone else new
         inside += new if num_gone else 0
