@@ -85,6 +85,8 @@ class _Walk:
         self._kinds = _Kinds()
         self._named: set[str] = set()  # by code
         self._unnamed: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
+        # The same by the class that has them.
+        self._unnamed_of: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
 
     def visit(
         self,
@@ -152,12 +154,14 @@ class _Walk:
 
     def mapping(self, name: str, value: dict[Any, Any], depth: int, far: int) -> None:
         places, hold = self.found.places, self.found.hold
-        places[f"len({name})"] = Place(len(value), "length", value, None, held.put_length)
-        hold(held.put_back_dict, value, dict(dict.items(value)))
-        if len(value) > _MAX_ITEMS:
+        # As a dict holds them: a class of somebody's own may load or compute what it is asked for.
+        items = dict(dict.items(value))
+        places[f"len({name})"] = Place(len(items), "length", value, None, held.put_length)
+        hold(held.put_back_dict, value, items)
+        if len(items) > _MAX_ITEMS:
             return
-        places[f"keys of {name}"] = Place(tuple(map(_plain_key, value)), "keys")
-        for key, item in list(dict.items(value)):
+        places[f"keys of {name}"] = Place(tuple(map(_plain_key, items)), "keys")
+        for key, item in items.items():
             shown = repr(key) if type(key) in SCALARS else type(key).__name__
             title = f"{name}[{shown}]"
             self.visit(title, item, dict.__setitem__, value, key, depth=depth, far=far)
@@ -429,7 +433,9 @@ class _Walk:
         if is_special or key == "forward" or key in self._named:
             self.visit(function.__qualname__, function, depth=depth, far=far)
         elif not (key == "__init__" and issubclass(kind, nn.Module)):
-            self._unnamed.setdefault(key, []).append((function, depth, far))
+            item = (function, depth, far)
+            self._unnamed.setdefault(key, []).append(item)
+            self._unnamed_of.setdefault(function.__qualname__.rpartition(".")[0], []).append(item)
 
     def _name(self, names: frozenset[str], code: types.CodeType) -> None:
         """Remember what code names, and look at the methods that are called so."""
@@ -437,9 +443,7 @@ class _Walk:
         self._named |= new
         found = [item for key in new & self._unnamed.keys() for item in self._unnamed.pop(key)]
         if names & INDIRECT and not is_installed_file(code.co_filename):  # which by their texts?
-            owner = code.co_qualname.rpartition(".")[0]
-            for items in self._unnamed.values():
-                found += [each for each in items if each[0].__qualname__.startswith(f"{owner}.")]
+            found += self._unnamed_of.pop(code.co_qualname.rpartition(".")[0], [])
         for function, depth, far in found:
             self.visit(function.__qualname__, function, depth=depth, far=far)
 

@@ -170,18 +170,34 @@ class TorchAdapter(BakedAdapter):
     def stepping(self) -> Iterator[None]:
         optimizer = self.optimizer
         own, step = vars(optimizer).get("step"), optimizer.step
+        is_live = False
 
         def live_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_live
             with self._as_capturable(), one_mesh_at_a_time(optimizer):
-                if not self._is_plain or any(args) or any(kwargs.values()):
-                    return step(*args, **kwargs)  # what others read is theirs, as in a closure
-                with _LiveScalars():
-                    return step()
+                is_live = True
+                try:
+                    if not self._is_plain or any(args) or any(kwargs.values()):
+                        return step(*args, **kwargs)  # what others read is theirs, as in a closure
+                    with _LiveScalars():
+                        return step()
+                finally:
+                    is_live = False
 
+        def refuse_another(*_: object) -> None:
+            if not is_live:
+                raise ConfigError(
+                    f"the iteration calls a step that was taken from {self._name} before (step = "
+                    "optimizer.step, say), so that every replay would go on with the lr of the "
+                    "capture. Remedy: optimizer.step() in the iteration"
+                )
+
+        hook = optimizer.register_step_pre_hook(refuse_another)
         vars(optimizer)["step"] = live_step
         try:
             yield
         finally:
+            hook.remove()
             if own is None:
                 vars(optimizer).pop("step", None)
             else:

@@ -160,6 +160,25 @@ def test_the_optimizer_goes_on_by_itself(device: torch.device) -> None:
     assert next(iter(optim.state.values()))["step"] == 7
 
 
+def test_a_step_that_was_taken_before_is_refused() -> None:
+    """It would not find the lr that is kept live, and go on with that of the capture."""
+    model = net(torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step_of_before = optimizer.step
+
+    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = loss_fn(model, x)
+        loss.backward()
+        step_of_before()
+        return loss
+
+    with (
+        graphfsdp.capture(model, optimizer, iteration=iterate) as step,
+        pytest.raises(graphfsdp.ConfigError, match=r"taken from .*AdamW before.*optimizer\.step\("),
+    ):
+        step(torch.ones(2, 6))
+
+
 def test_an_lr_that_the_iteration_changes_is_refused() -> None:
     model = net(torch.device("cpu"))
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -47,15 +47,8 @@ MAY_IMPORT = {
     f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.offload", f"{OPTIM}.whole"},
     OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused", "offload", "whole")},
 }
-ON_TOP = frozenset(
-    {
-        "graphfsdp",
-        *(
-            f"graphfsdp.{program}"
-            for program in ("bench", "checkpoint", "planning", "preflight", "training")
-        ),
-    }
-)
+_PROGRAMS = ("bench", "checkpoint", "integrations", "planning", "preflight", "training")
+ON_TOP = frozenset({"graphfsdp", *(f"graphfsdp.{program}" for program in _PROGRAMS)})
 
 # Folders with more modules than MAX_MODULES; none is added.
 CROWDED: frozenset[str] = frozenset()
@@ -64,12 +57,15 @@ MAX_MODULES = 20
 MAX_LINES = 600
 OPTIONAL_PACKAGES = (
     "apex",
+    "lightning",
     "matplotlib",
     "mlperf_logging",
     "nvtx",
+    "pytorch_lightning",
     "safetensors",
     "tensorboard",
     "transformer_engine",
+    "transformers",
     "triton",
 )
 # May write to the terminal: it is what they are for.
