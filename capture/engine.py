@@ -60,6 +60,8 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
         self._has_iterated = False
+        self._has_stepped = False
+        self._captures = options.scope is not Scope.NONE
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
@@ -108,9 +110,20 @@ class Engine:
         self._has_iterated = True
         results = recording.results.flatten(output)
         if self.full:
+            self._make_room()
             grad_norm = self._iteration.optimizer_step()
             results += [] if grad_norm is None else [grad_norm]
         return results
+
+    def _make_room(self) -> None:
+        """Give back what the first activations have left, before the optimizer makes its state.
+
+        The state would lie in the middle of that for ever, and the rest could not be used again,
+        neither by the next activations nor by the pool of a graph.
+        """
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.backend.give_back_memory(workspaces=self._captures)
 
     def unpack(self, recording: Recording, results: list[Tensor]) -> object:
         """Return what the user's function returned, and keep the gradient norm."""
@@ -136,6 +149,7 @@ class Engine:
 
     def step_outside(self) -> None:
         if not self.full:
+            self._make_room()
             with self.backend.on_capture_stream():
                 self.grad_norm = self._iteration.optimizer_step()
 
