@@ -15,6 +15,7 @@ from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp._capture.trace.landing import Landing
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
@@ -161,7 +162,13 @@ class Engine:
         """Return what compares the numbers of a warm-up and of the capture after it."""
         stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
         has_run = self._has_iterated and trains
-        return ConstantWatch(self.model, self.backend.device, stepping, has_run=has_run)
+        device, gradients = self.backend.device, self.gradients
+        landing = None
+        # Gradients of shards are laid into a buffer of their own, for their reduction.
+        if trains and device.type == "cuda" and not sharded_roots(self.model):
+            may_wait = not self.steps_inside and not gradients.have_other_hooks
+            landing = Landing(gradients.storages(), may_wait=may_wait)
+        return ConstantWatch(self.model, device, stepping, has_run=has_run, landing=landing)
 
     def python(self, *, weakly: bool = False) -> Snapshot:
         """Return all Python that the iteration can name, as it is now; ``weakly``: no tensor."""
