@@ -24,7 +24,7 @@ DIST   ?= dist
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test cuda-env cuda-test lint format bench gpu-check wheel clean
+.PHONY: help train test cuda-env cuda-test cuda-tables lint format bench gpu-check wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ cuda-env: $(VENV_CUDA)/.stamp
 
 cuda-test: $(VENV_CUDA)/.stamp  ## the tests for a GPU, on torch's CUDA build above a stand-in for the driver
 	$(VENV_CUDA)/bin/python tests/cuda_stand_in/above.py -m pytest -m gpu -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+cuda-tables: $(VENV_CUDA)/.stamp  ## launches and memory of one iteration above that stand-in, into docs/emulated.md
+	$(VENV_CUDA)/bin/python tests/cuda_stand_in/tables.py
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy --strict
 	$(bin)/ruff check .

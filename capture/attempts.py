@@ -106,6 +106,8 @@ class Attempts:
     def _warm_up(self, recording: Recording, *, notes: bool) -> list[Tensor]:
         engine = self._engine
         watch = recording.noting(engine.constant_watch(trains=self._trains)) if notes else None
+        # So that what libraries and optimizers keep of a warm-up never splits what the next needs.
+        engine.backend.give_back_memory()
         with nvtx_range("warm-up"), engine.backend.on_capture_stream():
             results = self._iterate(recording, watch)
         self._ranks.settle()

@@ -15,6 +15,7 @@ from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp._capture.trace.landing import Landing
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
@@ -60,6 +61,8 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
         self._has_iterated = False
+        self._has_stepped = False
+        self._captures = options.scope is not Scope.NONE
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
@@ -108,9 +111,20 @@ class Engine:
         self._has_iterated = True
         results = recording.results.flatten(output)
         if self.full:
+            self._make_room()
             grad_norm = self._iteration.optimizer_step()
             results += [] if grad_norm is None else [grad_norm]
         return results
+
+    def _make_room(self) -> None:
+        """Give back what the first activations have left, before the optimizer makes its state.
+
+        The state would lie in the middle of that for ever, and the rest could not be used again,
+        neither by the next activations nor by the pool of a graph.
+        """
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.backend.give_back_memory(workspaces=self._captures)
 
     def unpack(self, recording: Recording, results: list[Tensor]) -> object:
         """Return what the user's function returned, and keep the gradient norm."""
@@ -136,6 +150,7 @@ class Engine:
 
     def step_outside(self) -> None:
         if not self.full:
+            self._make_room()
             with self.backend.on_capture_stream():
                 self.grad_norm = self._iteration.optimizer_step()
 
@@ -147,7 +162,13 @@ class Engine:
         """Return what compares the numbers of a warm-up and of the capture after it."""
         stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
         has_run = self._has_iterated and trains
-        return ConstantWatch(self.model, self.backend.device, stepping, has_run=has_run)
+        device, gradients = self.backend.device, self.gradients
+        landing = None
+        # Gradients of shards are laid into a buffer of their own, for their reduction.
+        if trains and device.type == "cuda" and not sharded_roots(self.model):
+            may_wait = not self.steps_inside and not gradients.have_other_hooks
+            landing = Landing(gradients.storages(), may_wait=may_wait)
+        return ConstantWatch(self.model, device, stepping, has_run=has_run, landing=landing)
 
     def python(self, *, weakly: bool = False) -> Snapshot:
         """Return all Python that the iteration can name, as it is now; ``weakly``: no tensor."""

@@ -201,6 +201,12 @@ class PersistentGradients:
             elif entry.landed:
                 entry.bind()
 
+    @property
+    def have_other_hooks(self) -> bool:
+        """Whether somebody else looks at gradients as soon as they have been accumulated."""
+        hooks = (getattr(e.param, "_post_accumulate_grad_hooks", None) for e in self._entries)
+        return sum(map(len, filter(None, hooks))) > len(self._handles)
+
     def landed(self) -> Landed:
         """Return what the last iteration has left bound, for replays of it."""
         return [(e.param, e.view, e) for e in self._entries if e.landed and e.bound]

@@ -234,6 +234,8 @@ class CpuGraphBackend:
         """Return nothing to enter: a CPU has no streams."""
         return nullcontext()
 
+    def give_back_memory(self, *, workspaces: bool = True) -> None: ...
+
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> CopyOnWrite:
         """Copy nothing yet; what is written is seen, known state or not."""
         return CopyOnWrite(scratch)

@@ -1,7 +1,6 @@
 """Where every storage of a program lies: one plan for all, made when the program is built."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.cpu.calls import can_write_into
+from graphfsdp._capture.trace.elision import elided_copies, is_plain, values_of
 from graphfsdp._capture.trace.values import (
     Node,
     StorageInfo,
@@ -101,11 +101,11 @@ class ProgramMemory:
         self._over = self._fold(nodes)  # by id of the Node
         planned = self._planned(nodes) | _give_scratch(nodes)
         lives = self._lifetimes(nodes, planned)
-        elided = _elided_copies(nodes, lives, scratch)
+        elided = elided_copies(nodes, lives, scratch, ALIGNMENT_BYTES)
         self._lives = {key: life for key, life in lives.items() if key not in elided}
         self._into = set(lives)
-        self._elided = {key: place for key, (_, place) in elided.items()}
-        self._over |= {id(copy) for copy, _ in elided.values()}
+        self._elided = {key: (copy.storage, copy.first_byte) for key, copy in elided.items()}
+        self._over |= {id(nodes[copy.index]) for copy in elided.values()}
         self.plan: MemoryPlan = plan_memory(list(self._lives.values()))
         storage = arena.reserve(self.plan.num_bytes)
         self.pool = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (self.plan.num_bytes,), (1,))
@@ -161,7 +161,7 @@ class ProgramMemory:
 
     def _fold(self, nodes: Sequence[Node]) -> set[int]:
         """Run the nodes that compute the same from constants in every replay, once and for all."""
-        written = {id(v.storage) for node in nodes if node.effects for v in _values_of(node)}
+        written = {id(v.storage) for node in nodes if node.effects for v in values_of(node)}
         folded: set[int] = set()
         for node in nodes:
             made = [value for value in node.outputs if value is not None]
@@ -204,7 +204,7 @@ class ProgramMemory:
             }
             if not made or len(made) != len(node.outputs) or id(node) in self._over:
                 continue
-            if not made.keys() & self._kept and all(map(_is_plain, made.values())):
+            if not made.keys() & self._kept and all(map(is_plain, made.values())):
                 planned |= set(made) if can_write_into(node.op) else set()
         return planned
 
@@ -212,7 +212,7 @@ class ProgramMemory:
         sizes = dict.fromkeys(planned, 0)
         uses: dict[int, tuple[int, int]] = {}
         for index, node in enumerate(nodes):
-            values = [value for value in _values_of(node) if id(value.storage) in planned]
+            values = [value for value in values_of(node) if id(value.storage) in planned]
             made = [value for value in values if value in node.outputs]
             makes = any(self._makers[id(value.storage)] is node for value in made)
             # Bare memory, or a view of what is planned, is made before the replay.
@@ -247,69 +247,3 @@ def _give_scratch(nodes: Sequence[Node]) -> set[int]:
             node.touched.append(info)
             given.add(id(info))
     return given
-
-
-def _elided_copies(
-    nodes: Sequence[Node], lives: Mapping[int, Lifetime], scratch: Sequence[Tensor]
-) -> dict[int, tuple[Node, _Place]]:
-    """Find results that can be computed where they are to be copied to; the copy falls away.
-
-    A gradient is computed, then copied into its persistent buffer, and that is all that happens to
-    it. Where nothing else looks at the buffer in between, the operator can write there at once.
-    Only copies to ``scratch`` are elided, whose old contents nobody needs, not even to undo a
-    replay that failed before it came to the copy.
-
-    Returned are the copies and their targets, by id of the StorageInfo. Each storage is dense, is
-    copied as a whole by the last node that touches it, and has the geometry of the target, which
-    lies outside the iteration, is aligned like all memory of torch, and is not touched while the
-    storage is in use.
-    """
-    targets = {tensor.untyped_storage()._cdata for tensor in scratch}
-    touched = [
-        (index, *_addresses(value))
-        for index, node in enumerate(nodes)
-        for value in _values_of(node)
-        if value.storage.external
-    ]
-    found: dict[int, tuple[Node, _Place]] = {}
-    for index, node in enumerate(nodes):
-        if str(node.op) != "aten.copy_.default":
-            continue
-        target, source = node.args[0], node.args[1]
-        if not isinstance(source, Value) or not target.storage.external:
-            continue
-        life = lives.get(id(source.storage))
-        if life is None or life.end != index or not _is_whole(source, life.num_bytes):
-            continue
-        storage = target.storage.get()
-        if source.geometry[1:] != target.geometry[1:] or storage._cdata not in targets:
-            continue
-        low, _ = _addresses(target)
-        if low % ALIGNMENT_BYTES:
-            continue  # no kernel shall see a place that eager mode would not give it
-        high, window = low + life.num_bytes, range(life.start, index)
-        if any(step in window and begin < high and low < end for step, begin, end in touched):
-            continue
-        found[id(source.storage)] = (node, (storage, low - storage.data_ptr()))
-    return found
-
-
-def _values_of(node: Node) -> Iterator[Value]:
-    yield from values_in(node)
-    yield from (value for value in node.outputs if value is not None)
-
-
-def _addresses(value: Value) -> tuple[int, int]:
-    start = value.storage.get().data_ptr()
-    return start + value.geometry[0] * value.geometry[3].itemsize, start + span_bytes(value)
-
-
-def _is_whole(value: Value, num_bytes: int) -> bool:
-    """Tell whether a value is all of its storage, without gaps, conjugation or negation."""
-    _, shape, _, dtype, *_ = value.geometry
-    return _is_plain(value) and 0 < math.prod(shape) * dtype.itemsize == num_bytes
-
-
-def _is_plain(value: Value) -> bool:
-    offset, _, _, _, conj, neg = value.geometry
-    return offset == 0 and not conj and not neg

@@ -120,6 +120,12 @@ class CudaGraphBackend:
         """Fork to the capture stream and join back."""
         return _on_stream(self._stream)
 
+    def give_back_memory(self, *, workspaces: bool = True) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            if workspaces:
+                _drop_workspaces()
+            torch.cuda.empty_cache()
+
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> HostCopies:
         return HostCopies(state, self._host_memory)
 
@@ -155,9 +161,8 @@ class CudaGraphBackend:
             # The allocator forbids to use the number of a pool again that all graphs have left.
             self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
-        _drop_workspaces()
         # torch.cuda.graph does so as well: what it gives back is not the pool's.
-        torch.cuda.empty_cache()
+        self.give_back_memory()
         before = torch.cuda.memory_reserved(self.device)
         try:
             with (

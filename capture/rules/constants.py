@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
+from graphfsdp._capture.trace.landing import Landing, Trace
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
     SiteTable,
@@ -212,17 +213,19 @@ class ConstantWatch:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         has_run: bool = False,
+        landing: Landing | None = None,
     ) -> None:
         """The numbers of ``optimizers`` are live, or guarded: their operators are left out.
 
         Whether they step is not. ``has_run``: the iteration has run before, in a recording that
-        was given up, say.
+        was given up, say. ``landing`` runs the operators of a capture that may land elsewhere.
         """
         self.failure: CaptureError | None = None
         self._model = model
         self._device = device
         self._optimizers = optimizers
         self._has_run = has_run
+        self._landing = landing
         self._expected: ConstantLog | None = None
         self._is_settled = False
         self._most_steps: Steps = {}
@@ -241,7 +244,9 @@ class ConstantWatch:
         if self._may_run_compiled_code(is_first=is_first):
             yield
             return
-        mode = _ConstantMode(without_optimizer=bool(self._optimizers))
+        # What was made once is none of what a capture does.
+        trace = None if self._landing is None or is_first else self._landing.noting()
+        mode = _ConstantMode(without_optimizer=bool(self._optimizers), trace=trace)
         with _SameFunctions(), mode:
             yield
         self._expected, self._is_settled = mode.log, not is_first
@@ -261,10 +266,19 @@ class ConstantWatch:
             return
         tracker = ModuleTracker(self._model)
         sites = SiteTable(self._model, tracker)
-        mode = _ConstantMode(without_optimizer=bool(self._optimizers), sites=sites)
+        trace = None if self._landing is None else self._landing.redirecting()
+        without_optimizer = bool(self._optimizers)
+        mode = _ConstantMode(without_optimizer=without_optimizer, sites=sites, trace=trace)
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
-        with tracker.tracking(), mode:
-            yield
+        try:
+            with tracker.tracking(), mode:
+                yield
+            if trace is not None:
+                trace.finish()
+        except CaptureError as error:
+            if trace is not None and error is trace.failure:
+                self.failure = error
+            raise
         self._expected, self._is_settled = mode.log, True
         found = {each.refusal.kind: each for each in reversed([*expected.differences(mode.log)])}
         memory = found.pop(HazardKind.STATE, None)
@@ -377,9 +391,16 @@ class _ConstantMode(OperatorMode):
         """Let compiled regions run compiled: torch would otherwise give up on them for good."""
         return True
 
-    def __init__(self, *, without_optimizer: bool, sites: SiteTable | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        without_optimizer: bool,
+        sites: SiteTable | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         super().__init__()
         self.log = ConstantLog()
+        self._trace = trace
         self._sites = sites
         self._without_optimizer = without_optimizer
         self._stepping: torch.optim.Optimizer | None = None
@@ -392,7 +413,8 @@ class _ConstantMode(OperatorMode):
                 self.log.add(call, site)
             elif self._stepping is not before:
                 self.log.add_step(self._stepping, site)
-        results = call.run()
+        is_traced = self._trace is not None and call.op.namespace != "profiler"
+        results = self._trace.run(call) if self._trace is not None and is_traced else call.run()
         self.log.add_results(call, results)
         return results
 

@@ -104,6 +104,13 @@ class GraphBackend(Protocol):
         """Run the body on the stream that captures, ordered with the current one."""
         ...
 
+    def give_back_memory(self, *, workspaces: bool = True) -> None:
+        """Give back memory of the device that nobody uses, unless a recording is under way.
+
+        ``workspaces``: those of libraries too, which lie in the middle of it and are made anew.
+        """
+        ...
+
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> Undo:
         """Prepare for an iteration that may fail.
 

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 # What stand_in_attach answers.
 DONE, CAPTURED, INVALID, NO_NODE, FAILED, QUEUED = range(6)
@@ -35,8 +35,8 @@ def functions() -> Any:
     found.stand_in_take_races.argtypes = [ctypes.c_char_p, size]
     found.stand_in_take_races.restype = None
     found.stand_in_used_bytes.restype = size
-    for name in ("stand_in_num_launches", "stand_in_num_graph_launches"):
-        getattr(found, name).restype = ctypes.c_long
+    found.stand_in_counts.argtypes = [ctypes.POINTER(ctypes.c_long)]
+    found.stand_in_counts.restype = None
     return found
 
 
@@ -52,11 +52,32 @@ def choose(*, streams: int = 0, order: int = 0) -> None:
     functions().stand_in_choose(streams, order)
 
 
-def num_launched() -> tuple[int, int]:
-    """Return how many graphs and kernels were launched so far, also into captures."""
-    graphs: int = functions().stand_in_num_graph_launches()
-    kernels: int = functions().stand_in_num_launches()
-    return graphs, kernels
+class Counts(NamedTuple):
+    """What has run so far, a graph's nodes included, and what the host has done for it.
+
+    Copies count the bytes that they read and those that they write. ``calls`` have given a stream
+    something to run, and ``launches`` are those and what went into captures; ``waits`` are the
+    host's, for a stream, an event or a device.
+    """
+
+    kernels: int
+    copies: int
+    fills: int
+    others: int
+    moved_bytes: int
+    graphs: int
+    calls: int
+    waits: int
+    launches: int
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+def counts() -> Counts:
+    numbers = (ctypes.c_long * len(Counts._fields))()
+    functions().stand_in_counts(numbers)
+    return Counts(*numbers)
 
 
 def take_races() -> str:

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
-from graphfsdp._capture.cpu.calls import call_into, can_write_into, short_name
+from graphfsdp._capture.cpu.calls import call_into, can_write_into
+from graphfsdp._capture.trace.out_forms import short_name
 from graphfsdp.base.op_tensors import is_empty
 
 pytest.importorskip("expecttest", reason="torch's operator database needs the expecttest package")

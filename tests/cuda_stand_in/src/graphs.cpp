@@ -4,7 +4,6 @@
 // in a random order that the dependencies allow.
 #include "stand_in.h"
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 
@@ -13,6 +12,8 @@ namespace stand_in {
 // A graph that can be launched: a copy, as of CUDA, which outlives the graph.
 struct Executable {
   struct Step {
+    cudaGraphNodeType type;
+    size_t num_bytes;
     std::string name;
     std::vector<size_t> dependencies;
     Action run;
@@ -29,9 +30,8 @@ std::set<const void*>& live_graphs() {
   return *graphs;
 }
 
-static std::atomic<long> num_launches{0};
-
 static cudaError_t run(const Executable::Step& step) {
+  count_run(step.type, step.num_bytes);
   if (step.run) {
     if (auto error = step.run()) return error;
   }
@@ -120,8 +120,6 @@ static cudaError_t run(const Executable& graph) {
 
 using namespace stand_in;
 
-STAND_IN_API long stand_in_num_graph_launches() { return num_launches; }
-
 STAND_IN_API cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t* nodes,
                                            size_t* count) {
   Lock lock(mutex());
@@ -177,7 +175,8 @@ STAND_IN_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executab
     std::vector<size_t> dependencies;
     for (auto* before : node->dependencies) dependencies.push_back(before->index);
     made->steps.push_back(
-        {node->name, std::move(dependencies), node->run, node->after, node->meets_others});
+        {node->type, bytes_of(node->accesses), node->name, std::move(dependencies), node->run,
+         node->after, node->meets_others});
   }
   *executable = reinterpret_cast<cudaGraphExec_t>(new ExecutableHandle(made));
   return cudaSuccess;
@@ -198,7 +197,6 @@ STAND_IN_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   return cudaSuccess;
 }
 STAND_IN_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
-  num_launches++;
   auto graph = *reinterpret_cast<ExecutableHandle*>(executable);
   auto run_graph = [graph] { return run(*graph); };
   RETURN(submit(stream_of(stream), cudaGraphNodeTypeGraph, "graph", run_graph));

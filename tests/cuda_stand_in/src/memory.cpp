@@ -251,7 +251,10 @@ STAND_IN_API cudaError_t cudaMemcpy(void* to, const void* from, size_t num_bytes
     if (auto error = refuse_unsafe(__func__)) RETURN(error);
   }
   auto run = [=] { return copy(to, from, num_bytes, kind); };
-  if (auto error = submit(stream, cudaGraphNodeTypeMemcpy, "memcpy", run)) RETURN(error);
+  auto error = submit(stream, cudaGraphNodeTypeMemcpy, "memcpy", run, nullptr,
+                      {reads(from, num_bytes), writes(to, num_bytes)});
+  if (error) RETURN(error);
+  count_wait();
   RETURN(finish(stream));
 }
 STAND_IN_API cudaError_t cudaMemsetAsync(void* to, int value, size_t num_bytes,

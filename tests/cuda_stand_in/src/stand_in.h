@@ -179,6 +179,13 @@ cudaError_t refuse_implicit(const Stream* stream, const char* what);
 cudaError_t refuse_in_any_capture(const char* what);
 unsigned long long next_id();
 
+// ---- counts (counts.cpp) ----
+
+size_t bytes_of(const std::vector<Access>& accesses);
+void count_run(cudaGraphNodeType type, size_t num_bytes);
+void count_launch(bool is_captured);
+void count_wait();
+
 // ---- what tests choose (control.cpp) ----
 
 bool streams_are_lazy();

@@ -231,9 +231,12 @@ cudaError_t submit(Stream* stream, cudaGraphNodeType type, const std::string& na
       node->index = capture->graph->nodes.size();
       stream->dependencies = {node.get()};
       capture->graph->nodes.push_back(std::move(node));
+      count_launch(true);
       return cudaSuccess;
     }
   }
+  count_launch(false);
+  count_run(type, bytes_of(accesses));
   return enqueue(stream, {name, std::move(run), nullptr, nullptr, meets_others});
 }
 
@@ -304,10 +307,12 @@ STAND_IN_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
 STAND_IN_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   auto* stream = stream_of(handle);
   if (auto error = refuse_host(stream, __func__)) RETURN(error);
+  count_wait();
   RETURN(finish(stream));
 }
 STAND_IN_API cudaError_t cudaDeviceSynchronize() {
   if (auto error = refuse_in_any_capture(__func__)) RETURN(error);
+  count_wait();
   RETURN(finish_all());
 }
 STAND_IN_API cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function,
@@ -455,6 +460,7 @@ STAND_IN_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
 STAND_IN_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   auto* event = reinterpret_cast<Event*>(handle);
   if (auto error = refuse_host(event, __func__)) RETURN(error);
+  count_wait();
   auto mark = event->mark;
   RETURN(mark ? finish(mark) : cudaSuccess);
 }

@@ -1,0 +1,111 @@
+"""Copies that fall away because what they copy can be computed where they put it.
+
+A gradient is computed, then copied into its persistent buffer, and that is all that happens to it.
+Where nothing else looks at the buffer in between, the operator can write there at once.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.trace.values import Node, Value, span_bytes, values_in
+from graphfsdp.base.memory_plan import Lifetime
+
+Touch = tuple[int, int, int]  # index of a node, begin and end of the addresses
+
+
+@dataclass(frozen=True)
+class ElidedCopy:
+    """A copy that falls away.
+
+    Attributes:
+        index: Of its node.
+        storage: Where it would have put what it copies.
+        first_byte: Where in there.
+    """
+
+    index: int
+    storage: torch.UntypedStorage
+    first_byte: int
+
+
+def elided_copies(
+    nodes: Sequence[Node],
+    lives: Mapping[int, Lifetime],
+    scratch: Sequence[Tensor],
+    alignment_bytes: int,
+) -> dict[int, ElidedCopy]:
+    """Return the copies that fall away, by id of the StorageInfo that they copy.
+
+    ``lives`` is of storages that an operator can compute at another place. Only copies to
+    ``scratch`` are elided, whose old contents nobody needs, not even to undo a replay that failed
+    before it came to the copy.
+
+    Each storage is dense, is copied as a whole by the last node that touches it, and has the
+    geometry of the target, which lies outside the iteration, is aligned, so that no kernel sees a
+    place that eager mode would not give it, and is not touched while the storage is in use.
+    """
+    touched = touches_of(nodes, scratch)
+    found: dict[int, ElidedCopy] = {}
+    for index, target, source in copies_to(nodes, scratch):
+        life = lives.get(id(source.storage))
+        if life is None or life.end != index or not _is_whole(source, life.num_bytes):
+            continue
+        if source.geometry[1:] != target.geometry[1:]:
+            continue
+        storage = target.storage.get()
+        low, _ = addresses(target)
+        if low % alignment_bytes:
+            continue
+        high, window = low + life.num_bytes, range(life.start, index)
+        if any(step in window and begin < high and low < end for step, begin, end in touched):
+            continue
+        found[id(source.storage)] = ElidedCopy(index, storage, low - storage.data_ptr())
+    return found
+
+
+def touches_of(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> list[Touch]:
+    """Return which nodes touch which addresses of ``scratch``."""
+    storages = {tensor.untyped_storage()._cdata for tensor in scratch}
+    return [
+        (index, *addresses(value))
+        for index, node in enumerate(nodes)
+        for value in values_of(node)
+        if value.storage.external and value.storage.ref.cdata in storages
+    ]
+
+
+def copies_to(
+    nodes: Sequence[Node], scratch: Sequence[Tensor]
+) -> Iterator[tuple[int, Value, Value]]:
+    """Yield the copies of tensors to ``scratch``: index of the node, target and source."""
+    storages = {tensor.untyped_storage()._cdata for tensor in scratch}
+    for index, node in enumerate(nodes):
+        if node.op is torch.ops.aten.copy_.default:
+            target, source = node.args[:2]
+            if target.storage.ref.cdata in storages and isinstance(source, Value):
+                yield index, target, source
+
+
+def values_of(node: Node) -> Iterator[Value]:
+    yield from values_in(node)
+    yield from (value for value in node.outputs if value is not None)
+
+
+def addresses(value: Value) -> tuple[int, int]:
+    start = value.storage.get().data_ptr()
+    return start + value.geometry[0] * value.geometry[3].itemsize, start + span_bytes(value)
+
+
+def _is_whole(value: Value, num_bytes: int) -> bool:
+    """Tell whether a value is all of its storage, without gaps, conjugation or negation."""
+    _, shape, _, dtype, *_ = value.geometry
+    return is_plain(value) and 0 < math.prod(shape) * dtype.itemsize == num_bytes
+
+
+def is_plain(value: Value) -> bool:
+    offset, _, _, _, conj, neg = value.geometry
+    return offset == 0 and not conj and not neg

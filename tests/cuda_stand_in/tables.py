@@ -1,0 +1,313 @@
+"""Writes the tables of docs/emulated.md: what one iteration launches, and what memory it takes.
+
+``make cuda-tables`` runs each contender above the stand-in in a process of its own, with kernels
+that compute nothing, so that full sizes fit: memory is only reserved. What is counted is exact for
+torch's own launches and torch's own allocator; nothing here is a time.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "emulated.md"
+if __name__ == "__main__":  # a program has its own folder on the path, and not the package
+    sys.path[0] = str(HERE.parent)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch._C._distributed_c10d import HashStore  # noqa: E402
+
+import graphfsdp  # noqa: E402
+from cuda_stand_in import above, library  # noqa: E402
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors  # noqa: E402
+from graphfsdp.bench import contenders  # noqa: E402
+from graphfsdp.bench.tables import Table  # noqa: E402
+from graphfsdp.bench.workloads import Case, find_workload, make_model  # noqa: E402
+from graphfsdp.optim import FusedAdam  # noqa: E402
+from graphfsdp.training.ranks import Ranks  # noqa: E402
+
+WORKLOAD, BATCH_SIZE = "gpt2-124m", 8
+NUM_CALLS = 6  # three warm-ups, the capture, and two of what is counted
+DEVICE = torch.device("cuda", 0)
+_MIB = 1 << 20
+
+Train = Callable[[Tensor, Tensor], object]
+
+
+# ---- who trains: weights, gradients and moments in bfloat16 ----
+
+
+def _model() -> nn.Module:
+    return make_model(find_workload(WORKLOAD).model).bfloat16().to(DEVICE)
+
+
+class Plain:
+    """PyTorch's loop with fused AdamW, and the same in one graph or in two.
+
+    With two, forward and backward are one and clipping and optimizer the other, as torchtitan has
+    it. Gradients belong to the graph, so that nothing is zeroed or copied.
+    """
+
+    def __init__(self, num_graphs: int = 0) -> None:
+        self._model = _model()
+        self._params = list(self._model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._params, fused=True, capturable=num_graphs > 0, **contenders.ADAM
+        )
+        self._num_graphs = num_graphs
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._inputs: list[Tensor] = []
+        self._loss = torch.empty(0)
+        self._num_calls = 0
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        if not self._num_graphs:
+            return self._iterate(*batch)
+        self._num_calls += 1
+        if not self._inputs:
+            self._inputs = [part.clone() for part in batch]
+        torch._foreach_copy_(self._inputs, batch)
+        if self._num_calls <= contenders.WARMUP_STEPS:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._loss = self._iterate(*self._inputs)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return self._loss
+        if not self._graphs:
+            self._capture()
+        for graph in self._graphs:
+            graph.replay()
+        return self._loss.clone()
+
+    def _capture(self) -> None:
+        parts: list[Callable[[], object]] = [self._forward_backward, self._step]
+        if self._num_graphs == 1:
+            parts = [functools.partial(self._iterate, *self._inputs)]
+        pool = torch.cuda.graph_pool_handle()
+        for part in parts:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+                part()
+            self._graphs.append(graph)
+
+    def _iterate(self, *batch: Tensor) -> Tensor:
+        self._forward_backward(*batch)
+        self._step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return self._loss
+
+    def _forward_backward(self, *batch: Tensor) -> None:
+        loss: Tensor = self._model(*(batch or self._inputs))
+        loss.backward()
+        self._loss = loss.detach()
+
+    def _step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._params, contenders.MAX_GRAD_NORM)
+        self._optimizer.step()
+
+
+def _ours(scope: str) -> Train:
+    model = _model()
+    narrow = torch.bfloat16
+    optimizer = FusedAdam(
+        model.parameters(), exp_avg_dtype=narrow, exp_avg_sq_dtype=narrow, **contenders.ADAM
+    )
+    return graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=contenders.MAX_GRAD_NORM)
+
+
+# ---- who trains: float32 weights, gradients and moments, computed in bfloat16 ----
+
+
+def _of_bench(name: str) -> Train:
+    case = Case(find_workload(WORKLOAD), "bf16", BATCH_SIZE)
+    ranks = Ranks(launched=name != "pytorch")
+    if ranks.launched:
+        store = HashStore()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=DEVICE
+        )
+    if name == "megatron_fsdp":
+        # It compares numbers on the device, which nobody computes here.
+        from megatron_fsdp import param_and_grad_buffer
+
+        param_and_grad_buffer.validate_uneven_dtensor = lambda _: None
+    spec = contenders.CONTENDERS_BY_NAME[name]
+    made = spec.make(contenders.Setting(case, DEVICE, ranks=ranks))
+    return lambda *batch: made(batch, 0)
+
+
+NARROW: Mapping[str, Callable[[], Train]] = MappingProxyType(
+    {
+        "PyTorch, AdamW(fused)": Plain,
+        "the same, one graph by hand": functools.partial(Plain, 1),
+        "the same, two graphs as in torchtitan": functools.partial(Plain, 2),
+        "graphfsdp, eager": functools.partial(_ours, "none"),
+        "graphfsdp, captured": functools.partial(_ours, "full_iteration"),
+    }
+)
+WIDE: Mapping[str, Callable[[], Train]] = MappingProxyType(
+    {
+        "PyTorch, autocast": functools.partial(_of_bench, "pytorch"),
+        "FSDP2, one rank": functools.partial(_of_bench, "fsdp2"),
+        "Megatron-FSDP 0.6.1, one rank": functools.partial(_of_bench, "megatron_fsdp"),
+        "graphfsdp, one rank, eager": functools.partial(_of_bench, "eager"),
+        "graphfsdp, one rank, captured": functools.partial(_of_bench, "full_iteration"),
+    }
+)
+CONTENDERS = MappingProxyType({**NARROW, **WIDE})
+
+
+# ---- what is counted ----
+
+
+class _Bytes(OperatorMode):
+    """Adds up what operators read and write that launch something: each operand once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_captures = self.outside = 0
+
+    def on_op(self, call: OpCall) -> Any:
+        captures = torch.cuda.is_current_stream_capturing()
+        before = library.counts().launches
+        result = call.run()
+        if library.counts().launches > before:
+            written = call.written
+            read = [tensor for tensor in call.read() if not _is_among(tensor, written)]
+            made = [*written, *flat_tensors([result])]
+            num_bytes = sum(map(_nbytes, (*read, *{id(each): each for each in made}.values())))
+            if captures:
+                self.in_captures += num_bytes
+            else:
+                self.outside += num_bytes
+        return result
+
+
+def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.device.type != "cuda":
+        return 0
+    sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    numel = 1
+    for size in sizes:
+        numel *= size
+    return numel * tensor.element_size() if tensor.numel() else 0
+
+
+def measure(name: str) -> dict[str, int]:
+    """Train with a contender, and count its last iteration; in a process of its own."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not played
+    train = CONTENDERS[name]()
+    seq_length = find_workload(WORKLOAD).items_per_sample
+    batch = [torch.zeros(BATCH_SIZE, seq_length, dtype=torch.int64, device=DEVICE) for _ in "xy"]
+    torch.cuda.empty_cache()  # what made the weights
+    torch.cuda.reset_peak_memory_stats()
+    captured_bytes = 0
+    for number in range(NUM_CALLS):
+        operators = _Bytes()
+        torch.cuda.synchronize()
+        before = library.counts()
+        with operators if number >= contenders.WARMUP_STEPS else contextlib.nullcontext():
+            train(*batch)
+        found = library.counts().since(before)
+        captured_bytes = captured_bytes or operators.in_captures
+    return {
+        **found._asdict(),
+        "operand_bytes": captured_bytes + operators.outside,
+        "reserved": torch.cuda.max_memory_reserved(),
+        "allocated": torch.cuda.max_memory_allocated(),
+    }
+
+
+def measured(name: str) -> dict[str, int]:
+    environment = above.environment() | {
+        "CUDA_STAND_IN_KERNELS": "none",
+        "CUDA_STAND_IN_MEMORY": str(80 << 30),
+    }
+    command = [sys.executable, str(HERE / "tables.py"), "--measure", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stderr}")
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _is_here(name: str) -> bool:
+    return "Megatron" not in name or importlib.util.find_spec("megatron_fsdp") is not None
+
+
+# ---- the tables ----
+
+
+def launches(found: Mapping[str, Mapping[str, int]]) -> str:
+    heading = (
+        *("one iteration", "calls of the host", "graphs", "kernels", "copies", "memsets"),
+        *("waits of the host", "moved by copies, MiB", "read and written by operators, MiB"),
+    )
+    keys = ("calls", "graphs", "kernels", "copies", "fills", "waits")
+    rows = [
+        (
+            name,
+            *(str(numbers[key]) for key in keys),
+            *(f"{numbers[key] / _MIB:,.0f}" for key in ("moved_bytes", "operand_bytes")),
+        )
+        for name, numbers in found.items()
+    ]
+    return Table("", heading, rows).markdown()
+
+
+def memory(found: Mapping[str, Mapping[str, int]]) -> str:
+    heading = ("peak", "reserved, MiB", "allocated, MiB", "reserved, of graphfsdp captured")
+    ours = [numbers for name, numbers in found.items() if name.endswith("captured")][-1]
+    rows = [
+        (
+            name,
+            f"{numbers['reserved'] / _MIB:,.0f}",
+            f"{numbers['allocated'] / _MIB:,.0f}",
+            f"{numbers['reserved'] / ours['reserved']:.3f}",
+        )
+        for name, numbers in found.items()
+    ]
+    return Table("", heading, rows).markdown()
+
+
+def updated(text: str, sections: Mapping[str, str]) -> str:
+    for name, made in sections.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        text = pattern.sub(lambda _, block=f"{begin}\n{made}\n{end}": block, text)  # type: ignore[misc]
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--measure", metavar="CONTENDER")
+    name = parser.parse_args(arguments).measure
+    if name is not None:
+        print(json.dumps(measure(name)))
+        return 0
+    sections: dict[str, str] = {}
+    for kind, names in (("narrow", NARROW), ("wide", WIDE)):
+        found = {each: measured(each) for each in names if _is_here(each)}
+        sections |= {f"launches_{kind}": launches(found), f"memory_{kind}": memory(found)}
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), sections), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
