@@ -272,20 +272,23 @@ class _Search:
         """
         kind = owner if isinstance(owner, type) else type(owner)
         is_module = issubclass(kind, nn.Module)
-        own = {} if is_module or owner is kind else _attributes_of(owner)
+        own = None if is_module or owner is kind else _attributes_of(owner)
         for name in sorted(read):
-            if name in own:
+            if own is not None and name in own:
                 self._variable(titled(name), own, name, own[name], deeper, (), deeper, depth)
             elif not is_module and _holds_elsewhere(owner, name):
                 held = getattr(owner, name, MISSING)
                 self._variable(titled(name), owner, name, held, deeper, (), deeper, depth)
             else:
-                self._of_class(owner, kind, name, title, deeper, depth)
+                base = next((base for base in kind.__mro__ if name in vars(base)), object)
+                if own is not None and name in vars(base):
+                    # What an object gets of its own comes before what its class has.
+                    self._note(titled(name), own, name, MISSING)
+                self._of_class(owner, base, name, title, deeper, depth)
 
     def _of_class(
-        self, owner: Any, kind: type, name: str, title: str, deeper: AbstractSet[str], depth: int
+        self, owner: Any, base: type, name: str, title: str, deeper: AbstractSet[str], depth: int
     ) -> None:
-        base = next((base for base in kind.__mro__ if name in vars(base)), object)
         member = vars(base).get(name)
         function = getattr(member, "__func__", getattr(member, "fget", member))
         function = inspect.unwrap(function) if callable(function) else function
@@ -424,13 +427,11 @@ def _holds_elsewhere(owner: Any, name: str) -> bool:
     return is_slot or isinstance(owner, (threading.local, *weakref.ProxyTypes))
 
 
-def _attributes_of(owner: Any) -> Mapping[str, Any]:
-    if isinstance(owner, type):
-        return vars(owner)
+def _attributes_of(owner: Any) -> Mapping[str, Any] | None:
     try:
         found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     except AttributeError:
-        return {}
+        return None
     return found
 
 

@@ -126,6 +126,29 @@ def typed(filename: str) -> Around:
     return Around(names["loss_fn"], *changes, "'weight' of global variable 'table'")
 
 
+class Criterion:
+    """Has what its class has, until it gets something of its own."""
+
+    weight = 1.0
+
+    def scale(self) -> float:
+        return self.weight
+
+    def loss(self, model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x) * self.scale()
+        return loss
+
+
+def of_its_own(name: str, value: Any) -> Around:
+    criterion = Criterion()
+    return Around(
+        criterion.loss,
+        lambda: setattr(criterion, name, value),
+        lambda: delattr(criterion, name),
+        f"attribute '{name}' of .* was missing",
+    )
+
+
 CASES: dict[str, Callable[[], Around]] = {
     "of_this_thread": of_this_thread,
     "behind_a_proxy": behind_a_proxy,
@@ -143,6 +166,8 @@ CASES: dict[str, Callable[[], Around]] = {
     "attribute_of_a_base_class": lambda: weighed(
         lambda: Inherits.weight, sets(Factor, "weight", 2.0), r"Factor\.weight"
     ),
+    "of_its_own": lambda: of_its_own("weight", 2.0),
+    "method_of_its_own": lambda: of_its_own("scale", lambda: 2.0),
     "of_a_module_without_a_file": of_a_module_without_a_file,
     "typed_at_a_prompt": lambda: typed("<stdin>"),
     "given_as_a_text": lambda: typed("<string>"),
