@@ -225,7 +225,7 @@ def check(program: list[tuple[str, int, int]], *, poisons: bool) -> None:
             patch.setattr(
                 graphfsdp.api,
                 "make_backend",
-                lambda name, device: CpuGraphBackend(device, poisons=True),
+                lambda name, device, *_: CpuGraphBackend(device, poisons=True),
             )
         got = run(case, "full_iteration", torch.device("cpu"), **options)
     assert_same_run(expected, got)
