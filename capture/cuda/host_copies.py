@@ -59,6 +59,7 @@ class HostCopies:
             for tensor in state
             for local in [local_part(tensor)]
             if local.layout is torch.strided
+            and not torch._C._functorch.is_functorch_wrapped_tensor(local)  # as vmap leaves them
         }
         self._contents = [_as_bytes(storage) for storage in storages.values()]
         self._memory = memory
