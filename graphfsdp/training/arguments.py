@@ -26,6 +26,19 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Over eighty flags follow; these are what nearly every run gives.
+_OPENING = """\
+Train a GPT with the whole iteration in one graph.
+
+the five most used flags:
+  --preset NAME                      which model, with settings that go with it
+  --data PATH                        what it reads: a text, or files of tokens
+  --micro-batch-size N               sequences that each process computes at a time
+  --lr X                             highest learning rate
+  --cuda-graph-scope full_iteration  one graph for all of an iteration; none is eager
+
+  graphfsdp train --preset gpt2-124m --data corpus.txt --cuda-graph-scope full_iteration"""
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -181,7 +194,8 @@ def make_parser() -> argparse.ArgumentParser:
     presets = "".join(f"\n  {preset.name:<12} {preset.description}" for preset in PRESETS)
     parser = Parser(
         prog="graphfsdp train",
-        description="Train a GPT with the whole iteration in one graph.",
+        usage="graphfsdp train [flags]",
+        description=_OPENING,
         epilog=f"presets (flags override them; defaults below are those of 'default'):{presets}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
