@@ -27,6 +27,7 @@ from graphfsdp.preconditions import (
     refuse_beside_iteration,
     refuse_clipping_of_scaled_gradients,
     refuse_compiled_modules,
+    refuse_compiling_nothing,
     refuse_foreign_optimizer,
     refuse_offloaded_shards,
     refuse_other_types,
@@ -152,6 +153,7 @@ def capture(
         verify=verify,
     )
     compiles = Compile.parse(compile)
+    refuse_compiling_nothing(options.scope, compiles)
     together = one_module(model)
     inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]
     refuse_other_types(loss_fn, mp_policy)

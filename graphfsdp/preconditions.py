@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.sharded import IGNORED, sharded_roots
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
+from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 
@@ -59,6 +59,15 @@ def refuse_parallel_wrapper(model: nn.Module) -> None:
                 "call graphfsdp.fully_shard(model, strategy='no_shard'), which averages the "
                 "gradients inside the graph, or stay eager with scope='none'"
             )
+
+
+def refuse_compiling_nothing(scope: Scope, compiles: Compile) -> None:
+    if scope is Scope.NONE and compiles is not Compile.OFF:
+        raise ConfigError(
+            f"compile={compiles.value!r} compiles what was captured, and scope='none' captures "
+            "nothing. Remedy: scope='full_iteration', or leave compile out; of what runs eagerly, "
+            "torch.compile(model) compiles the model"
+        )
 
 
 def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from zoo_models import Squared
         ({"max_grad_norm": float("nan")}, "max_grad_norm.*got nan"),
         ({"backend": "tpu"}, "'tpu'.*'auto', 'cuda' or 'cpu'"),
         ({"on_change": 0}, "on_change"),
+        ({"compile": True, "scope": "none"}, "compile=True compiles what was captured, and scope"),
         ({"compile": "always"}, "unknown compile 'always'; expected one of False, True, 'auto'"),
         ({"max_graphs": 0}, "max_graphs"),
         ({"loss_fn": 3}, "loss_fn"),

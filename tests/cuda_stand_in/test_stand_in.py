@@ -1,10 +1,9 @@
 """What the stand-in promises by itself: it names what it does not play, and it finds races."""
 
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,24 +12,15 @@ from torch import Tensor
 
 from cuda_stand_in import library
 from cuda_stand_in.cannot import CANNOT, reasons_of
+from cuda_stand_in.orders import NUM_ORDERS, chosen
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not library.is_below(), reason="needs the stand-in: make cuda-test"),
 ]
 
-NUM_ORDERS = 50
 CUDA = torch.device("cuda", 0)
 SEEDS = range(1, NUM_ORDERS + 1)
-
-
-@contextlib.contextmanager
-def chosen(**seeds: int) -> Iterator[None]:
-    library.choose(**seeds)
-    try:
-        yield
-    finally:
-        library.choose()
 
 
 def test_a_function_that_is_not_played_is_named(capfd: pytest.CaptureFixture[str]) -> None:
