@@ -1,7 +1,7 @@
 """A stretch of a recording as an FX graph."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,11 @@ class StretchGraph:
                     self._fill_in(node)
         self._graph.output(tuple(self._entries[id(value)] for value in results))
         self.module = fx.GraphModule(torch.nn.Module(), self._graph)
+
+    def form(self) -> Hashable:
+        """Return what graphs that compute the same from other memory have in common."""
+        fakes = [(tuple(fake.shape), fake.stride(), fake.dtype) for fake in self.fakes]
+        return (self.module.code, *fakes)
 
     def _add_inputs(self, nodes: Sequence[Node]) -> None:
         here = {id(node) for node in nodes}

@@ -106,6 +106,7 @@ class _Compiling:
     def _compile_all(self) -> dict[int, Any]:
         pieces = {i: item for i, item in enumerate(self._items) if isinstance(item, Piece)}
         eager = {}
+        made: dict[Any, Compiled] = {}  # equal layers are one function
         for number, (index, piece) in enumerate(pieces.items(), 1):
             num_nodes = len(piece.stretch.nodes)
             text = f"compiling piece {number} of {len(pieces)}: {num_nodes} operators"
@@ -113,8 +114,11 @@ class _Compiling:
             say(text)
             recorded = copy.deepcopy(piece.graph.module.graph)  # the compiler changes the other
             eager[index] = torch.fx.GraphModule(torch.nn.Module(), recorded)
+            form = piece.graph.form()
             try:
-                self._functions[index] = compile_graph(piece.graph)
+                if form not in made:
+                    made[form] = compile_graph(piece.graph)
+                self._functions[index] = made[form]
             except Exception as error:  # whatever it is, it runs as today
                 self._failures[index] = in_one_line(error)
         say("")
