@@ -34,12 +34,14 @@ class Piece:
     """A stretch that can be compiled.
 
     Attributes:
+        parts: Nodes that look at parts of older memory, which the graph is called with.
         results: What later nodes and the caller need of what it makes.
         views: Nodes that look at results, and at older memory, as later nodes do.
     """
 
     stretch: Stretch
     graph: StretchGraph
+    parts: list[Node]
     results: list[Value]
     views: list[Node]
 
@@ -117,7 +119,9 @@ def _make_piece(stretch: Stretch, index: int, needs: _Needs, bases: Bases) -> Pi
     # In the order in which they are made, which is the same in equal layers.
     order = {id(value): n for n, node in enumerate(stretch.nodes) for value in node.outputs}
     outputs = sorted(results.values(), key=lambda value: order[id(value)])
-    return Piece(stretch, StretchGraph(stretch.nodes, bases, outputs), outputs, [*views.values()])
+    graph = StretchGraph(stretch.nodes, bases, outputs)
+    parts = [_view(part, base) for part, base in graph.parts]
+    return Piece(stretch, graph, parts, outputs, [*views.values()])
 
 
 def _view(value: Value, base: Value) -> Node:

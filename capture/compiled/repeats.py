@@ -15,8 +15,8 @@ _FEWEST = 16  # nodes of a layer: what is smaller compiles fast enough, and call
 def layer_borders(nodes: Sequence[Node]) -> set[int]:
     """Return where equal layers begin and end, by index of a node.
 
-    Note [Layers]: cut there, all layers but the first are found in Inductor's cache. What crosses
-    the border has to be written to memory, which most of it is anyway, for backward.
+    Note [Layers]: cut there, all layers are one compiled function. What crosses the border has to
+    be written to memory, which most of it is anyway, for backward.
     """
     numbers: dict[Any, int] = {}
     codes = np.array([numbers.setdefault(_form(node), len(numbers)) for node in nodes])

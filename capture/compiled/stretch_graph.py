@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphfsdp._capture.compiled.cutting import touches
-from graphfsdp._capture.compiled.views import derive, regions
+from graphfsdp._capture.compiled.views import derive, is_part, regions
 from graphfsdp._capture.trace.values import Geometry, Node, Value, span
 from graphfsdp.base.op_tensors import RUNNING_STATISTICS
 
@@ -24,10 +24,12 @@ class StretchGraph:
     """Converts nodes to FX, operator by operator: nothing is traced anew.
 
     Memory from before the stretch is an input: of external storages the stretches of memory that
-    overlap, of others what made them. What the nodes write of it, the graph writes.
+    overlap, of others what made them, or a part of that. What the nodes write of it, the graph
+    writes.
 
     Attributes:
         inputs: What the graph is to be called with; then come ``constants``.
+        parts: Which of them are parts of what an earlier node made, and of what.
         constants: Tensors that the recording holds.
         fakes: Stand-ins of all of these.
         module: The graph; it returns a tuple.
@@ -37,6 +39,7 @@ class StretchGraph:
     def __init__(self, nodes: Sequence[Node], bases: Bases, results: Sequence[Value]) -> None:
         """``results`` are among the bases."""
         self.inputs: list[Value] = []
+        self.parts: list[tuple[Value, Value]] = []
         self.constants: list[Tensor] = []
         self.fakes: list[Tensor] = []
         self.refused: dict[int, str] = {}
@@ -76,7 +79,16 @@ class StretchGraph:
                     outer.append(value)
                 elif id(self._bases[key][1]) not in here:
                     inner.setdefault(key, []).append(value)
-        found = [*regions(outer), *((self._bases[key][0], values) for key, values in inner.items())]
+        found = list(regions(outer))
+        for key, values in inner.items():
+            base = self._bases[key][0]
+            parts = list(regions(values))
+            # A part is an input of its own: equal layers look at other parts of what is stacked.
+            if all(is_part(whole, base) for whole, _ in parts):
+                found += parts
+                self.parts += [(whole, base) for whole, _ in parts]
+            else:
+                found.append((base, values))
         for whole, _ in found:
             self.inputs.append(whole)
             self._entries[id(whole)] = self._placeholder(whole.geometry)

@@ -101,6 +101,14 @@ def _whole(group: Sequence[Value]) -> Value:
     return _stretch_of(group[0], first, stop)
 
 
+def is_part(value: Value, whole: Value) -> bool:
+    """Tell whether a value without gaps takes less than half of another one's memory."""
+    _, shape, stride, dtype, *_ = value.geometry
+    length = span(shape, stride)
+    fits = dtype == whole.geometry[3] and is_contiguous(shape, stride)
+    return fits and 0 < 2 * length <= span(*whole.geometry[1:3])
+
+
 def flat(value: Value) -> Value:
     """Return all memory from the first to the last element of a value."""
     first, shape, stride, *_ = value.geometry

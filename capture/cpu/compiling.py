@@ -216,7 +216,7 @@ class _Compiling:
                 continue
             assert isinstance(item, Piece)
             marks.add(len(nodes))
-            nodes += [*stretch.drawn, item.node(found[index]), *item.views]
+            nodes += [*stretch.drawn, *item.parts, item.node(found[index]), *item.views]
             marks.add(len(nodes))
         commit = self._recorded.commit if final else _nothing
         return self._builder(nodes).build(commit, commit_node, clock, marks)
