@@ -38,6 +38,13 @@ BACKEND_VARIABLE = "GRAPHFSDP_TEST_RANKS"  # "nccl": pools that are gloo's other
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "pytest", "graphfsdp")
 
 
+def fork_server() -> Any:
+    """Return how to fork from one process that imports torch and does nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 class RankError(AssertionError):
     """A function failed on a rank, or did not end."""
 
@@ -129,9 +136,7 @@ class RankPool:
             return
         self._folder = tempfile.TemporaryDirectory()
         folder = pathlib.Path(self._folder.name)
-        # One process imports torch; the ranks are forked from it before it has done anything.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = fork_server()
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             stack_file = folder / f"stack{rank}"

@@ -3,10 +3,7 @@
 import argparse
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +11,10 @@ from typing import Any
 
 import torch
 
+import forked
+from forked import ROOT as ROOT
 from graphfsdp.cli import main
 
-ROOT = Path(__file__).parents[1]
 TEXT = argparse.__file__  # real text that every Python has; 16 KiB or more of it are held out
 # Of a flag that is given again, the last one counts.
 SMALL = [
@@ -51,36 +49,19 @@ def assert_same_run(out: Path, reference: Path) -> None:
 
 
 @contextlib.contextmanager
-def started(
-    arguments: list[str], is_ready: Callable[[], bool]
-) -> Iterator["subprocess.Popen[str]"]:
+def started(arguments: list[str], is_ready: Callable[[], bool]) -> Iterator[forked.Forked]:
     """Run a training in a process of its own until something is there; end it afterwards."""
-    # A parent that ignores SIGINT, as a shell's background job does, would pass that on.
-    program = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"from graphfsdp.cli import main; sys.exit(main({arguments!r}))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            deadline = time.monotonic() + 100
-            while not is_ready():
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
-            yield process
-        finally:
-            process.kill()
+    with forked.forked(main, arguments) as process:
+        deadline = time.monotonic() + 100
+        while not is_ready():
+            assert process.is_alive(), process.ended()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        yield process
 
 
-def ended(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[int, str]:
+def ended(process: forked.Forked, number: signal.Signals) -> tuple[int, str]:
     """End a process by a signal; return its exit code and what it complained of."""
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
+    done = process.ended()
+    return done.returncode, done.stderr

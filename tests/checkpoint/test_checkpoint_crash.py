@@ -4,8 +4,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -15,12 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import forked
 import graphfsdp
 from checkpoint_helpers import Setup, contents, digests, make, train_plainly
 from kill_saves import UNFINISHED, is_all, loaded_step, model_of
 from ranks import RankPool
-
-ROOT = Path(__file__).parents[2]
 
 NUM_KILLS = 52
 
@@ -38,13 +35,8 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(fast_folder: Path) -> None:
     program = Path(__file__).parents[1] / "kill_saves.py"
-    result = subprocess.run(
-        [sys.executable, program, fast_folder, str(NUM_KILLS), str(random.randrange(1000))],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    seed = str(random.randrange(1000))
+    result = forked.run_file(program, str(fast_folder), str(NUM_KILLS), seed)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["advances"] > NUM_KILLS // 2

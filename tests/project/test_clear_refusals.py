@@ -1,13 +1,12 @@
 """Mistakes of users that were once met with silence, or with an error of somebody else's."""
 
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import forked
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 
@@ -83,8 +82,7 @@ step.close()
 
 @pytest.mark.parametrize("phase", ["captures", "replays"])
 def test_a_call_after_the_process_group_is_refused(phase: str, tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-c", DESTROYED, f"file://{tmp_path}/store", phase]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = forked.run_source(DESTROYED, f"file://{tmp_path}/store", phase)
     assert ended.returncode == 0, ended.stderr
     assert "after destroy_process_group" in ended.stdout
     assert "Remedy: step.close() first" in ended.stdout

@@ -1,17 +1,15 @@
 """The command line: commands, exit codes, bad input."""
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import graphfsdp
 from graphfsdp import cli
 from graphfsdp.cli import main
 
-ROOT = Path(__file__).parents[2]
 TEXT = argparse.__file__
 
 
@@ -38,10 +36,8 @@ def test_train_help_explains_flags_and_presets(capsys: pytest.CaptureFixture[str
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "graphfsdp", "--version"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
+    done = forked.run_source(program, "--version")
     assert (done.returncode, done.stdout) == (0, f"graphfsdp {graphfsdp.__version__}\n")
 
 

@@ -1,26 +1,18 @@
 """The examples run, and the README shows the smallest one as it is."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
 def run_example(name: str, *arguments: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run_file(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -2,8 +2,6 @@
 
 import inspect
 import math
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import forked
 from benchmarks import layout_table
 from graphfsdp.base import memory_plan
 from graphfsdp.errors import ConfigError
@@ -227,11 +226,4 @@ def test_the_document_shows_what_its_example_prints() -> None:
     root = Path(__file__).parents[2]
     blocks = (root / "docs" / "layout.md").read_text(encoding="utf-8").split("```")
     program, printed = blocks[1].removeprefix("python\n"), blocks[3].strip()
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.strip() == printed
+    assert forked.run_source(program).stdout.strip() == printed
