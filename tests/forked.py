@@ -27,8 +27,8 @@ class Forked:
 
     def __init__(self, folder: Path, function: Callable[..., Any], *args: Any) -> None:
         self._kept = [folder / "stdout", folder / "stderr"]
-        call = (self._kept, function, args)
-        self._process = fork_server().Process(target=_begin, args=call, daemon=True)
+        call = (dict(os.environ), self._kept, function, args)
+        self._process = fork_server().Process(target=_begin, args=call)
         self._process.start()
 
     def is_alive(self) -> bool:
@@ -74,10 +74,17 @@ def run_file(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         return process.ended()
 
 
-def _begin(kept: list[Path], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _begin(
+    environment: dict[str, str],
+    kept: list[Path],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     # Whoever started the tests may ignore Ctrl-C, as a shell's background job does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
     for number, path in enumerate(kept, start=1):
         with path.open("w") as file:
             os.dup2(file.fileno(), number)

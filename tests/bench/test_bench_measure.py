@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,7 @@ from graphfsdp.bench.records import REFERENCE, CaseResult, read_result
 from graphfsdp.bench.report import make_directory
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.errors import ConfigError
+from ranks import fork_server
 
 OPTIONS = BenchOptions(seconds=0.2)
 
@@ -230,6 +232,16 @@ JOB = dataclasses.replace(
 )
 
 
+@pytest.fixture
+def _quick_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork what stands in a child's place, which imports torch for seconds otherwise."""
+    context = fork_server()
+    monkeypatch.setattr(
+        process, "multiprocessing", types.SimpleNamespace(get_context=lambda kind: context)
+    )
+
+
+@pytest.mark.usefixtures("_quick_children")
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -267,6 +279,7 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
     assert said == [("warm-up", "pytorch")] * 2
 
 
+@pytest.mark.usefixtures("_quick_children")
 def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
     monkeypatch: pytest.MonkeyPatch, measured: tuple[CaseResult, list[Faulty]]
 ) -> None:

@@ -1,15 +1,14 @@
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 import bench_results
+import forked
 from benchmarks import gpu_check, gpu_parts, gpu_sharding, gpu_smoke
 from graphfsdp._capture.phase import Phase
 from graphfsdp.bench.clock import Window
@@ -17,18 +16,12 @@ from graphfsdp.bench.command import with_unasked
 from graphfsdp.bench.records import NotRun
 from graphfsdp.bench.report import write_directory
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
 
 def run_gpu_check(out: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OUT": str(out)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = "import runpy; runpy.run_module('benchmarks.gpu_check', None, '__main__')"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUT", str(out))
+        return forked.run_source(program, *arguments)
 
 
 def only_file(out: pathlib.Path) -> dict[str, Any]:
