@@ -40,6 +40,22 @@ COMBINATIONS = [
     or (main == torch.float32 and param != torch.float32)
     or (main == torch.int16 and param == torch.bfloat16)
 ]
+
+
+def pairwise(combinations: Sequence[Dtypes]) -> list[Dtypes]:
+    """Return a part of them in which every two dtypes meet that meet in any of them."""
+    unmet = {dtypes: set(itertools.combinations(enumerate(dtypes), 2)) for dtypes in combinations}
+    chosen: list[Dtypes] = []
+    while True:
+        best = max(unmet, key=lambda dtypes: len(unmet[dtypes]))
+        found = set(unmet[best])
+        if not found:
+            return chosen
+        chosen.append(best)
+        for pairs in unmet.values():
+            pairs -= found
+
+
 Test = TypeVar("Test", bound=Callable[..., None])
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32, None, None)
 MIXED = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32, None, torch.float32)

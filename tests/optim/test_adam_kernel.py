@@ -28,6 +28,7 @@ from adam_kernel_cases import (
     make_case,
     map_tensors,
     needs_triton,
+    pairwise,
 )
 from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
@@ -41,7 +42,7 @@ ROWS = st.lists(VALUES, min_size=NUM_VALUES, max_size=NUM_VALUES)
 
 
 @interpreted
-@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
+@pytest.mark.parametrize("dtypes", pairwise(COMBINATIONS), ids=dtype_names)
 def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -> None:
     assert_kernel_is_tensor_code([1, 2048, 5, 2049, 4096 + 77], dtypes, Flags())
 

@@ -21,6 +21,7 @@ from adam_kernel_cases import (
     interpreter,  # noqa: F401  (a fixture)
     make_case,
     needs_triton,
+    pairwise,
     stored,
     use_interpreter,
 )
@@ -94,7 +95,7 @@ def test_a_block_with_a_nan_or_infinity_is_not_finite_and_its_neighbours_are(
 
 
 @interpreted
-@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=dtype_names)
+@pytest.mark.parametrize("dtypes", pairwise(COMBINATIONS), ids=dtype_names)
 def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -> None:
     assert_kernel_is_tensor_code(SHAPES, dtypes, Flags())
 

@@ -38,7 +38,7 @@ from sharding_helpers import (
     ("kind", "strategy", "microbatches"),
     [
         *(("feed", "optim", 1), ("sequence", "optim_grads_params", 3)),
-        *(("expert", "no_shard", 1), ("expert", "optim_grads_params", 3)),
+        *(("expert", "no_shard", 3), ("expert", "optim_grads_params", 1)),
     ],
 )
 def test_parallel_modules_train_as_one_rank_and_replay_as_eager(

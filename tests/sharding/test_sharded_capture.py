@@ -33,17 +33,22 @@ def both_scopes(strategy: str, microbatches: int, optimizer: str = "fused_adam")
     return replayed_as_eager(lambda: make_net(strategy), optimizer, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("ranks", "microbatches"),
+    ("ranks", "microbatches", "strategy"),
     [
-        ("ranks1", 3),
-        *((ranks, number) for ranks in ("ranks2", "ranks4") for number in (1, 3)),
-        *(pytest.param("gpu_ranks", number, marks=pytest.mark.gpu) for number in (1, 3)),
+        *(("ranks1", 3, strategy) for strategy in STRATEGIES[::3]),
+        *(("ranks2", 3, strategy) for strategy in STRATEGIES),
+        *(("ranks4", 1, strategy) for strategy in STRATEGIES),
+        ("ranks4", 3, "optim_grads_params"),
+        *(
+            pytest.param("gpu_ranks", number, strategy, marks=pytest.mark.gpu)
+            for strategy in STRATEGIES
+            for number in (1, 3)
+        ),
     ],
 )
 def test_ranks_train_as_one_and_replay_as_eager(
-    request: pytest.FixtureRequest, ranks: str, strategy: str, microbatches: int
+    request: pytest.FixtureRequest, ranks: str, microbatches: int, strategy: str
 ) -> None:
     results = request.getfixturevalue(ranks).run(both_scopes, strategy, microbatches)
     assert_close_to_reference(results, reference())
