@@ -14,6 +14,7 @@ import gc
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import pathlib
 import pickle
@@ -38,7 +39,7 @@ BACKEND_VARIABLE = "GRAPHFSDP_TEST_RANKS"  # "nccl": pools that are gloo's other
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "pytest", "graphfsdp")
 
 
-def fork_server() -> Any:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """Return how to fork from one process that imports torch and does nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
