@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from graphfsdp.cli import main
+from graphfsdp.config import ShardingStrategy
 from ranks import RankPool
 from train_on_ranks import SMALL, TEXT, Answer, Plan, free_ports
 
 ROOT = Path(__file__).parents[2]
 DROPOUT = ["--hidden-dropout", "0.2", "--attention-dropout", "0.1"]
 ONE_LAYER = ["--num-layers", "1"]
-WHOLE_OR_CUT = ["no_shard", "optim_grads_params"]  # by word; the others below, by number
+STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 BITWISE = [("decoupled", "1"), ("fp32", "3")]
 HAS_MLLOG = importlib.util.find_spec("mlperf_logging") is not None
 SCOPES = ["none", "full_iteration"]
@@ -66,7 +67,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
     plan.add("used", [])
     plan.add("absent", [], of_rank_1=("--data", str(plan.folder / "nothing")))
     plan.add("different", [], of_rank_1=("--lr", "0.5"))
-    for strategy in WHOLE_OR_CUT:
+    for strategy in STRATEGIES:
         plan.add(f"fp32-{strategy}", ["--data-parallel-sharding-strategy", strategy])
     for precision, strategy in (("bf16", "3"), ("decoupled", "2"), ("meta", "3")):
         flags = [*PRECISIONS[precision], "--data-parallel-sharding-strategy", strategy]
@@ -130,7 +131,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("precision", "strategy"),
     [
-        *(("fp32", strategy) for strategy in WHOLE_OR_CUT),
+        *(("fp32", strategy) for strategy in STRATEGIES),
         *(("bf16", "3"), ("decoupled", "2"), ("meta", "3")),
         ("fp32", "instances"),
     ],
