@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.values import storage_of
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
+from graphfsdp.errors import CaptureError
+
+_FOREIGN = "_c10d_functional"  # namespace of collectives that are not ours
+_COLLECTIVE = "kernel nccl"
+_UNORDERED = (
+    "the graph's collectives cannot be put in one order, without which ranks may wait for each "
+    "other in different ones: this driver does not tell the names of kernels, or takes no more "
+    "dependencies. Remedy: a driver of CUDA 12.3 or newer (R545), or scope='none'"
+)
 
 
 class CudaRecorder(Watcher):
@@ -22,6 +32,13 @@ class CudaRecorder(Watcher):
     Note [Kernels by operator]: a capture only adds nodes. So those that are new after an operator
     are the operator's, on whichever of the capture's streams it ran. Nothing is said of the order
     in which the driver lists nodes; that new ones are the last ones is only the quickest guess.
+
+    Note [One order of collectives]: branches of a graph have no order, and each rank's GPU chooses
+    by itself. Collectives of two communicators (tensor parallelism beside sharding, say) that do
+    not wait for each other may then deadlock, each GPU being taken by another one. So when all is
+    captured, each collective, which is known by its kernel's name, is made to wait for the one that
+    was issued before it, whoever has issued it on whatever stream. That adds no cycle, as a node
+    only waits for what was captured before it, and no operator has to know of it.
     """
 
     def __init__(
@@ -38,11 +55,14 @@ class CudaRecorder(Watcher):
         self._found: list[int] = []  # nodes in the order of the operators
         self._num_found: list[int] = []  # after each operator
         self._graph: int | None = None
+        self._exchange: str | None = None  # the first collective that is not ours
 
     def on_op(self, call: OpCall) -> Any:
         inputs = self._regions(call.args, call.name)
         named = {name: self._region_in(value, call.name) for name, value in call.kwargs.items()}
         result = call.run()
+        if call.op.namespace == _FOREIGN:
+            self._exchange = self._exchange or call.name
         results = [self._region(tensor, call.name) for tensor in flat_tensors([result])]
         self._description.add(OpCall(call.op, inputs, named), results, site=self.site)
         self._find_nodes()
@@ -51,15 +71,35 @@ class CudaRecorder(Watcher):
 
     def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
         """``graph`` is the handle of the finished graph, None where torch does not keep it."""
+        self._description.add_kernels(self._num_found, self.finish(graph), self.site)
+        for tensor in outputs:
+            self._description.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
+        return self._description.facts(self.sites.sites())
+
+    def finish(self, graph: int | None) -> list[str]:
+        """Put the collectives of a captured graph in order; return the names of its nodes.
+
+        See Note [One order of collectives].
+        """
         driver = self._driver
         nodes = None if driver is None or graph is None else driver.nodes(graph)
         if driver is not None and nodes:
             self._add(nodes)
-            names = [driver.name(node) for node in self._found]
-            self._description.add_kernels(self._num_found, names, self.site)
-        for tensor in outputs:
-            self._description.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
-        return self._description.facts(self.sites.sites())
+        names = [] if driver is None else [driver.name(node) for node in self._found]
+        meeting = [
+            node
+            for node, name in zip(self._found, names, strict=True)
+            if name.startswith(_COLLECTIVE)
+        ]
+        is_blind = self._exchange is not None and not any(
+            name.startswith("kernel ") for name in names
+        )
+        if is_blind or not all(
+            driver is not None and graph is not None and driver.order(graph, *pair)
+            for pair in pairwise(meeting)
+        ):
+            raise CaptureError(_UNORDERED, op=self._exchange)
+        return names
 
     def _find_nodes(self) -> None:
         if self._driver is None:
@@ -115,4 +155,5 @@ class UnwatchedRecorder(CudaRecorder):
     def follow_streams(self) -> None: ...
 
     def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
+        self.finish(graph)
         return self._description.facts(())

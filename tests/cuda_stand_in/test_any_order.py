@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import graphfsdp
@@ -29,17 +30,21 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp.optim import CPUOffload
 from make_step import make_step
 from offload_helpers import KINDS, SHAPES
+from parallel_models import TP_AXES, expert_parallel, part_of_axis, tensor_parallel
 from ranks import RankError, RankPool, rank_device
 from recomputing import Recomputing
 from sharding_helpers import (
     MAX_NORM,
     STRATEGIES,
+    Block,
+    Net,
     Training,
     adam,
     assert_equal_tensors,
     assert_same_training,
     batches,
     full_parameters,
+    hybrid_mesh,
     hybrid_net,
     make_net,
     my_part,
@@ -70,6 +75,30 @@ def recomputing(way: str) -> Any:
     return shard(model, "optim_grads_params", **OVERLAP)
 
 
+@functools.cache
+def other_groups() -> tuple[Any, Any]:
+    return dist.new_group(), dist.new_group()
+
+
+class Contexts(Block):
+    """Sees what all ranks have, by collectives of two more communicators, one long under way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = other_groups()
+        under_way = functional.all_reduce(x.detach().square().mean(), "avg", one)
+        of_all = functional.all_gather_tensor_autograd(x, gather_dim=0, group=other)
+        mean = of_all.view(dist.get_world_size(), *x.shape).mean(0)
+        out: Tensor = super().forward(x + 0.1 * mean) * (1 + under_way)
+        return out
+
+
+def with_contexts(strategy: str) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks.extend([Contexts(8), Contexts(8)])
+    return shard(model.to(rank_device()), strategy, **OVERLAP)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     **{
         f"{strategy} overlapped": functools.partial(make_net, strategy, 0.3, **OVERLAP)
@@ -79,18 +108,30 @@ MODELS: dict[str, Callable[[], Any]] = {
     "in turn": functools.partial(make_net, "optim_grads_params", 0.3, overlap=False),
     "recompute blocks": functools.partial(recomputing, "block_ours"),
     "recompute parts": functools.partial(recomputing, "part_ours"),
+    "contexts, ZeRO-2": functools.partial(with_contexts, "optim_grads"),
+    "contexts, ZeRO-3": functools.partial(with_contexts, "optim_grads_params"),
 }
 MODELS_OF_FOUR_RANKS: dict[str, Callable[[], Any]] = {
     **MODELS,
     "hybrid": functools.partial(hybrid_net, "optim_grads_params", "no_shard", **OVERLAP),
     "hybrid, both axes cut": functools.partial(hybrid_net, "optim_grads", "optim", **OVERLAP),
+    "tensor parallel": functools.partial(tensor_parallel, "optim_grads"),
+    "tensor parallel, cut sequences": functools.partial(tensor_parallel, sequence=True),
+    "expert parallel": expert_parallel,
 }
+
+
+def part_for(name: str, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not name.startswith("tensor parallel"):
+        return my_part(batch)
+    part = part_of_axis(batch, hybrid_mesh((2, 2), TP_AXES), "dp")
+    return tuple(tensor.to(rank_device()) for tensor in part)
 
 
 def in_any_order(name: str) -> str:
     """Compare replays in order with eager steps, those in other orders with them; return races."""
     runs = []
-    parts = [my_part(batch) for batch in batches(NUM_EAGER + 3)]
+    parts = [part_for(name, batch) for batch in batches(NUM_EAGER + 3)]
     library.take_races()
     for scope in ("none", "full_iteration"):
         model = MODELS_OF_FOUR_RANKS[name]()

@@ -10,6 +10,7 @@ import graphfsdp
 from graphfsdp._capture.cuda.driver import CudaDriver, GraphNodes, find_driver
 from graphfsdp._capture.cuda.recorder import CudaRecorder
 from graphfsdp._capture.trace.program_facts import BufferKind, NodeFacts, ProgramFacts
+from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
 from helpers import OpNames
 from recording import CPU
@@ -22,11 +23,15 @@ class PlayedDriver:
 
     Attributes:
         turn: How far the list of its nodes is turned round, which is for the driver to choose.
+        made: What operators launch, others than by their names.
+        ordered: Names of nodes that were made to wait for each other; None refuses that.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.turn = 0
+        self.made = {"copy_": ["memcpy"], "mm": ["memset", "kernel gemm"], "t": [], "detach": []}
+        self.ordered: list[tuple[str, str]] | None = []
 
     def capturing_graph(self, stream: int) -> int | None:
         return GRAPH if stream == STREAM else None
@@ -43,6 +48,13 @@ class PlayedDriver:
     def name(self, node: int) -> str:
         return self.names[node]
 
+    def order(self, graph: int, earlier: int, later: int) -> bool:
+        assert graph == GRAPH
+        if self.ordered is None:
+            return False
+        self.ordered.append((self.names[earlier], self.names[later]))
+        return True
+
 
 class Kernels(OpNames):
     """Below the recorder: each operator launches kernels, as on a GPU."""
@@ -53,8 +65,7 @@ class Kernels(OpNames):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func._schema.name.removeprefix("aten::")
-        made = {"copy_": ["memcpy"], "mm": ["memset", "kernel gemm"], "t": [], "detach": []}
-        self._driver.names += made.get(name, [f"kernel {name}"])
+        self._driver.names += self._driver.made.get(name, [f"kernel {name}"])
         return func(*args, **(kwargs or {}))
 
 
@@ -69,6 +80,12 @@ class Model(nn.Module):
         return out
 
 
+class Exchanging(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops._c10d_functional.wait_tensor(super().forward(x))
+        return out
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
     class Stream:
@@ -78,12 +95,15 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
     return PlayedDriver()
 
 
-def capture(driver: PlayedDriver | None, after: tuple[str, ...] = ()) -> ProgramFacts:
-    model, x = Model(), torch.ones(2, 4)
+def capture(
+    driver: PlayedDriver | None, after: tuple[str, ...] = (), kind: type[Model] = Model
+) -> ProgramFacts:
+    model, x = kind(), torch.ones(2, 4)
     recorder = CudaRecorder(model, CPU, driver)
     with Kernels(driver or PlayedDriver()), recorder.watching():
         loss = model(x)
-        loss.backward()
+        if kind is Model:
+            loss.backward()
         result = loss.detach().clone()
         del loss
     if driver is not None:
@@ -134,6 +154,35 @@ def test_nodes_that_no_operator_made_are_told_apart(played: PlayedDriver) -> Non
     last = list(capture(played, after=("kernel stray",)).nodes)[-1]
     assert last.op == "(no operator)"
     assert last.kernels == ("kernel stray",)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 3])
+def test_each_collective_waits_for_the_one_that_was_issued_before(
+    played: PlayedDriver, turn: int
+) -> None:
+    played.turn = turn
+    first, second, third = (f"kernel ncclDevKernel_{kind}" for kind in ("A", "B", "C"))
+    played.made |= {"tanh": ["kernel tanh", first], "sum": [second], "tanh_backward": [third]}
+    capture(played)
+    assert played.ordered == [(first, second), (second, third)]
+
+
+def test_collectives_that_nobody_can_put_in_order_are_refused(played: PlayedDriver) -> None:
+    played.made |= {"mm": ["kernel ncclDevKernel_A"]}
+    played.ordered = None
+    with pytest.raises(CaptureError, match="cannot be put in one order"):
+        capture(played)
+
+
+def test_collectives_of_others_are_refused_where_kernels_have_no_names(
+    played: PlayedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert capture(played, kind=Exchanging).nodes
+    monkeypatch.setattr(played, "name", lambda node: "kernel")
+    assert capture(played).nodes
+    with pytest.raises(CaptureError, match="R545") as caught:
+        capture(played, kind=Exchanging)
+    assert caught.value.op == "_c10d_functional.wait_tensor.default"
 
 
 def test_without_a_driver_operators_are_noted_all_the_same() -> None:

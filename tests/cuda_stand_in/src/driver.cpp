@@ -153,6 +153,25 @@ STAND_IN_API CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t*
 STAND_IN_API CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) {
   return driver_error(cudaGraphNodeGetType(node, reinterpret_cast<cudaGraphNodeType*>(type)));
 }
+STAND_IN_API CUresult cuGraphNodeGetDependencies_v2(CUgraphNode node, CUgraphNode* dependencies,
+                                                    CUgraphEdgeData*, size_t* count) {
+  return driver_error(cudaGraphNodeGetDependencies(node, dependencies, nullptr, count));
+}
+STAND_IN_API CUresult cuGraphAddDependencies_v2(CUgraph handle, const CUgraphNode* from,
+                                                const CUgraphNode* to, const CUgraphEdgeData*,
+                                                size_t count) {
+  Lock lock(mutex());
+  if (!live_graphs().count(handle)) return CUDA_ERROR_INVALID_VALUE;
+  for (size_t index = 0; index < count; index++) {
+    auto* before = reinterpret_cast<Node*>(from[index]);
+    auto& known = reinterpret_cast<Node*>(to[index])->dependencies;
+    for (auto* other : known) {
+      if (other == before) return CUDA_ERROR_INVALID_VALUE;  // as the driver says it
+    }
+    known.push_back(before);
+  }
+  return CUDA_SUCCESS;
+}
 STAND_IN_API CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode handle,
                                                     CUDA_KERNEL_NODE_PARAMS* parameters) {
   auto* node = reinterpret_cast<Node*>(handle);

@@ -170,6 +170,7 @@ STAND_IN_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executab
                                                        cudaGraph_t handle, unsigned long long) {
   Lock lock(mutex());
   if (!live_graphs().count(handle)) RETURN(cudaErrorInvalidValue);
+  note_races(*reinterpret_cast<Graph*>(handle));
   auto made = std::make_shared<Executable>();
   for (auto& node : reinterpret_cast<Graph*>(handle)->nodes) {
     std::vector<size_t> dependencies;
