@@ -20,6 +20,7 @@ from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
+from graphfsdp.base.streams import in_turn
 from graphfsdp.config import OnChange
 from graphfsdp.errors import CaptureError
 
@@ -38,6 +39,7 @@ class Attempts:
         self._recordings = recordings
         self._trains = trains
 
+    @in_turn()
     def run(
         self, recording: Recording, *, captures: bool, notes: bool, tried: bool = False
     ) -> list[Tensor]:

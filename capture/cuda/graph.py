@@ -23,7 +23,7 @@ from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.streams import collecting_kept, forked
+from graphfsdp.base.streams import collecting_kept, forked, in_turn
 from graphfsdp.errors import CaptureError, PhaseError
 
 
@@ -91,10 +91,12 @@ class CudaGraph:
     def close(self) -> None:
         """Give the graph back, and then the pool that its tensors lie in."""
         if self._graph is not None:
-            # CUDA rule: memory of a graph may be reused only when no launch is in flight.
-            with suppress(RuntimeError):  # of a kernel: whoever closes because of it knows it
-                torch.cuda.synchronize(self._device)
-            self._graph.reset()
+            # CUDA rule: memory of a graph may be reused only when no launch is in flight. To wait
+            # for that breaks any capture that is under way.
+            with in_turn():
+                with suppress(RuntimeError):  # of a kernel: whoever closes because of it knows it
+                    torch.cuda.synchronize(self._device)
+                self._graph.reset()
             self._graph = None
             self._outputs = []
             self._external = []
@@ -400,7 +402,7 @@ def _stale_streams_redirected() -> Iterator[None]:
 
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    with _streams_unremarked(), forked(stream):
+    with in_turn(), _streams_unremarked(), forked(stream):
         yield
 
 

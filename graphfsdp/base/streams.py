@@ -1,13 +1,46 @@
 """Streams and captures of a GPU; without a stream, on a CPU, nothing happens."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
+from graphfsdp.errors import PhaseError
+
+_TURN_LIMIT_S = 600.0
 _kept: ContextVar[list[object] | None] = ContextVar("kept", default=None)
+
+
+@cache
+def _turn() -> threading.RLock:
+    return threading.RLock()
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Run the body while no other thread of this process is in such a body.
+
+    Warm-ups and captures of all steps share one stream of a device, so what one thread launches
+    there would be in the graph that another one captures; and what Python reads is watched on all
+    threads. Replays need no turn.
+
+    Raises:
+        PhaseError: its turn did not come for ten minutes.
+    """
+    if not _turn().acquire(timeout=_TURN_LIMIT_S):
+        raise PhaseError(
+            f"another thread has been in a warm-up or a capture for {_TURN_LIMIT_S:g} s, and only "
+            "one at a time can be. Remedy: capture one step after the other; do not wait inside an "
+            "iteration for a thread that calls another step"
+        )
+    try:
+        yield
+    finally:
+        _turn().release()
 
 
 @contextmanager
