@@ -3,9 +3,10 @@
 Runs from a bare checkout with nothing but torch, pytest, hypothesis and rich, prints one table
 and writes one JSON file into the directory that OUT names (default benchmarks/results). A part
 that fails does not stop the others, and what was seen before the time is over is in the file.
-``--device cpu`` rehearses it on a machine without a GPU. What tells most comes first, and each part
-has seconds of its own, which no other can take: those that it leaves go to the next ones. All of it
-has to share ten minutes; a group by itself has them alone:
+``--device cpu`` rehearses it on a machine without a GPU; so does ``--rehearse`` above the stand-in
+for a driver, where CUDA_STAND_IN_KERNELS=none lets what torch.compile makes run. What tells most
+comes first, and each part has seconds of its own, which no other can take: those that it leaves go
+to the next ones. All of it has to share ten minutes; a group by itself has them alone:
 
     make gpu-check ARGS="--group parts"   what issues ask of a GPU, row by row
     make gpu-check ARGS="--group tests"   the tests that need a GPU, on several processes
@@ -123,7 +124,7 @@ def suite_part(
         options += ["-m", "gpu or multi_gpu"]
         if importlib.util.find_spec("xdist") is not None:
             # By file, since many tests of a file share what is slow to make.
-            options += ["-p", "xdist", "-n", str(NUM_PROCESSES), "--dist", "loadfile"]
+            options += ["-p", "xdist", "-n", str(_num_processes()), "--dist", "loadfile"]
     cases, error = run_pytest([*options, *paths], limit_s)
     failures: dict[str, str] = {}
     skips: dict[str, str] = {}
@@ -171,8 +172,7 @@ def smoke_part(
     except Exception:  # a package that cannot be imported is something to report
         return {"rows": [], "error": traceback.format_exc()}
     names = names or tuple(PROGRAMS)
-    num_workers = min(NUM_PROCESSES, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(_num_processes()) as pool:
         found = dict(zip(names, pool.map(run, names), strict=True))
     rows = [{"what": name, "result": said, "ok": not bad} for name, (bad, said) in found.items()]
     wrong = [f"{name}:\n{bad}" for name, (bad, _) in found.items() if bad]
@@ -180,14 +180,19 @@ def smoke_part(
 
 
 def bench_part(
-    device: torch.device, limit_s: float, results: pathlib.Path, *, reduce_overhead: bool = False
+    device: torch.device,
+    limit_s: float,
+    results: pathlib.Path,
+    *,
+    reduce_overhead: bool = False,
+    rehearses: bool = False,
 ) -> dict[str, Any]:
-    """A CPU rehearses it on one small case; cases that do not fit are named in the rows.
+    """A rehearsal has one small case; cases that do not fit are named in the rows.
 
     torch's reduce-overhead mode runs by itself, on one small case whose result is not kept.
     """
     suite = ["--suite", "gpu"]
-    if device.type == "cpu" or reduce_overhead:
+    if rehearses or reduce_overhead:
         suite = ["--suite", "quick", "--seconds", "0.5", "--no-memory"]
     suite += ["--contender", *(["reduce_overhead"] if reduce_overhead else CONTENDERS)]
     budget = max(limit_s - BENCH_START_S, 1.0) / 60
@@ -237,6 +242,10 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     return rows
 
 
+def _num_processes() -> int:
+    return min(NUM_PROCESSES, os.cpu_count() or 1)
+
+
 def last_line(text: str) -> str:
     """Return the line of a traceback that says what happened."""
     lines = [line for line in text.splitlines() if line.strip()]
@@ -244,9 +253,12 @@ def last_line(text: str) -> str:
     return (marked or lines or [""])[0 if marked else -1][:200]
 
 
-def child_part(name: str, device: torch.device, limit_s: float) -> dict[str, Any]:
+def child_part(
+    name: str, device: torch.device, limit_s: float, *, rehearses: bool = False
+) -> dict[str, Any]:
     """Whatever becomes of the process, a part is returned."""
     command = [sys.executable, "-m", "benchmarks.gpu_parts", name, str(device)]
+    command += ["rehearse"] if rehearses else []
     try:
         result = _run(command, limit_s)
     except subprocess.TimeoutExpired as late:
@@ -314,10 +326,12 @@ def check(
     path: pathlib.Path,
     tell: Callable[[str], None] = lambda line: None,
     times: float = 1.0,
+    *,
+    rehearses: bool = False,
 ) -> dict[str, Any]:
     """Run the parts one after the other; the file is complete after each of them.
 
-    ``times``: all limits are so many times as long.
+    ``times``: all limits are so many times as long. ``rehearses``: on the smallest models.
     """
     deadline = time.monotonic() + TOTAL_LIMIT_S * times
     document: dict[str, Any] = {
@@ -338,9 +352,11 @@ def check(
             part = suite_part(test_paths, limit_s, device)
         elif name in (BENCH, REDUCE_OVERHEAD):
             alone = name == REDUCE_OVERHEAD
-            part = bench_part(device, limit_s, path.parent, reduce_overhead=alone)
+            part = bench_part(
+                device, limit_s, path.parent, reduce_overhead=alone, rehearses=rehearses
+            )
         else:
-            part = child_part(name, device, limit_s)
+            part = child_part(name, device, limit_s, rehearses=rehearses)
         good = part["error"] is None and all(row["ok"] for row in part["rows"])
         seconds = round(time.monotonic() - start, 1)
         document["parts"].append({"name": name, "ok": good, "seconds": seconds, **part})
@@ -369,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--times", type=float, default=1.0, help="all limits so many times as long (a rehearsal)"
     )
+    parser.add_argument("--rehearse", action="store_true", help="smallest models, no kept results")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -390,7 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def tell(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    document = check(device, chosen, options.tests, path, tell, options.times)
+    rehearses = options.rehearse or device.type == "cpu"
+    document = check(device, chosen, options.tests, path, tell, options.times, rehearses=rehearses)
     console.print(table_of(document))
     for part in document["parts"]:
         if part["error"]:

@@ -1,8 +1,8 @@
 """The parts of the GPU check in processes of their own: parity with eager, the optimizer, more.
 
-``python -m benchmarks.gpu_parts PART DEVICE`` runs one part and prints its rows as JSON. Each part
-has a process of its own, since a CUDA error makes every later call in a process fail. A CPU
-rehearses all of them on the smallest model, but what only a GPU has.
+``python -m benchmarks.gpu_parts PART DEVICE [rehearse]`` runs one part and prints its rows as JSON.
+Each part has a process of its own, since a CUDA error makes every later call in a process fail.
+``rehearse`` takes the smallest model; a CPU then runs all of them, but what only a GPU has.
 """
 
 import json
@@ -420,12 +420,12 @@ def offload(name: str, device: torch.device) -> Iterator[Row]:
         yield Row(f"{name} optimizer step, {kind}", text, good, {"ms": ms})
 
 
-def run_part(name: str, device: torch.device) -> Iterator[Row]:
-    rehearsal = device.type == "cpu"
-    small = ("gpt-tiny",) if rehearsal else ("gpt-tiny", "llama-tiny", "gpt-11m")
-    large = "gpt-tiny" if rehearsal else "gpt2-124m"
-    largest = TINY if rehearsal else replace(shape_of("gpt2-355m"), hidden_size=1792)
-    often, seldom = ((2, 1), (2, 1)) if rehearsal else ((20, 10), (8, 5))
+def run_part(name: str, device: torch.device, *, rehearses: bool) -> Iterator[Row]:
+    """``rehearses``: on the smallest model."""
+    small = ("gpt-tiny",) if rehearses else ("gpt-tiny", "llama-tiny", "gpt-11m")
+    large = "gpt-tiny" if rehearses else "gpt2-124m"
+    largest = TINY if rehearses else replace(shape_of("gpt2-355m"), hidden_size=1792)
+    often, seldom = ((2, 1), (2, 1)) if rehearses else ((20, 10), (8, 5))
     table: Mapping[str, Callable[[], Iterable[Row]]] = {
         "parity-fp32": lambda: parity(small, device, bf16=False),
         "parity-bf16": lambda: parity(small, device, bf16=True),
@@ -442,7 +442,7 @@ def run_part(name: str, device: torch.device) -> Iterator[Row]:
 
 def main() -> None:
     """Run one part; the last line of the output is the result."""
-    name, device = sys.argv[1], torch.device(sys.argv[2])
+    name, device, rehearses = sys.argv[1], torch.device(sys.argv[2]), "rehearse" in sys.argv[3:]
     if device.type == "cpu":
         torch.set_num_threads(1)
     if name.startswith(("parity", "features", "overlap", "compile", "broken")):
@@ -452,7 +452,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     error = None
     try:
-        for row in run_part(name, device):
+        for row in run_part(name, device, rehearses=rehearses):
             rows.append(asdict(row))
             # The last line that was printed counts, also if the process is killed meanwhile.
             print(json.dumps({"rows": rows, "error": "it did not end"}), flush=True)

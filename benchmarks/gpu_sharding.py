@@ -318,7 +318,7 @@ def _profile(step: Callable[[], Tensor]) -> dict[str, float]:
         stream = by_stream.setdefault(event.device_resource_id, [])
         span = (event.time_range.start, event.time_range.end)
         (communication if by_nccl else stream).append(span)
-    computation = max(by_stream.values(), key=length)
+    computation = max(by_stream.values(), key=length, default=[])
     for spans in by_stream.values():
         communication += spans if spans is not computation else []
     hidden_us = covered(communication, computation)
@@ -389,5 +389,8 @@ def overlap_rows(found: Mapping[str, Mapping[str, Any]], what: str) -> list[Row]
             share = numbers["hidden_us"] / numbers["comm_us"]
             parts.append(f"{share:.0%} of communication beside computation")
             good = good and (share >= LEAST_HIDDEN or name in (FSDP2, PLAIN))
+        elif "comm_us" in numbers:
+            parts.append("the profiler has seen no kernels")
+            good = False
         rows.append(Row(f"{what}: {name}", ", ".join(parts) or "loss as expected", good, numbers))
     return rows

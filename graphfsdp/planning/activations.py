@@ -33,7 +33,7 @@ def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activati
         if param.requires_grad
     ]
     try:
-        with _MetaAttention(), lives:
+        with _FusedKernels(), lives:
             loss = run()
             saved_bytes = lives.now()
             loss.backward()
@@ -100,8 +100,26 @@ class _FusedAttention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class _MetaAttention(TorchFunctionMode):
-    """On the meta device torch takes the kernel that keeps all scores, which no GPU would."""
+class _FusedRMSNorm(torch.autograd.Function):
+    """RMSNorm as one kernel sees it: nothing of the input's size is kept but the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scales)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _FusedKernels(TorchFunctionMode):
+    """Where torch has one kernel on a GPU, and on the meta device what keeps far more.
+
+    Attention keeps all scores there, and RMSNorm float32 copies of its input.
+    """
 
     def __torch_function__(
         self,
@@ -112,4 +130,7 @@ class _MetaAttention(TorchFunctionMode):
     ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        weight = (kwargs or {}).get("weight")
+        if func is nn.functional.rms_norm and weight is not None:
+            return _FusedRMSNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))

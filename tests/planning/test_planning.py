@@ -221,6 +221,15 @@ def test_attention_keeps_no_scores_and_each_layer_takes_the_same() -> None:
     assert run(2, 128).saved_bytes < 2.1 * two.saved_bytes  # scores would grow fourfold
 
 
+def test_a_norm_keeps_its_input_and_no_copy_in_float32() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.RMSNorm(8)).bfloat16()
+        x = torch.empty((16, 8), dtype=torch.bfloat16)
+    found = measure_activations(model, lambda: model(x).sum())
+    inputs, scales, loss = 2 * 16 * 8 * 2, 2 * 16 * 4, 2
+    assert found.saved_bytes == inputs + scales + loss
+
+
 def plan_json(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["plan", "--json", *line.split()]) == 0
     data: dict[str, Any] = json.loads(capsys.readouterr().out)

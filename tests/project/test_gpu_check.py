@@ -59,7 +59,7 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
 
 @pytest.mark.parametrize("name", gpu_check.PART_NAMES)
 def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
-    rows = list(gpu_parts.run_part(name, torch.device("cpu")))
+    rows = list(gpu_parts.run_part(name, torch.device("cpu"), rehearses=True))
     assert rows
     assert [row for row in rows if not row.ok] == []
     assert json.dumps([row.data for row in rows])
@@ -85,6 +85,8 @@ def test_how_much_communication_runs_beside_computation() -> None:
     assert not more_memory.ok
     assert not other_loss.ok
     found["overlap"] = {"error": "Traceback\nRuntimeError: no"}
+    found["one after the other"] = {**numbers, "comm_us": 0.0, "hidden_us": 0.0}
+    assert not gpu_sharding.overlap_rows(found, "gpt")[1].ok, "nothing was seen, nothing is judged"
     failed = gpu_sharding.overlap_rows(found, "gpt")[2]
     assert (failed.result, failed.ok) == ("RuntimeError: no", False)
 
@@ -147,6 +149,7 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
 
     monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
     monkeypatch.setattr("benchmarks.gpu_check.importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
     gpu_check.suite_part(["tests"], 100, torch.device("cuda"))
     wanted = ["-m", "gpu or multi_gpu", "-p", "xdist", "-n", "6", "--dist", "loadfile"]
     wanted.append("tests")
@@ -168,7 +171,7 @@ def test_no_part_takes_the_seconds_of_later_ones(
 ) -> None:
     limits: dict[str, float] = {}
 
-    def note(name: str, device: torch.device, limit_s: float) -> dict[str, Any]:
+    def note(name: str, device: torch.device, limit_s: float, *, rehearses: bool) -> dict[str, Any]:
         limits[name] = limit_s
         return {"rows": [], "error": None}
 
@@ -252,7 +255,7 @@ def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
     (command,) = calls
     assert command[command.index("--suite") + 1] == "gpu"
     assert float(command[command.index("--budget") + 1]) * 60 < 360
-    gpu_check.bench_part(torch.device("cpu"), 60, tmp_path)
+    gpu_check.bench_part(torch.device("cpu"), 60, tmp_path, rehearses=True)
     assert calls[1][calls[1].index("--suite") + 1] == "quick"
 
 
