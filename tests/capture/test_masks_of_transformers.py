@@ -121,7 +121,7 @@ def speech(index: int, generator: torch.Generator) -> dict[str, Tensor]:
 def test_images_and_padded_speech_train_as_in_a_plain_loop(
     make: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], dict[str, Tensor]]
 ) -> None:
-    losses = {}
+    losses: dict[bool, list[Tensor]] = {}
     for captured in (False, True):
         quick_garbage_collection()
         torch.manual_seed(0)
