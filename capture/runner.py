@@ -4,10 +4,11 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
@@ -23,6 +24,7 @@ from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.nvtx import nvtx_range
+from graphfsdp.base.progress import shown_when_slow
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import PhaseError, VerificationError
@@ -254,15 +256,22 @@ class StepRunner:
         if captures:
             self._go_to(Phase.CAPTURE)
         try:
-            results = self._attempts.run(
-                recording, captures=captures, notes=is_last or self._engine.steps_inside
-            )
+            with self._shown() if captures else nullcontext():
+                results = self._attempts.run(
+                    recording, captures=captures, notes=is_last or self._engine.steps_inside
+                )
         finally:
             self._go_to(Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP)
         self._num_warm_ups += recording.graph is None
         took_ms = (time.perf_counter() - started) * 1e3
         self._tally.add(recording.graph, took_ms)
         return results
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Show a capture that takes long on the terminal of the first rank."""
+        if dist.is_initialized() and dist.get_rank():
+            return nullcontext()
+        return shown_when_slow("capturing the iteration")
 
     def _capture_follows(self, recording: Recording, num_more: int = 0) -> bool:
         """Tell whether so many warm-ups from now the next call with such a batch captures.

@@ -47,8 +47,5 @@ def refuse(
     lines = [str(change) for change in changes[:_MAX_SHOWN]]
     if len(changes) > _MAX_SHOWN:
         lines.append(f"and {len(changes) - _MAX_SHOWN} more")
-    text = lines[0] if len(lines) == 1 else "\n  " + "\n  ".join(lines) + "\n"
-    raise GuardError(
-        f"{why}: {text}. Remedy: {remedies}; or capture again",
-        changes,
-    )
+    text = f" {lines[0]}. " if len(lines) == 1 else "".join(f"\n  {line}" for line in lines) + "\n"
+    raise GuardError(f"{why}:{text}Remedy: {remedies}; or capture again", changes)

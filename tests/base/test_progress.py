@@ -1,6 +1,12 @@
 """Progress is told to whoever asks, and to nobody else."""
 
-from graphfsdp.base.progress import say, telling
+import io
+import sys
+import time
+
+import pytest
+
+from graphfsdp.base.progress import say, shown_when_slow, telling
 
 
 def test_what_is_said_is_told_to_the_innermost_listener() -> None:
@@ -14,3 +20,27 @@ def test_what_is_said_is_told_to_the_innermost_listener() -> None:
         say("three")
     say("to nobody")
     assert (outer, inner) == (["one", "three"], ["two"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "after_s", "is_shown"),
+    [(Terminal(), 0.01, True), (Terminal(), 60.0, False), (io.StringIO(), 0.01, False)],
+    ids=["slow", "quick", "no terminal"],
+)
+def test_what_lasts_is_shown_on_a_terminal(
+    stream: io.StringIO, after_s: float, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with shown_when_slow("recording", after_s):
+        say("a piece")
+        deadline = time.monotonic() + 30
+        while is_shown and "a piece, " not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert ("a piece, " in stream.getvalue()) is is_shown
+    assert bool(stream.getvalue()) is is_shown

@@ -75,3 +75,71 @@ def test_a_mask_of_two_dimensions_is_captured_with_the_bits_of_one_of_four(
     make: Callable[[], nn.Module], shown: Callable[[Tensor], Tensor] | None
 ) -> None:
     assert torch.equal(losses_of(make, "none", shown), losses_of(make, "full_iteration"))
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(**SMALL, intermediate_size=32, image_size=16, patch_size=8)
+    model: nn.Module = transformers.ViTForImageClassification(config)
+    return model
+
+
+def images(index: int, generator: torch.Generator) -> dict[str, Tensor]:
+    pixels = torch.randn(3, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.arange(3) % 2}
+
+
+def whisper() -> nn.Module:
+    parts = {
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+    }
+    lengths = {"max_source_positions": 8, "max_target_positions": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(
+        **WORDS, **parts, **lengths, **tokens, num_mel_bins=8, d_model=16
+    )
+    model: nn.Module = transformers.WhisperForConditionalGeneration(config)
+    return model
+
+
+def speech(index: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return sounds and words of several lengths; sometimes nothing is padded."""
+    labels = torch.randint(3, 50, SHAPE, generator=generator)
+    sounds, words = torch.ones(3, 16, dtype=torch.long), torch.ones_like(labels)
+    if index % 3:
+        sounds[0, 9:] = words[0, 5:] = words[1, 8 - index % 4 :] = 0
+        labels[words == 0] = -100
+    features = torch.randn(3, 8, 16, generator=generator)
+    masks = {"attention_mask": sounds, "decoder_attention_mask": words}
+    return {"input_features": features, "labels": labels} | masks
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"), [(vit, images), (whisper, speech)], ids=["vit", "whisper"]
+)
+def test_images_and_padded_speech_train_as_in_a_plain_loop(
+    make: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], dict[str, Tensor]]
+) -> None:
+    losses: dict[bool, list[Tensor]] = {}
+    for captured in (False, True):
+        quick_garbage_collection()
+        torch.manual_seed(0)
+        model = make().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(1)
+        step = graphfsdp.capture(model, optimizer) if captured else None
+        losses[captured] = []
+        for index in range(NUM_STEPS):
+            if step is not None:
+                losses[True].append(step(**batch(index, generator)))
+                continue
+            loss = model(**batch(index, generator)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[False].append(loss.detach())
+        if step is not None:
+            assert step.phase is graphfsdp.Phase.REPLAY
+            step.close()
+    assert torch.equal(torch.stack(losses[False]), torch.stack(losses[True]))

@@ -68,6 +68,8 @@ def test_each_program_of_the_table_is_there() -> None:
     few = [title for title in SECTIONS if max(counted(SECTIONS[title][1])[:2]) <= 1]
     assert len(few) >= 8
     assert set(SECTIONS) - set(few) == set(MORE_LINES)
+    only_one = [title for title in SECTIONS if sum(counted(SECTIONS[title][1])[:2]) == 1]
+    assert set(only_one) == {"Hugging Face's Trainer", "Lightning"}
 
 
 @pytest.mark.parametrize("title", SECTIONS)

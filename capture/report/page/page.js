@@ -263,17 +263,17 @@ $("timeline").addEventListener("keydown", (event) => {
 
 // The table of nodes: only the rows in sight are in the document.
 const columns = [
-  { name: "#", key: (n) => n.index, number: true },
+  { name: "#", key: (n) => n.index, number: true, width: "4rem" },
   { name: "operator", key: (n) => n.op },
-  { name: "kind", key: (n) => n.kind },
-  { name: "phase", key: (n) => n.phase },
+  { name: "kind", key: (n) => n.kind, width: "7rem" },
+  { name: "phase", key: (n) => n.phase, width: "7rem" },
   { name: "module", key: (n) => moduleName(n.module) },
   { name: "results", key: (n) => n.results },
-  { name: "live", key: (n) => live[n.index], show: bytes, number: true },
+  { name: "live", key: (n) => live[n.index], show: bytes, number: true, width: "6rem" },
   { name: "source", key: (n) => sourceText(n.source) },
   { name: "arguments", key: (n) => n.arguments },
 ];
-if (report.measured) columns.splice(6, 0, { name: "time", key: (n) => n.us, show: microseconds, number: true });
+if (report.measured) columns.splice(6, 0, { name: "time", key: (n) => n.us, show: microseconds, number: true, width: "6rem" });
 if (nodes.some((n) => n.kernels)) columns.push({ name: "kernels", key: (n) => (n.kernels || []).join(", ") });
 const haystack = nodes.map((n) => [n.op, n.kind, n.phase, moduleName(n.module), n.results, n.arguments, sourceText(n.source), n.called ? "" : "made once", (n.kernels || []).join(" "), ...n.writes.concat(n.reads).map((b) => buffers[b].role === "intermediate" ? "" : buffers[b].name)].join(" ").toLowerCase());
 let order = [0, 1], shown = nodes.slice();
@@ -352,6 +352,7 @@ function fillTables() {
     const cell = element("th", undefined, column.number ? "number" : ""), button = element("button", column.name);
     button.type = "button";
     button.addEventListener("click", () => { order = [i, order[0] === i ? -order[1] : 1]; refilter(); });
+    cell.style.width = column.width || "auto";
     cell.append(button);
     document.querySelector("#nodes thead tr").append(cell);
   });

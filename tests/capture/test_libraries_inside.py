@@ -1,0 +1,263 @@
+"""Libraries inside an iteration: what is refused names the way out, and that way out trains."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal
+from torch.optim import swa_utils
+
+import graphfsdp
+from helpers import quick_garbage_collection
+
+NUM_STEPS = 9
+Update = Callable[[], object]
+Average = Callable[[nn.Module], tuple[nn.Module, Update]]
+
+
+def mean_of_all(model: nn.Module) -> tuple[nn.Module, Update]:
+    average = swa_utils.AveragedModel(model)
+    return average, lambda: average.update_parameters(model)
+
+
+def moving_with_buffers(model: nn.Module) -> tuple[nn.Module, Update]:
+    average = swa_utils.AveragedModel(
+        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    return average, lambda: average.update_parameters(model)
+
+
+def moving_one_by_one(model: nn.Module) -> tuple[nn.Module, Update]:
+    average = swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(0.9))
+    return average, lambda: average.update_parameters(model)
+
+
+def of_ema_pytorch(model: nn.Module) -> tuple[nn.Module, Update]:
+    library = pytest.importorskip("ema_pytorch")
+    average: Any = library.EMA(model, beta=0.9, update_after_step=2, update_every=2)
+    return average, average.update
+
+
+def train_averaged(make: Average, where: str) -> list[Tensor]:
+    """Update the average in the captured iteration, behind each call, or without a capture."""
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average, update = make(model)
+
+    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if where == "inside":
+            update()
+        return loss.detach()
+
+    scope = "none" if where == "plain" else "full_iteration"
+    with graphfsdp.capture(model, optimizer, iteration=iterate, scope=scope) as step:
+        losses = []
+        for _ in range(NUM_STEPS):
+            losses.append(step(torch.randn(6, 4)))
+            if where != "inside":
+                update()
+    return [*losses, *(tensor.clone() for tensor in average.state_dict().values())]
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (mean_of_all, "update_parameters(model) after each call of the captured step"),
+        (moving_with_buffers, "update_parameters(model) after each call of the captured step"),
+        (moving_one_by_one, "update_parameters(model) after each call of the captured step"),
+        (of_ema_pytorch, "ema.update() after each call of the captured step"),
+    ],
+)
+def test_an_average_of_the_weights_is_updated_behind_the_call(make: Average, remedy: str) -> None:
+    with pytest.raises(graphfsdp.CaptureError) as caught:
+        train_averaged(make, "inside")
+    assert remedy in str(caught.value)
+    assert caught.value.source is not None
+    expected, got = train_averaged(make, "plain"), train_averaged(make, "behind")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def categorical(validate: bool | None, logits: Tensor) -> Tensor:
+    actions = torch.zeros(len(logits), dtype=torch.long)
+    found: Tensor = Categorical(logits=logits, validate_args=validate).log_prob(actions)
+    return found
+
+
+def gaussian(validate: bool | None, mean: Tensor) -> Tensor:
+    policy = Normal(mean, mean.exp(), validate_args=validate)
+    whole = Independent(policy, 1, validate_args=validate)
+    found: Tensor = whole.log_prob(torch.zeros_like(mean))
+    return found
+
+
+@pytest.mark.parametrize("log_prob", [categorical, gaussian])
+def test_a_distribution_names_validate_args(
+    log_prob: Callable[[bool | None, Tensor], Tensor],
+) -> None:
+    def train(validate: bool | None) -> graphfsdp.Phase:
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            return -log_prob(validate, model(x)).mean()
+
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
+            for _ in range(6):
+                step(torch.randn(5, 4))
+            return step.phase
+
+    with pytest.raises(graphfsdp.CaptureError, match="validate_args=False for this distribution"):
+        train(None)
+    assert train(False) is graphfsdp.Phase.REPLAY
+
+
+def stacked_update(captured: bool, batch: Callable[[Tensor], Any]) -> list[Tensor]:
+    """Train two critics at once as one vmapped function of stacked weights, with a target."""
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)) for _ in range(2)]
+    weights, _ = torch.func.stack_module_state(nets)
+    critics = nn.ParameterDict({k.replace(".", "_"): v.detach() for k, v in weights.items()})
+    target = {name: param.detach().clone() for name, param in critics.items()}
+    optimizer = torch.optim.Adam(critics.parameters(), lr=1e-2)
+    seen: dict[str, Tensor] = {}
+
+    def value(weights: Any, x: Tensor) -> Tensor:
+        names = {name.replace("_", "."): tensor for name, tensor in weights.items()}
+        seen["x"] = x  # what vmap leaves in Python has no memory that anybody could look at
+        out: Tensor = torch.func.functional_call(nets[0], names, (x,))
+        return out
+
+    def iterate(critics: Any, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+        both = torch.vmap(value, (0, None))
+        with torch.no_grad():
+            goal = both(target, batch["next"]).min(dim=0).values
+        loss = (both(dict(critics.items()), batch["now"]) - goal).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for name, tensor in target.items():
+            tensor.lerp_(critics[name].detach(), 0.1)
+        return loss.detach()
+
+    scope = "full_iteration" if captured else "none"
+    with graphfsdp.capture(critics, optimizer, iteration=iterate, scope=scope) as step:
+        losses = [step(batch(torch.randn(2, 6, 4))) for _ in range(NUM_STEPS)]
+    return [*losses, *target.values(), *critics.parameters()]
+
+
+def as_tensordict(values: Tensor) -> Any:
+    library = pytest.importorskip("tensordict")
+    return library.TensorDict(now=values[0], next=values[1], batch_size=[6])
+
+
+@pytest.mark.parametrize(
+    "batch", [lambda values: {"now": values[0], "next": values[1]}, as_tensordict]
+)
+def test_a_vmapped_update_is_captured(batch: Callable[[Tensor], Any]) -> None:
+    expected, got = (stacked_update(captured, batch) for captured in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv"])
+def test_graph_layers_name_the_line_for_self_loops(name: str) -> None:
+    library = pytest.importorskip("torch_geometric.nn", exc_type=ImportError)
+    edges, labels = torch.randint(12, (2, 40)), torch.randint(3, (12,))
+
+    def train(**options: bool) -> graphfsdp.Phase:
+        layer = getattr(library, name)(6, 3, **options)
+        optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
+
+        def loss_fn(layer: nn.Module, x: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(layer(x, edges), labels)
+
+        with graphfsdp.capture(layer, optimizer, loss_fn=loss_fn) as step:
+            for _ in range(6):
+                step(torch.randn(12, 6))
+            return step.phase
+
+    with pytest.raises(graphfsdp.CaptureError, match=r"add_remaining_self_loops.*add_self_loops="):
+        train()
+    assert train(add_self_loops=False) is graphfsdp.Phase.REPLAY
+
+
+class TwoKinds(torch.optim.Optimizer):
+    """Orthogonal momentum for stacked matrices, Adam for the rest, as nanochat steps them.
+
+    Numbers reach the functions as 0-D tensors that are filled anew, and Python counts the steps.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self.count, self.lr = torch.tensor(0.0), torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.lr.fill_(group["lr"])
+            if group["kind"] == "matrices":
+                self._step_matrices(group["params"])
+                continue
+            for param in group["params"]:
+                self._step_adam(param)
+
+    def _step_adam(self, param: nn.Parameter) -> None:
+        state = self.state[param]
+        if not state:
+            zeros = torch.zeros_like(param)
+            state.update(step=0, mean=zeros, square=zeros.clone())
+        state["step"] += 1
+        self.count.fill_(state["step"])
+        assert param.grad is not None
+        state["mean"].lerp_(param.grad, 0.2)
+        state["square"].lerp_(param.grad.square(), 0.05)
+        scale = (state["square"] / (1 - 0.95**self.count)).sqrt() + 1e-8
+        param.sub_(self.lr / (1 - 0.8**self.count) * state["mean"] / scale)
+
+    def _step_matrices(self, params: list[nn.Parameter]) -> None:
+        state = self.state[params[0]]
+        grads = torch.stack([param.grad for param in params if param.grad is not None])
+        if not state:
+            state["mean"] = torch.zeros_like(grads)
+        state["mean"].lerp_(grads, 0.05)
+        update = state["mean"] / (state["mean"].norm(dim=(-2, -1), keepdim=True) + 1e-6)
+        for _ in range(3):
+            update = 1.5 * update - 0.5 * update @ update.mT @ update
+        stacked = torch.stack(list(params)) - self.lr * update
+        torch._foreach_copy_(list(params), list(stacked.unbind(0)))
+
+
+def train_two_kinds(scope: str) -> list[Tensor]:
+    quick_garbage_collection()
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(16, 8), *layers, nn.Linear(8, 16, bias=False))
+    ends = [{"params": [model[at].weight], "kind": "adam", "lr": 0.01 * at + 0.1} for at in (0, 3)]
+    inner = {"params": [layer.weight for layer in layers], "kind": "matrices", "lr": 0.02}
+    optimizer = TwoKinds([*ends, inner])
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(-1).flatten())
+
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope=scope) as step:
+        losses = []
+        for _ in range(NUM_STEPS):
+            losses.append(step(torch.randint(16, (4, 8))))
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+    return [*losses, *model.parameters()]
+
+
+def test_an_optimizer_that_counts_in_python_steps_behind_the_graph() -> None:
+    with pytest.raises(graphfsdp.CaptureError, match=r"'step'.*scope='forward_backward'"):
+        train_two_kinds("full_iteration")
+    expected, got = train_two_kinds("none"), train_two_kinds("forward_backward")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
