@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.python import held
-from graphfsdp._capture.python.code import CLOCKS, INDIRECT, names_in, numbers_in
+from graphfsdp._capture.python.code import CLOCKS, names_in, numbers_in
 from graphfsdp._capture.python.held import MISSING, OWN, SCALARS
 from graphfsdp._capture.python.places import Place, Snapshot
+from graphfsdp._capture.trace.reach import INDIRECT, functions_of, is_called_by_python
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 
 _Put = Callable[[Any, Any, Any], None]
@@ -52,7 +53,6 @@ _MACHINERY = frozenset(
         *("multiprocessing", "pathlib", "re", "socket", "subprocess", "threading", "weakref"),
     }
 )
-_AT_OTHER_TIMES = frozenset({"__init__", "__init_subclass__", "__repr__", "__setstate__"})
 _NO_SLOTS = frozenset({"__dict__", "__weakref__"})
 # Counts of torch's optimizers and schedulers that no iteration reads.
 _COUNTS = frozenset({"_step_count", "_opt_called", "_is_initial", "_get_lr_called_within_step"})
@@ -85,9 +85,9 @@ class _Walk:
         self._alive: dict[int, Any] = {id(optimizer): optimizer for optimizer in optimizers}
         self._looks: dict[type, _Look | None] = {}  # asked once for each class and walk
         self._named: set[str] = set()  # by code
-        self._unnamed: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
+        self._unnamed: dict[str, list[tuple[Any, int, int]]] = {}
         # The same by the class that has them.
-        self._unnamed_of: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
+        self._unnamed_of: dict[str, list[tuple[Any, int, int]]] = {}
 
     def visit(
         self,
@@ -379,7 +379,7 @@ class _Walk:
 
     def _class(self, kind: type, depth: int, far: int) -> None:
         """Note the attributes of a class of somebody's, and what its methods name."""
-        for base in kind.__mro__:
+        for base in (*kind.__mro__, *type(kind).__mro__):
             if id(base) in self._alive:
                 continue
             self._alive[id(base)] = base
@@ -389,27 +389,29 @@ class _Walk:
                 continue
             data: dict[str, Any] = {}
             for key, member in vars(base).items():
-                function = getattr(member, "__func__", getattr(member, "fget", member))
-                if isinstance(function, types.FunctionType):
+                functions = functions_of(member)
+                for function in functions:
                     self._method(kind, key, function, depth, far)
-                elif not key.startswith("__") and not _is_descriptor(member):
+                if functions or key.startswith("__"):
+                    continue
+                if not _is_descriptor(member):
                     data[key] = member
+                elif is_users_file(_file_of(type(member))):
+                    self.visit(f"{base.__name__}.{key}", member, depth, far)
             self._attributes(f"{base.__name__}.", data, depth, far, base)
 
-    def _method(
-        self, kind: type, key: str, function: types.FunctionType, depth: int, far: int
-    ) -> None:
+    def _method(self, kind: type, key: str, function: Any, depth: int, far: int) -> None:
         """Note what a method names, if some code names it, or Python calls it.
 
         Models can also be built, loaded, saved and generated with, which no iteration does.
         """
-        is_special = key.startswith("__") and key not in _AT_OTHER_TIMES
-        if is_special or key == "forward" or key in self._named:
-            self.visit(function.__qualname__, function, depth, far)
+        name = getattr(function, "__qualname__", key)
+        if is_called_by_python(key, function) or key == "forward" or key in self._named:
+            self.visit(name, function, depth, far)
         elif not (key == "__init__" and issubclass(kind, nn.Module)):
             item = (function, depth, far)
             self._unnamed.setdefault(key, []).append(item)
-            self._unnamed_of.setdefault(function.__qualname__.rpartition(".")[0], []).append(item)
+            self._unnamed_of.setdefault(name.rpartition(".")[0], []).append(item)
 
     def _name(self, names: frozenset[str], code: types.CodeType) -> None:
         """Remember what code names, and look at the methods that are called so."""
@@ -419,7 +421,7 @@ class _Walk:
         if names & INDIRECT and not is_installed_file(code.co_filename):  # which by their texts?
             found += self._unnamed_of.pop(code.co_qualname.rpartition(".")[0], [])
         for function, depth, far in found:
-            self.visit(function.__qualname__, function, depth, far)
+            self.visit(getattr(function, "__qualname__", "a method"), function, depth, far)
 
     def iterator(self, name: str, value: Any, depth: int, far: int) -> None:
         self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
