@@ -227,8 +227,9 @@ class _Search:
         """Return what a function may read of what it is given."""
         function = inspect.unwrap(function)
         code = getattr(getattr(function, "__func__", function), "__code__", None)
-        is_users = isinstance(code, types.CodeType) and is_users_file(code.co_filename)
-        return self._reads(code).deeper if is_users else frozenset()
+        if not isinstance(code, types.CodeType) or not is_users_file(code.co_filename):
+            return frozenset()
+        return self._reads(code).deeper
 
     def _code(self, function: types.FunctionType, owner: Any, title: str) -> None:
         is_users = is_users_file(function.__code__.co_filename)
@@ -447,6 +448,10 @@ class _Search:
 
 
 def _is_of_a_library(thing: Any) -> bool:
+    if isinstance(thing, types.BuiltinMethodType) and not isinstance(
+        thing.__self__, types.ModuleType
+    ):
+        return False  # it is as near as what it belongs to
     kind = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
     name = getattr(thing, "__module__", None) or kind.__module__
     file = file_of(sys.modules.get(name))

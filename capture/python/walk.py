@@ -379,7 +379,8 @@ class _Walk:
 
     def _class(self, kind: type, depth: int, far: int) -> None:
         """Note the attributes of a class of somebody's, and what its methods name."""
-        for base in (*kind.__mro__, *type(kind).__mro__):
+        of_itself: type = type(kind)
+        for base in (*kind.__mro__, *of_itself.__mro__):
             if id(base) in self._alive:
                 continue
             self._alive[id(base)] = base
