@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ from graphfsdp._capture.guards.asks import (
 )
 from graphfsdp._capture.guards.modules import OWN, is_named, join
 from graphfsdp._capture.trace.attribute_log import AttributeLog
+from graphfsdp._capture.trace.reach import INDIRECT, functions_of, special_methods
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 from graphfsdp.base.changes import Change
 
@@ -67,8 +68,9 @@ class Reads:
         whole: Variables that it reads for something else, too (``f(cfg)``, ``c = cfg``).
         attributes: Everything that it reads as an attribute, of whatever it is.
         stored: Globals, closure variables and attributes that it assigns.
-        texts: Strings in its code, which may be keys.
+        texts: Strings in its code, which may be keys, or names that it looks up by.
         imports: Names of modules that it imports.
+        by_text: Whether it takes objects apart by names that it holds as strings.
     """
 
     globals: set[str] = field(default_factory=set)
@@ -78,16 +80,19 @@ class Reads:
     stored: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
     imports: set[str] = field(default_factory=set)
+    by_text: bool = False
 
     @property
     def deeper(self) -> set[str]:
         """What it may read of what an object holds."""
-        return self.attributes - self.stored
+        by_text = self.by_text or bool(INDIRECT & (self.attributes | self.globals))
+        return (self.attributes | (self.texts if by_text else set())) - self.stored
 
     def of(self, variable: str) -> set[str]:
         """Return which attributes may be read of a variable, and are not assigned."""
         read = self.behind.get(variable, set())
-        return (read | self.attributes if variable in self.whole else read) - self.stored
+        is_whole = variable in self.whole or "__dict__" in read
+        return (read | self.deeper if is_whole else read) - self.stored
 
     def add(self, code: types.CodeType) -> None:
         """Take in the names of a function's code."""
@@ -114,8 +119,11 @@ class Reads:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self.add(constant)
-            elif isinstance(constant, str):
-                self.texts.add(constant)
+            for text in constant if isinstance(constant, tuple) else (constant,):
+                if isinstance(text, str):
+                    self.texts.add(text)
+        if "MATCH_CLASS" in {each.opname for each in instructions}:
+            self.by_text = True
 
 
 class _Told:
@@ -171,7 +179,7 @@ class _Search:
             if isinstance(value, (*FUNCTIONS, Tensor, nn.Module)) or is_plain(value):
                 continue
             title = f"attribute {join(path, name)!r}"
-            if isinstance(value, CONTAINERS):
+            if isinstance(value, (*CONTAINERS, tuple)):
                 self._objects_in(title, value, reads.deeper, 0)
             elif not is_named(value):
                 self._variable(title, table, name, value, reads.deeper, deeper=reads.deeper)
@@ -179,17 +187,22 @@ class _Search:
     def _function(self, function: Any, owner: Any, title: str = "") -> None:
         """Look around a function; its owner is an object, or a class of modules, or None."""
         if isinstance(function, functools.partial):
-            for index, value in enumerate(function.args):
-                what = f"argument {index} of a functools.partial"
-                self._variable(what, dict(enumerate(function.args)), index, value, set())
-            for key, value in function.keywords.items():
-                what = f"keyword {key!r} of a functools.partial"
-                self._variable(what, function.keywords, key, value, set())
+            read = self._reads_of(function.func)
+            for given, kind in (
+                (dict(enumerate(function.args)), "argument"),
+                (function.keywords, "keyword"),
+            ):
+                for key, value in given.items():
+                    what = f"{kind} {key!r} of a functools.partial"
+                    self._variable(what, given, key, value, read, (), read)
             self._function(function.func, owner, title)
         elif isinstance(function, types.MethodType):
             self._function(function.__func__, function.__self__, title)
         elif isinstance(function, types.FunctionType):
             self._code(function, owner, title)
+        elif isinstance(function, types.BuiltinMethodType):
+            if not isinstance(function.__self__, (types.ModuleType, type, Tensor, nn.Module)):
+                self._contents(f"what {title} belongs to", function.__self__, set(), set(), 0)
         elif callable(function):
             call: object = type(function).__call__
             if isinstance(call, types.FunctionType):
@@ -204,14 +217,25 @@ class _Search:
             self._note(f"what is registered for {called}", kinds, "told", kinds.told)
             self._named += [(each, None, "") for each in registry.values()]
 
+    def _reads(self, code: types.CodeType) -> Reads:
+        if code not in self._known:
+            self._known[code] = Reads()
+            self._known[code].add(code)
+        return self._known[code]
+
+    def _reads_of(self, function: Any) -> AbstractSet[str]:
+        """Return what a function may read of what it is given."""
+        function = inspect.unwrap(function)
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if not isinstance(code, types.CodeType) or not is_users_file(code.co_filename):
+            return frozenset()
+        return self._reads(code).deeper
+
     def _code(self, function: types.FunctionType, owner: Any, title: str) -> None:
         is_users = is_users_file(function.__code__.co_filename)
         if not is_users or not self._is_new("code", function, owner):
             return
-        if function.__code__ not in self._known:
-            self._known[function.__code__] = Reads()
-            self._known[function.__code__].add(function.__code__)
-        reads = self._known[function.__code__]
+        reads = self._reads(function.__code__)
         where = f"of {function.__qualname__}"
         self._note(f"the code {where}", function, "__code__", function.__code__)
         if function.__defaults__ is not None:
@@ -280,7 +304,8 @@ class _Search:
                 held = getattr(owner, name, MISSING)
                 self._variable(titled(name), owner, name, held, deeper, (), deeper, depth)
             else:
-                base = next((base for base in kind.__mro__ if name in vars(base)), object)
+                bases = (*kind.__mro__, *(type(kind).__mro__ if owner is kind else ()))
+                base = next((base for base in bases if name in vars(base)), object)
                 if own is not None and name in vars(base):
                     # What an object gets of its own comes before what its class has.
                     self._note(titled(name), own, name, MISSING)
@@ -290,17 +315,22 @@ class _Search:
         self, owner: Any, base: type, name: str, title: str, deeper: AbstractSet[str], depth: int
     ) -> None:
         member = vars(base).get(name)
-        function = getattr(member, "__func__", getattr(member, "fget", member))
-        function = inspect.unwrap(function) if callable(function) else function
         where = f"{base.__qualname__}.{name}"
-        if isinstance(function, types.FunctionType):
-            if is_users_file(function.__code__.co_filename):
+        functions = functions_of(member)
+        for function in functions:
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if isinstance(code, types.CodeType) and is_users_file(code.co_filename):
                 self._note(where, vars(base), name, member)
                 self._named.append(
                     (function, None if isinstance(member, staticmethod) else owner, title)
                 )
-        elif isinstance(member, (Tensor, *CONTAINERS)) or (is_plain(member) and member is not None):
+        if functions or member is None:
+            return
+        is_data = isinstance(member, (Tensor, *CONTAINERS)) or is_plain(member)
+        if is_data or not (_is_of_a_library(base) or hasattr(type(member), "__get__")):
             self._variable(where, vars(base), name, member, deeper, (), deeper, depth)
+        elif hasattr(type(member), "__get__") and not _is_of_a_library(type(member)):
+            self._contents(where, member, deeper, deeper, depth)
 
     def _variable(
         self,
@@ -348,7 +378,13 @@ class _Search:
             self._note(f"the items of {title}", items, "told", items.told)
             self._objects_in(title, items.told, deeper, depth)
             return
-        value = value.data if isinstance(value, UserDict) else value
+        if not isinstance(value, (type, Tensor, nn.Module)) and self._is_new("special", value):
+            for base, name in special_methods(type(value)):
+                if not _is_of_a_library(base):
+                    self._of_class(value, base, name, title, deeper, depth)
+        value = value.data if isinstance(value, (UserDict, UserList)) else value
+        if isinstance(value, tuple) and not is_plain(value):
+            self._objects_in(title, value, deeper, depth)
         if isinstance(value, CONTAINERS):
             self._items(title, value)
             self._objects_in(title, value, deeper, depth)
@@ -358,9 +394,6 @@ class _Search:
             self._attributes(
                 value, title, lambda name: f"{name!r} of {title}", read, deeper, depth + 1
             )
-            made_up = inspect.getattr_static(type(value), "__getattr__", None)
-            if read and isinstance(made_up, types.FunctionType) and not _is_of_a_library(value):
-                self._named.append((made_up, value, title))
 
     def _deeper(self, title: str, value: Any, read: AbstractSet[str], depth: int) -> None:
         if depth < _MAX_DEPTH and self._is_new("inside", value, *sorted(read)):
@@ -415,6 +448,10 @@ class _Search:
 
 
 def _is_of_a_library(thing: Any) -> bool:
+    if isinstance(thing, types.BuiltinMethodType) and not isinstance(
+        thing.__self__, types.ModuleType
+    ):
+        return False  # it is as near as what it belongs to
     kind = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
     name = getattr(thing, "__module__", None) or kind.__module__
     file = file_of(sys.modules.get(name))

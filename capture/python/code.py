@@ -4,6 +4,8 @@ import datetime
 import time
 import types
 
+from graphfsdp._capture.trace.reach import INDIRECT
+
 # Functions that tell the time, and the classes with methods that do.
 CLOCKS = frozenset(
     {
@@ -13,9 +15,6 @@ CLOCKS = frozenset(
         *(time.ctime, time.asctime, time.strftime),
         *(datetime.datetime, datetime.date),
     }
-)
-INDIRECT = frozenset(
-    {"globals", "modules", "getattr", "attrgetter", "methodcaller", "vars", "__dict__"}
 )
 
 

@@ -134,27 +134,20 @@ def put_back_names(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
             live[key] = value
 
 
-def put_back_module(live: nn.Module, saved: dict[str, Any]) -> None:
-    table = vars(live)
-    for key in [key for key in table if key not in saved and key not in OWN]:
-        if not isinstance(table[key], Tensor):
-            del table[key]
-    put_back_names(table, saved)
+def put_back_module(live: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key in [key for key in live if key not in saved and key not in OWN]:
+        if not isinstance(live[key], Tensor):
+            del live[key]
+    put_back_names(live, saved)
 
 
-def put_back_class(live: type, saved: dict[str, Any]) -> None:
-    for key, value in saved.items():
-        if vars(live).get(key, MISSING) is not value:
-            setattr(live, key, value)
-
-
-def put_back_slots(live: Any, saved: dict[str, Any]) -> None:
+def put_back_attributes(live: Any, saved: dict[str, Any]) -> None:
     for key, value in saved.items():
         if value is MISSING:
             with contextlib.suppress(AttributeError):
                 object.__delattr__(live, key)
-        else:
-            object.__setattr__(live, key, value)
+        elif not isinstance(live, type) or vars(live).get(key, MISSING) is not value:
+            put_attribute(live, key, value)
 
 
 def put_back_items(live: Any, saved: list[Any]) -> None:
@@ -175,10 +168,6 @@ def put_back_array(live: Any, saved: Any) -> None:
             live[...] = saved
     else:
         live[:] = saved
-
-
-def put_back_cell(live: types.CellType, saved: dict[str, Any]) -> None:
-    live.cell_contents = saved["content"]
 
 
 def put_back_context(live: contextvars.ContextVar[Any], saved: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import random
 import sys
 import types
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.python import held
-from graphfsdp._capture.python.code import CLOCKS, INDIRECT, names_in, numbers_in
+from graphfsdp._capture.python.code import CLOCKS, names_in, numbers_in
 from graphfsdp._capture.python.held import MISSING, OWN, SCALARS
 from graphfsdp._capture.python.places import Place, Snapshot
+from graphfsdp._capture.trace.reach import INDIRECT, functions_of, is_called_by_python
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 
+_Put = Callable[[Any, Any, Any], None]
 _MAX_DEPTH = 12
 _MAX_FAR = 2
 _MAX_ITEMS = 10_000  # of longer containers, only the length is looked at
@@ -51,7 +53,6 @@ _MACHINERY = frozenset(
         *("multiprocessing", "pathlib", "re", "socket", "subprocess", "threading", "weakref"),
     }
 )
-_AT_OTHER_TIMES = frozenset({"__init__", "__init_subclass__", "__repr__", "__setstate__"})
 _NO_SLOTS = frozenset({"__dict__", "__weakref__"})
 # Counts of torch's optimizers and schedulers that no iteration reads.
 _COUNTS = frozenset({"_step_count", "_opt_called", "_is_initial", "_get_lr_called_within_step"})
@@ -82,22 +83,21 @@ class _Walk:
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], found: Snapshot) -> None:
         self.found = found
         self._alive: dict[int, Any] = {id(optimizer): optimizer for optimizer in optimizers}
-        self._kinds = _Kinds()
+        self._looks: dict[type, _Look | None] = {}  # asked once for each class and walk
         self._named: set[str] = set()  # by code
-        self._unnamed: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
+        self._unnamed: dict[str, list[tuple[Any, int, int]]] = {}
         # The same by the class that has them.
-        self._unnamed_of: dict[str, list[tuple[types.FunctionType, int, int]]] = {}
+        self._unnamed_of: dict[str, list[tuple[Any, int, int]]] = {}
 
     def visit(
         self,
         name: str,
         value: Any,
-        put: Callable[[Any, Any, Any], None] | None = None,
-        holder: Any = None,
-        key: Any = None,
-        *,
         depth: int = 0,
         far: int = 0,
+        put: _Put | None = None,
+        holder: Any = None,
+        key: Any = None,
     ) -> None:
         """Note a value, and what it holds."""
         kind = type(value)
@@ -106,14 +106,16 @@ class _Walk:
             return
         if depth > _MAX_DEPTH or len(self.found.places) > _MAX_PLACES:
             return
-        if kind is tuple or isinstance(value, tuple):
-            self._tuple(name, value, put, holder, key, depth, far)
+        if isinstance(value, tuple):
+            self._tuple(name, value, depth + 1, far, put, holder, key)
             return
         if isinstance(value, (np.generic, frozenset, *held.VALUES)):
             self.found.places[name] = Place(value, "value", holder, key, put)
             return
         self._clock(value, put, holder, key)
-        look = self._kinds.look_of(kind)
+        if kind not in self._looks:
+            self._looks[kind] = _look_of(kind)
+        look = self._looks[kind]
         if look is None:
             self.found.places.setdefault(name, Place(kind.__qualname__, "type"))
             if issubclass(kind, Tensor):
@@ -122,22 +124,56 @@ class _Walk:
             self._alive[id(value)] = value
             look(self, name, value, depth + 1, far)
 
-    def _clock(
-        self, value: Any, put: Callable[[Any, Any, Any], None] | None, holder: Any, key: Any
+    def _each(
+        self,
+        title: str,
+        saved: Mapping[Any, Any],
+        depth: int,
+        far: int,
+        holder: Any,
+        put: _Put = dict.__setitem__,
     ) -> None:
+        """Note what a holder has under names."""
+        for key, value in saved.items():
+            self.visit(f"{title}{key}", value, depth, far, put, holder, key)
+
+    def _names(
+        self, title: str, table: dict[str, Any], keys: Iterable[str], depth: int, far: int
+    ) -> None:
+        """Note a few entries of a dict that holds variables or attributes, but for modules."""
+        saved = {key: table[key] for key in keys}
+        if saved:
+            self.found.hold(held.put_back_names, table, saved)
+            for key, value in saved.items():
+                if not isinstance(value, types.ModuleType):
+                    self.visit(f"{title}{key}", value, depth, far, dict.__setitem__, table, key)
+
+    def _attributes(
+        self, title: str, saved: dict[str, Any], depth: int, far: int, holder: Any
+    ) -> None:
+        """Note what lies in a cell, in a class, or in slots."""
+        if saved:
+            self.found.hold(held.put_back_attributes, holder, saved)
+            there = {key: value for key, value in saved.items() if value is not MISSING}
+            self._each(title, there, depth, far, holder, held.put_attribute)
+
+    def _clock(self, value: Any, put: _Put | None, holder: Any, key: Any) -> None:
         is_known = isinstance(value, (types.BuiltinFunctionType, type)) and value in CLOCKS
         if is_known and put is not None:
             self.found.clocks.append(Place(value, "clock", holder, key, put))
+
+    def _length(self, name: str, value: Any, length: int) -> None:
+        self.found.places[f"len({name})"] = Place(length, "length", value, None, held.put_length)
 
     def _tuple(
         self,
         name: str,
         value: tuple[Any, ...],
-        put: Callable[[Any, Any, Any], None] | None,
-        holder: Any,
-        key: Any,
         depth: int,
         far: int,
+        put: _Put | None,
+        holder: Any,
+        key: Any,
     ) -> None:
         fields = getattr(type(value), "_fields", None)
 
@@ -150,38 +186,31 @@ class _Walk:
 
         for index, item in enumerate(value[:_MAX_ITEMS]):
             title = f"{name}.{fields[index]}" if fields else f"{name}[{index}]"
-            self.visit(title, item, put_item, holder, (key, index), depth=depth + 1, far=far)
+            self.visit(title, item, depth, far, put_item, holder, (key, index))
 
     def mapping(self, name: str, value: dict[Any, Any], depth: int, far: int) -> None:
-        places, hold = self.found.places, self.found.hold
         # As a dict holds them: a class of somebody's own may load or compute what it is asked for.
         items = dict(dict.items(value))
-        places[f"len({name})"] = Place(len(items), "length", value, None, held.put_length)
-        hold(held.put_back_dict, value, items)
+        self._length(name, value, len(items))
+        self.found.hold(held.put_back_dict, value, items)
         if len(items) > _MAX_ITEMS:
             return
-        places[f"keys of {name}"] = Place(tuple(map(_plain_key, items)), "keys")
+        self.found.places[f"keys of {name}"] = Place(tuple(map(_plain_key, items)), "keys")
         for key, item in items.items():
             shown = repr(key) if type(key) in SCALARS else type(key).__name__
-            title = f"{name}[{shown}]"
-            self.visit(title, item, dict.__setitem__, value, key, depth=depth, far=far)
+            self.visit(f"{name}[{shown}]", item, depth, far, dict.__setitem__, value, key)
 
     def sequence(self, name: str, value: Any, depth: int, far: int) -> None:
         """Note a list or a deque."""
-        self.found.places[f"len({name})"] = Place(
-            len(value), "length", value, None, held.put_length
-        )
+        self._length(name, value, len(value))
         self.found.hold(held.put_back_items, value, list(value))
         if len(value) <= _MAX_ITEMS:
             for index, item in enumerate(value):
-                title = f"{name}[{index}]"
-                self.visit(title, item, operator.setitem, value, index, depth=depth, far=far)
+                self.visit(f"{name}[{index}]", item, depth, far, operator.setitem, value, index)
 
     def collection(self, name: str, value: set[Any], depth: int, far: int) -> None:
         """Note a set."""
-        self.found.places[f"len({name})"] = Place(
-            len(value), "length", value, None, held.put_length
-        )
+        self._length(name, value, len(value))
         self.found.hold(held.put_back_set, value, set(value))
         if len(value) <= _MAX_ITEMS:
             self.found.places[f"keys of {name}"] = Place(frozenset(map(_plain_key, value)), "keys")
@@ -189,9 +218,7 @@ class _Walk:
     def numbers(self, name: str, value: Any, depth: int, far: int) -> None:
         """Note an array, of NumPy or of Python, or a bytearray."""
         is_array = isinstance(value, np.ndarray)
-        self.found.places[f"len({name})"] = Place(
-            value.size if is_array else len(value), "length", value, None, held.put_length
-        )
+        self._length(name, value, value.size if is_array else len(value))
         if is_array and (value.nbytes > _MAX_BYTES or value.dtype == object):
             return
         saved = value.copy() if is_array else value[:]
@@ -204,31 +231,31 @@ class _Walk:
             content = value.cell_contents
         except ValueError:  # empty yet
             return
-        self.found.hold(held.put_back_cell, value, {"content": content})
-        self.visit(name, content, held.put_attribute, value, "cell_contents", depth=depth, far=far)
+        self.found.hold(held.put_back_attributes, value, {"cell_contents": content})
+        self.visit(name, content, depth, far, held.put_attribute, value, "cell_contents")
 
     def function(self, name: str, function: Any, depth: int, far: int) -> None:
         """Note what a function names: globals, closure, defaults, and its own attributes."""
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
-            self.visit(name, wrapped, depth=depth, far=far)
+            self.visit(name, wrapped, depth, far)
         if isinstance(function, functools.partial):
-            self.visit(name, function.func, depth=depth, far=far)
-            self.visit(f"{name}.args", function.args, depth=depth, far=far)
-            self.visit(f"{name}.keywords", function.keywords, depth=depth, far=far)
+            self.visit(name, function.func, depth, far)
+            self.visit(f"{name}.args", function.args, depth, far)
+            self.visit(f"{name}.keywords", function.keywords, depth, far)
         elif isinstance(function, types.MethodType):
-            self.visit(name, function.__func__, depth=depth, far=far)
+            self.visit(name, function.__func__, depth, far)
             owner = function.__self__
             title = owner.__name__ if isinstance(owner, type) else type(owner).__name__
-            self.visit(title, owner, depth=depth, far=far)
+            self.visit(title, owner, depth, far)
         elif isinstance(function, types.BuiltinFunctionType):
             owner = function.__self__
             if not isinstance(owner, (types.ModuleType, type)):
-                self.visit(f"{name}.__self__", owner, depth=depth, far=far)
+                self.visit(f"{name}.__self__", owner, depth, far)
         elif isinstance(function, types.FunctionType):
-            self._code(name, function, depth, far)
+            self._code(function, depth, far)
 
-    def _code(self, name: str, function: types.FunctionType, depth: int, far: int) -> None:
+    def _code(self, function: types.FunctionType, depth: int, far: int) -> None:
         code = function.__code__
         if not is_users_file(code.co_filename):
             return
@@ -238,76 +265,50 @@ class _Walk:
         if not far:
             self.found.numbers |= numbers_in(code)
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-            self.visit(variable, cell, depth=depth, far=far)
+            self.visit(variable, cell, depth, far)
         defaults = f"{function.__name__}(default"
         for index, value in enumerate(function.__defaults__ or ()):
-            self.visit(
-                f"{defaults} {index})",
-                value,
-                held.put_default,
-                function,
-                index,
-                depth=depth,
-                far=far,
-            )
-        for key, value in (function.__kwdefaults__ or {}).items():
-            table = function.__kwdefaults__
-            self.visit(
-                f"{defaults} {key})", value, dict.__setitem__, table, key, depth=depth, far=far
-            )
+            title = f"{defaults} {index})"
+            self.visit(title, value, depth, far, held.put_default, function, index)
+        table = function.__kwdefaults__ or {}
+        for key, value in table.items():
+            self.visit(f"{defaults} {key})", value, depth, far, dict.__setitem__, table, key)
         if function.__dict__:
-            self.attributes(function.__qualname__, function, vars(function), depth, far)
-        table = function.__globals__
+            self.attributes(function.__qualname__, function, depth, far)
         names = names_in(code)
         self._name(names, code)
-        mine = {key: table[key] for key in names if key in table}
-        if mine:
-            self.found.hold(held.put_back_names, table, mine)
-        for key, value in mine.items():
-            if isinstance(value, types.ModuleType):
-                self._module_of_python(value, names, depth, far)
-            else:
-                self._variable(table, key, key, value, depth, far)
+        table = function.__globals__
+        mine = [key for key in names if key in table]
+        self._names("", table, mine, depth, far)
+        for key in mine:
+            if isinstance(table[key], types.ModuleType):
+                self._module_of_python(table[key], names, depth, far)
         if {"sys", "modules"} <= names:  # sys.modules["name"].x
             for key in names & sys.modules.keys() - {"sys"}:
                 self._module_of_python(sys.modules[key], names, depth, far)
-
-    def _variable(
-        self, table: dict[str, Any], key: str, title: str, value: Any, depth: int, far: int
-    ) -> None:
-        self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
 
     def _module_of_python(
         self, module: types.ModuleType, names: frozenset[str], depth: int, far: int
     ) -> None:
         """Note what code reads of a module, by the names in it; of libraries only clocks."""
         table = vars(module)
+        named = sorted(names & table.keys())
         if not is_users_file(file_of(module)):
             if module.__name__ in ("time", "datetime"):
-                for key in sorted(names & table.keys()):
+                for key in named:
                     self._clock(table[key], dict.__setitem__, table, key)
             return
         far += is_installed_file(file_of(module))
-        if far > _MAX_FAR:
-            return
-        mine = {key: table[key] for key in sorted(names & table.keys())}
-        self.found.hold(held.put_back_names, table, mine)
-        for key, value in mine.items():
-            if not isinstance(value, types.ModuleType):
-                title = f"{module.__name__}.{key}"
-                self._variable(table, key, title, value, depth, far)
+        if far <= _MAX_FAR:
+            self._names(f"{module.__name__}.", table, named, depth, far)
 
     def python_module(self, name: str, module: types.ModuleType, depth: int, far: int) -> None:
         """Note the data of a module that something holds; of libraries nothing."""
         file = file_of(module)
-        if not is_users_file(file) or is_installed_file(file):
-            return
-        table = vars(module)
-        keys = [key for key, value in table.items() if not key.startswith("__") and _is_data(value)]
-        self.found.hold(held.put_back_names, table, {key: table[key] for key in keys})
-        for key in keys:
-            title = f"{name}.{key}"
-            self.visit(title, table[key], dict.__setitem__, table, key, depth=depth, far=far)
+        if is_users_file(file) and not is_installed_file(file):
+            table = vars(module)
+            is_own = [key for key in table if not key.startswith("__") and _is_data(table[key])]
+            self._names(f"{name}.", table, is_own, depth, far)
 
     def module(self, name: str, module: nn.Module, depth: int, far: int = 0) -> None:
         """Note the attributes of a module, and what its class names."""
@@ -316,10 +317,8 @@ class _Walk:
         own = {key: value for key, value in table.items() if key not in OWN}
         # Tensors are the business of whoever undoes an iteration.
         kept = {key: value for key, value in own.items() if not isinstance(value, Tensor)}
-        self.found.hold(held.put_back_module, module, kept)
-        for key, value in own.items():
-            title = f"{name}.{key}"
-            self.visit(title, value, dict.__setitem__, table, key, depth=depth + 1, far=far)
+        self.found.hold(held.put_back_module, table, kept)
+        self._each(f"{name}.", own, depth + 1, far, table)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 self._tensor(f"{name}.{key}", tensor, depth, far)
@@ -331,27 +330,19 @@ class _Walk:
     def _tensor(self, name: str, tensor: Tensor, depth: int, far: int) -> None:
         """Note the data among a tensor's attributes; others are torch's and ours."""
         table = tensor.__dict__
-        if not table or id(tensor) in self._alive:
-            return
-        self._alive[id(tensor)] = tensor
-        data = {
-            key: value
-            for key, value in table.items()
-            if type(value) in SCALARS or type(value) in _CONTAINERS
-        }
-        self.found.hold(held.put_back_names, table, data)
-        for key, value in data.items():
-            title = f"{name}.{key}"
-            self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
+        if table and id(tensor) not in self._alive:
+            self._alive[id(tensor)] = tensor
+            kinds = {key: type(value) for key, value in table.items()}
+            data = [key for key, kind in kinds.items() if kind in SCALARS or kind in _CONTAINERS]
+            self._names(f"{name}.", table, data, depth, far)
 
     def item(self, name: str, owner: Any, depth: int, far: int) -> None:
         """Note the attributes and slots of an object, and what its class names."""
         far += is_installed_file(_file_of(type(owner)))
         if far > _MAX_FAR:
             return
-        table = getattr(owner, "__dict__", None)
-        if isinstance(table, dict):
-            self.attributes(name, owner, table, depth, far)
+        if isinstance(getattr(owner, "__dict__", None), dict):
+            self.attributes(name, owner, depth, far)
         slots = [
             key
             for kind in type(owner).__mro__
@@ -359,38 +350,27 @@ class _Walk:
             if isinstance(member, types.MemberDescriptorType) and key not in _NO_SLOTS
         ]
         values = {key: getattr(owner, key, MISSING) for key in slots}
-        if values:
-            self.found.hold(held.put_back_slots, owner, values)
-        for key, value in values.items():
-            if value is not MISSING:
-                title = f"{name}.{key}"
-                self.visit(title, value, held.put_attribute, owner, key, depth=depth, far=far)
+        self._attributes(f"{name}.", values, depth, far, owner)
         if isinstance(owner, (dict, list, set, collections.deque)):  # of a class of somebody's own
             container = next(k for k in _CONTAINERS if isinstance(owner, k))
             _CONTAINERS[container](self, name, owner, depth, far)
         self._class(type(owner), depth, far)
 
-    def attributes(
-        self, name: str, owner: Any, table: dict[str, Any], depth: int, far: int
-    ) -> None:
-        self.found.hold(held.put_back_dict, table, dict(table))
-        ignored = _COUNTS if isinstance(owner, _SCHEDULERS) else frozenset()
-        for key, value in list(table.items()):
-            if key not in ignored:
-                title = f"{name}.{key}"
-                self.visit(title, value, dict.__setitem__, table, key, depth=depth, far=far)
+    def attributes(self, name: str, owner: Any, depth: int, far: int) -> None:
+        saved = dict(owner.__dict__)
+        self.found.hold(held.put_back_dict, owner.__dict__, saved)
+        if isinstance(owner, _SCHEDULERS):
+            saved = {key: value for key, value in saved.items() if key not in _COUNTS}
+        self._each(f"{name}.", saved, depth, far, owner.__dict__)
 
-    def scheduler(self, name: str, owner: Any, depth: int, far: int) -> None:
-        """Note the numbers of an optimizer or scheduler: its state is tensors."""
-        if isinstance(owner, torch.optim.Optimizer):
-            for index, group in enumerate(owner.param_groups):
-                numbers = {key: value for key, value in group.items() if key != "params"}
-                self.found.hold(held.put_back_names, group, numbers)
-                for key, value in numbers.items():
-                    title = f"{name}.param_groups[{index}][{key!r}]"
-                    self.visit(title, value, dict.__setitem__, group, key, depth=depth, far=far)
-        else:
-            self.attributes(name, owner, vars(owner), depth, far)
+    def optimizer(self, name: str, owner: torch.optim.Optimizer, depth: int, far: int) -> None:
+        """Note the numbers of an optimizer: its state is tensors."""
+        for index, group in enumerate(owner.param_groups):
+            numbers = {key: value for key, value in group.items() if key != "params"}
+            self.found.hold(held.put_back_names, group, numbers)
+            for key, value in numbers.items():
+                title = f"{name}.param_groups[{index}][{key!r}]"
+                self.visit(title, value, depth, far, dict.__setitem__, group, key)
 
     def user_class(self, name: str, kind: type, depth: int, far: int) -> None:
         """Note a class that is named."""
@@ -399,43 +379,40 @@ class _Walk:
 
     def _class(self, kind: type, depth: int, far: int) -> None:
         """Note the attributes of a class of somebody's, and what its methods name."""
-        for base in kind.__mro__:
+        of_itself: type = type(kind)
+        for base in (*kind.__mro__, *of_itself.__mro__):
             if id(base) in self._alive:
                 continue
             self._alive[id(base)] = base
             file = _file_of(base)
-            if not is_users_file(file):
-                continue
             nearby = far + is_installed_file(file)
-            if nearby > _MAX_FAR:
+            if not is_users_file(file) or nearby > _MAX_FAR:
                 continue
             data: dict[str, Any] = {}
             for key, member in vars(base).items():
-                function = getattr(member, "__func__", getattr(member, "fget", member))
-                if isinstance(function, types.FunctionType):
+                functions = functions_of(member)
+                for function in functions:
                     self._method(kind, key, function, depth, far)
-                elif not key.startswith("__") and not _is_descriptor(member):
+                if functions or key.startswith("__"):
+                    continue
+                if not _is_descriptor(member):
                     data[key] = member
-            if data:
-                self.found.hold(held.put_back_class, base, data)
-            for key, value in data.items():
-                title = f"{base.__name__}.{key}"
-                self.visit(title, value, held.put_attribute, base, key, depth=depth, far=far)
+                elif is_users_file(_file_of(type(member))):
+                    self.visit(f"{base.__name__}.{key}", member, depth, far)
+            self._attributes(f"{base.__name__}.", data, depth, far, base)
 
-    def _method(
-        self, kind: type, key: str, function: types.FunctionType, depth: int, far: int
-    ) -> None:
+    def _method(self, kind: type, key: str, function: Any, depth: int, far: int) -> None:
         """Note what a method names, if some code names it, or Python calls it.
 
         Models can also be built, loaded, saved and generated with, which no iteration does.
         """
-        is_special = key.startswith("__") and key not in _AT_OTHER_TIMES
-        if is_special or key == "forward" or key in self._named:
-            self.visit(function.__qualname__, function, depth=depth, far=far)
+        name = getattr(function, "__qualname__", key)
+        if is_called_by_python(key, function) or key == "forward" or key in self._named:
+            self.visit(name, function, depth, far)
         elif not (key == "__init__" and issubclass(kind, nn.Module)):
             item = (function, depth, far)
             self._unnamed.setdefault(key, []).append(item)
-            self._unnamed_of.setdefault(function.__qualname__.rpartition(".")[0], []).append(item)
+            self._unnamed_of.setdefault(name.rpartition(".")[0], []).append(item)
 
     def _name(self, names: frozenset[str], code: types.CodeType) -> None:
         """Remember what code names, and look at the methods that are called so."""
@@ -445,7 +422,7 @@ class _Walk:
         if names & INDIRECT and not is_installed_file(code.co_filename):  # which by their texts?
             found += self._unnamed_of.pop(code.co_qualname.rpartition(".")[0], [])
         for function, depth, far in found:
-            self.visit(function.__qualname__, function, depth=depth, far=far)
+            self.visit(getattr(function, "__qualname__", "a method"), function, depth, far)
 
     def iterator(self, name: str, value: Any, depth: int, far: int) -> None:
         self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
@@ -456,7 +433,7 @@ class _Walk:
         except LookupError:
             return
         self.found.hold(held.put_back_context, value, {"content": content})
-        self.visit(f"{name}.get()", content, held.put_context, value, None, depth=depth, far=far)
+        self.visit(f"{name}.get()", content, depth, far, held.put_context, value)
 
     def generator(self, name: str, value: Any, depth: int = 0, far: int = 0) -> None:
         """Note the state of a generator of random numbers."""
@@ -477,44 +454,35 @@ _CONTAINERS: types.MappingProxyType[type, _Look] = types.MappingProxyType(
 )
 
 
-class _Kinds:
-    """How each class of things is looked at; asked once for each class and walk."""
-
-    def __init__(self) -> None:
-        self._looks: dict[type, _Look | None] = {}
-
-    def look_of(self, kind: type) -> _Look | None:
-        if kind not in self._looks:
-            self._looks[kind] = self._find(kind)
-        return self._looks[kind]
-
-    def _find(self, kind: type) -> _Look | None:
-        rows: tuple[tuple[Any, _Look], ...] = (
-            ((np.ndarray, array, bytearray), _Walk.numbers),
-            (types.CellType, _Walk.cell),
-            (_FUNCTIONS, _Walk.function),
-            (contextvars.ContextVar, _Walk.context_variable),
-            ((random.Random, np.random.RandomState, np.random.Generator), _Walk.generator),
-            (nn.Module, _Walk.module),
-            (_SCHEDULERS, _Walk.scheduler),
-            (type, _Walk.user_class),
-            (types.ModuleType, _Walk.python_module),
-        )
-        if kind in _CONTAINERS:
-            return _CONTAINERS[kind]
-        if issubclass(kind, (Tensor, random.SystemRandom, enum.Enum, enum.EnumMeta)):
-            return None
-        for kinds, look in rows:
-            if issubclass(kind, kinds):
-                return look
-        root, _, _ = kind.__module__.partition(".")
-        if callable(getattr(kind, "__next__", None)) and root in ("builtins", "itertools"):
-            return _Walk.iterator
-        if hasattr(kind, "__wrapped__") or kind.__name__ == "_lru_cache_wrapper":
-            return _Walk.function
-        if root in ("torch", "graphfsdp") and not kind.__module__.startswith("torch.utils.data"):
-            return None
-        return None if root in _MACHINERY else _Walk.item
+def _look_of(kind: type) -> _Look | None:
+    """Return how things of a class are looked at."""
+    rows: tuple[tuple[Any, _Look], ...] = (
+        ((np.ndarray, array, bytearray), _Walk.numbers),
+        (types.CellType, _Walk.cell),
+        (_FUNCTIONS, _Walk.function),
+        (contextvars.ContextVar, _Walk.context_variable),
+        ((random.Random, np.random.RandomState, np.random.Generator), _Walk.generator),
+        (nn.Module, _Walk.module),
+        (torch.optim.Optimizer, _Walk.optimizer),
+        (_SCHEDULERS, _Walk.attributes),
+        (type, _Walk.user_class),
+        (types.ModuleType, _Walk.python_module),
+    )
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind]
+    if issubclass(kind, (Tensor, random.SystemRandom, enum.Enum, enum.EnumMeta)):
+        return None
+    for kinds, look in rows:
+        if issubclass(kind, kinds):
+            return look
+    root, _, _ = kind.__module__.partition(".")
+    if callable(getattr(kind, "__next__", None)) and root in ("builtins", "itertools"):
+        return _Walk.iterator
+    if hasattr(kind, "__wrapped__") or kind.__name__ == "_lru_cache_wrapper":
+        return _Walk.function
+    if root in ("torch", "graphfsdp") and not kind.__module__.startswith("torch.utils.data"):
+        return None
+    return None if root in _MACHINERY else _Walk.item
 
 
 def _is_data(value: Any) -> bool:

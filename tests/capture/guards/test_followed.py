@@ -1,0 +1,276 @@
+"""Whatever way code goes to a value, by operators too, a later change of the value is named."""
+
+import collections
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor, nn
+
+from footgun_net import inputs, start
+from graphfsdp import Phase
+from surrounding_cases import CPU, Around, assert_named_until_put_back
+
+Reads = Callable[[], Any]
+Sets = Callable[[float], Any]
+
+
+class Meta(type):
+    weight = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Inner:
+    """Has what a class of somebody's can have, each with a weight of its own."""
+
+    held = types.SimpleNamespace(weight=1.0)
+    by_dispatch = types.SimpleNamespace(weight=1.0)
+    scaled: ClassVar[Any]
+
+    def scale(self, factor: float) -> float:
+        return float(self.held.weight * factor)
+
+    scaled = functools.partialmethod(scale, 1.0)
+
+    @functools.singledispatchmethod
+    def dispatched(self, value: Any) -> float:
+        return float(self.by_dispatch.weight)
+
+
+class Descriptor:
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return self.weight
+
+
+class WithDescriptor:
+    weight = Descriptor()
+
+
+class Special:
+    """Gives its weight by methods that Python calls."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.weights = {"weight": 1.0}
+        self.unread = 0
+
+    def __getitem__(self, key: str) -> float:
+        return self.weights[key]
+
+    def __rmul__(self, other: float) -> float:
+        return other * self.weight
+
+    def __iter__(self) -> Any:
+        return iter([self.weight])
+
+    def __enter__(self) -> float:
+        return self.weight
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return self.weight == 1.0
+
+    def __len__(self) -> int:
+        return int(self.weight)
+
+    def __float__(self) -> float:
+        return self.weight
+
+    def __str__(self) -> str:
+        return str(self.weight)
+
+    def __eq__(self, other: object) -> bool:
+        return self.weight == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Missing(dict[str, float]):
+    box: ClassVar[dict[str, float]] = {"weight": 1.0}
+
+    def __missing__(self, key: str) -> float:
+        return self.box[key]
+
+
+@dataclasses.dataclass
+class Data:
+    weight: float = 1.0
+    epoch: int = 0
+
+
+def entered(special: Special) -> float:
+    with special as weight:
+        return weight
+
+
+def by_match(data: Data) -> tuple[Reads, Sets]:
+    def read() -> float:
+        match data:
+            case Data(weight=weight):
+                return weight
+        return 0.0
+
+    return read, lambda value: setattr(data, "weight", value)
+
+
+def of_object(read: Callable[[Any], Any], thing: Any) -> tuple[Reads, Sets]:
+    return lambda: read(thing), lambda value: setattr(thing, "weight", value)
+
+
+def of_special(read: Callable[[Special], Any]) -> tuple[Reads, Sets]:
+    return of_object(read, Special())
+
+
+def of_dict(make: Callable[[dict[str, float]], Reads]) -> tuple[Reads, Sets]:
+    table = {"weight": 1.0}
+    return make(table), lambda value: table.update(weight=value)
+
+
+def by_text(make: Callable[[Any], Reads]) -> tuple[Reads, Sets]:
+    data = Data()
+    return make(data), lambda value: setattr(data, "weight", value)
+
+
+def namespace() -> types.SimpleNamespace:
+    return types.SimpleNamespace(weight=1.0)
+
+
+def by_item(special: Special) -> tuple[Reads, Sets]:
+    return lambda: special["weight"], lambda value: special.weights.update(weight=value)
+
+
+def by_tuple(thing: Any) -> tuple[Reads, Sets]:
+    things = (thing,)
+    return lambda: things[0].weight, lambda value: setattr(thing, "weight", value)
+
+
+def by_nested_tuple(table: dict[str, float]) -> Reads:
+    tables = {"first": (table,)}
+    return lambda: tables["first"][0]["weight"]
+
+
+def by_bound_builtin(table: dict[str, float]) -> Reads:
+    get = table.get
+    return lambda: get("weight")
+
+
+def by_partial(thing: Any, *, by_name: bool) -> tuple[Reads, Sets]:
+    def read(thing: Any) -> Any:
+        return thing.weight
+
+    given = functools.partial(read, thing=thing) if by_name else functools.partial(read, thing)
+    return lambda: given(), lambda value: setattr(thing, "weight", value)
+
+
+def by_user_list() -> tuple[Reads, Sets]:
+    items = collections.UserList([1.0])
+    return lambda: items[0], lambda value: items.__setitem__(0, value)
+
+
+WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
+    "item": lambda: by_item(Special()),
+    "product": lambda: of_special(lambda special: 1.0 * special),
+    "loop": lambda: of_special(lambda special: sum(list(special))),
+    "with": lambda: of_special(entered),
+    "truth": lambda: of_special(lambda special: 1.0 if special else 2.0),
+    "length": lambda: of_special(len),
+    "called_length": lambda: of_special(lambda special: len(special)),
+    "number": lambda: of_special(lambda special: float(special)),
+    "text": lambda: of_special(lambda special: float(f"{special}")),
+    "equality": lambda: of_special(lambda special: 1.0 if special == 1.0 else 2.0),
+    "missing_key": lambda: (
+        lambda missing=Missing(): missing["weight"],  # noqa: B008
+        lambda value: Missing.box.update(weight=value),
+    ),
+    "match": lambda: by_match(Data()),
+    "getattr": lambda: by_text(lambda data: lambda: getattr(data, "weight")),  # noqa: B009
+    "vars": lambda: by_text(lambda data: lambda: vars(data)["weight"]),
+    "dict": lambda: by_text(lambda data: lambda: data.__dict__["weight"]),
+    "asdict": lambda: by_text(lambda data: lambda: dataclasses.asdict(data)["weight"]),
+    "tuple": lambda: by_tuple(namespace()),
+    "nested_tuple": lambda: of_dict(by_nested_tuple),
+    "bound_builtin": lambda: of_dict(by_bound_builtin),
+    "partial": lambda: by_partial(namespace(), by_name=False),
+    "partial_keyword": lambda: by_partial(namespace(), by_name=True),
+    "user_list": by_user_list,
+    "object_of_a_class": lambda: (
+        lambda: Inner.held.weight,
+        lambda value: setattr(Inner.held, "weight", value),
+    ),
+    "partialmethod": lambda: (
+        lambda inner=Inner(): inner.scaled(),  # noqa: B008
+        lambda value: setattr(Inner.held, "weight", value),
+    ),
+    "singledispatchmethod": lambda: (
+        lambda inner=Inner(): inner.dispatched(1),  # noqa: B008
+        lambda value: setattr(Inner.by_dispatch, "weight", value),
+    ),
+    "metaclass": lambda: (lambda: OfMeta.weight, lambda value: setattr(Meta, "weight", value)),
+    "descriptor": lambda: (
+        lambda holder=WithDescriptor(): holder.weight,  # noqa: B008
+        lambda value: setattr(vars(WithDescriptor)["weight"], "weight", value),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_value_is_guarded_whatever_way_code_goes_to_it(name: str) -> None:
+    read, put = WAYS[name]()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x) * read()
+        return loss
+
+    assert_named_until_put_back(
+        lambda: Around(loss_fn, lambda: put(2.0), lambda: put(1.0), "weight|items|of")
+    )
+
+
+@pytest.mark.parametrize("holds", [lambda thing: (thing,), lambda thing: [thing]])
+def test_an_object_that_a_model_holds_in_a_container_is_followed(
+    holds: Callable[[Any], Any],
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.things = holds(Special())
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.linear(x).mean() * self.things[0]["weight"]
+            return found
+
+    model = Net()
+    weights = model.things[0].weights
+    around = Around(
+        None,
+        lambda: weights.update(weight=2.0),
+        lambda: weights.update(weight=1.0),
+        "weight",
+        model,
+    )
+    assert_named_until_put_back(lambda: around)
+
+
+@pytest.mark.parametrize("thing", [Special(), Data()])
+def test_what_nothing_reads_of_an_object_with_special_methods_may_change(thing: Any) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x) * thing.weight
+        return loss
+
+    step, *_ = start(CPU, loss_fn)
+    for epoch in range(6):
+        thing.unread = thing.epoch = epoch
+        step(inputs(CPU))
+    assert step.phase is Phase.REPLAY
