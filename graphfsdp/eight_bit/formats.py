@@ -65,7 +65,7 @@ def to_mxfp8(values: Tensor, *, rounding: str = "rceil") -> tuple[Tensor, Tensor
 def from_mxfp8(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     shift = exponents.to(torch.float32) - _BIAS
     scale = torch.exp2(shift).masked_fill(exponents == _NAN, torch.nan).to(dtype)
-    blocks: Tensor = numbers.to(dtype).unflatten(-1, (-1, BLOCK))  # type: ignore[no-untyped-call]
+    blocks: Tensor = numbers.to(dtype).unflatten(-1, (-1, BLOCK))
     return (blocks * scale.unsqueeze(-1)).flatten(-2)
 
 
