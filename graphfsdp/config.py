@@ -80,6 +80,14 @@ class ShardingStrategy(enum.Enum):
         raise ConfigError(f"unknown sharding strategy {value!r}; expected one of {known}")
 
 
+class GatherFormat(_Choice):
+    """What the weights of linear layers are gathered as."""
+
+    FLOAT8 = "float8"  # e4m3, one scale for a weight
+    FLOAT8_ROWWISE = "float8_rowwise"  # one scale, a power of two, for each row
+    MXFP8 = "mxfp8"  # e4m3, one scale, a power of two, for 32 values of a row
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Which dtype each copy of a parameter and of its gradient has. None means "as it is".
@@ -95,6 +103,9 @@ class MixedPrecisionPolicy:
         reduce_dtype: FSDP2's word for ``grad_comm_dtype``.
         output_dtype: Floating-point tensors that a unit's forward returns are cast to it.
         cast_forward_inputs: Those that it is given are cast to ``param_dtype``.
+        gather_format: "float8", "float8_rowwise" or "mxfp8": weights of ``nn.Linear`` go over the
+            wire as 8-bit numbers with scales, and layers compute, in ``param_dtype``, with what
+            these stand for. None gathers ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -105,6 +116,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    gather_format: GatherFormat | str | None = None
 
     @property
     def comm_dtype(self) -> torch.dtype | None:
@@ -119,6 +131,8 @@ class MixedPrecisionPolicy:
                 f"MixedPrecisionPolicy was given grad_comm_dtype={self.grad_comm_dtype} and "
                 f"reduce_dtype={self.reduce_dtype}, which mean the same. Remedy: one of them"
             )
+        if self.gather_format is not None:
+            object.__setattr__(self, "gather_format", GatherFormat.parse(self.gather_format))
         for name, dtype in vars(self).items():
             if not name.endswith("_dtype"):
                 continue

@@ -14,7 +14,7 @@ from graphfsdp.base.memory_plan import neighbour_starts, round_up
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.pool_rehearsal import PlannedMesh, PlannedPool, RunForward, rehearse_pool
-from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
 
 ROOT = "(root)"
 _NORM_BYTES = 8  # the squared norm, as float64
@@ -107,16 +107,18 @@ class ModelPlan:
     def cast_bytes(self) -> int:
         """Bytes of weights in the dtype of the computation that stay for a whole iteration.
 
-        They are copies of main weights that are not sharded, and what was gathered over the outer
-        axis alone.
+        They are copies of main weights that are not sharded, 8-bit shards, and what
+        was gathered over the outer axis alone.
         """
         casts = sum(
             buffer.full_bytes
             for buffer in self.buffers
-            if not buffer.sharded and buffer.dtypes.compute != buffer.dtypes.main
+            if not buffer.sharded
+            and (buffer.gather_format or buffer.dtypes.compute != buffer.dtypes.main)
         )
+        casts += sum(buffer.packed_bytes for buffer in self.buffers)
         if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
-            casts += sum(b.full_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
+            casts += sum(b.gather_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
         return casts
 
     @property
@@ -169,7 +171,7 @@ class ModelPlan:
                 if not buffer.layout.total_numel:
                     continue
                 if buffer.sharded:
-                    size = buffer.full_bytes
+                    size = buffer.gather_bytes
                     found.append(Collective("all_gather", name, gathers, size, num_inner))
                 if buffer.trainable:
                     op = "reduce_scatter" if buffer.sharded else "all_reduce"
@@ -177,10 +179,16 @@ class ModelPlan:
                     found.append(Collective(op, name, reduces, size, num_inner))
                 if num_outer > 1:
                     found += self._outside(f"{name}, outer axis", buffer)
+        cut_over = [num_inner]
+        if self.mesh.cuts_outside and num_outer > 1:
+            cut_over.append(num_outer)
+        scales = sum(buffer.num_scales for buffer in self.buffers if buffer.sharded)
+        if scales:
+            for num_ranks in cut_over:
+                largest = "largest weights, for their scales"
+                num_bytes = scales * torch.float32.itemsize
+                found.append(Collective("all_reduce", largest, 1, num_bytes, num_ranks))
         if any(buffer.sharded and buffer.trainable for buffer in self.buffers):
-            cut_over = [num_inner]
-            if self.mesh.cuts_outside and num_outer > 1:
-                cut_over.append(num_outer)
             for num_ranks in cut_over:
                 norm = "norm of the gradients"
                 found.append(Collective("all_reduce", norm, 1, _NORM_BYTES, num_ranks))
@@ -190,7 +198,7 @@ class ModelPlan:
         share = self.mesh.num_inner if buffer.sharded else 1
         cuts = buffer.sharded and self.mesh.cuts_outside
         if cuts:
-            num_bytes = buffer.full_bytes // share
+            num_bytes = buffer.gather_bytes // share
             yield Collective("all_gather", name, 1, num_bytes, self.mesh.num_outer)
         if buffer.trainable:
             op = "reduce_scatter" if cuts else "all_reduce"
@@ -263,6 +271,7 @@ def _plan_units(
     if unknown:
         raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
     taken: set[int] = set()
+    linear = linear_weights(modules.values())
     plans = []
     for name in (*(name for name in names if name), ""):
         params = {
@@ -272,7 +281,12 @@ def _plan_units(
         }
         taken |= {id(param) for param in params.values()}
         kinds = {
-            inner: ParameterKind(tuple(param.shape), param.dtype, param.requires_grad)
+            inner: ParameterKind(
+                tuple(param.shape),
+                param.dtype,
+                param.requires_grad,
+                is_linear=id(param) in linear and param.is_floating_point(),
+            )
             for inner, param in params.items()
         }
         buffers = plan_buffers(kinds, policy=policy, strategy=strategy, num_ranks=num_parts)

@@ -1,6 +1,6 @@
 """What ``fully_shard`` takes of FSDP2's arguments, and what it refuses by name."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -37,6 +37,21 @@ def parse_offload(given: OffloadPolicy | None) -> CPUOffloadPolicy | None:
         "offload_policy must be a torch.distributed.fsdp.OffloadPolicy or CPUOffloadPolicy, got "
         f"{type(given).__name__}"
     )
+
+
+def refuse_packing(offload: CPUOffloadPolicy | None, model_parallel: Iterable[str]) -> None:
+    """Refuse what does not go with a ``gather_format``."""
+    if offload is not None:
+        raise ConfigError(
+            "gather_format quantises main weights where they are computed with, and "
+            "CPUOffloadPolicy keeps them in the CPU's memory. Remedy: one of the two"
+        )
+    for name in model_parallel:
+        raise ConfigError(
+            f"gather_format does not go with tensor or expert parallelism yet: {name!r} is cut by "
+            "it, so its scale would be another one on each of those ranks. Remedy: "
+            "gather_format=None for the units of such layers"
+        )
 
 
 def refuse_placements(

@@ -22,6 +22,7 @@ from graphfsdp.sharding.buffer_pool import BufferPool, take
 from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.layout import LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
+from graphfsdp.sharding.packing import Packing
 from graphfsdp.sharding.plan import BufferDtypes, BufferPlan
 
 Moment = tuple[int, bool]
@@ -35,7 +36,7 @@ class Memory(NamedTuple):
 
 
 class _Prefetched(NamedTuple):
-    full: Tensor  # [B] where the weights arrive
+    whole: Tensor  # [B] where the weights arrive, or their bytes
     transfer: Transfer
     moment: Moment  # what must not have changed when the weights are used
 
@@ -65,6 +66,10 @@ class ShardBuffer:
         self._pool: BufferPool | None = None
         self.offload = offload
         self.main = self.new_zeros(plan.main_numel, plan.dtypes.main)
+        self.packing: Packing | None = None
+        if plan.gather_format is not None:
+            self.packing = Packing(plan, mesh, lambda: self.moment()[0])
+            self.packing.move(self.main)
         self.gradients: Gradients | None = None
         if plan.trainable:
             self.make_gradients()
@@ -104,6 +109,7 @@ class ShardBuffer:
         self.plan = replace(self.plan, dtypes=dtypes)
         self.main = self.new_zeros(self.plan.main_numel, dtypes.main)
         self.main.copy_(main)
+        self._move_packing()
         if self.gradients is not None:
             self.make_gradients()
 
@@ -131,10 +137,15 @@ class ShardBuffer:
         # Its own counter of writes, where the memory of all units is one tensor.
         place = main.untyped_storage(), main.storage_offset(), main.shape, main.stride()
         self.main = main.new_empty(0).set_(*place)
+        self._move_packing()
         if grad is not None and self.gradients is not None:
             if not from_meta:
                 grad.copy_(self.gradients.main)
             self.gradients.main = grad
+
+    def _move_packing(self) -> None:
+        if self.packing is not None:
+            self.packing.move(self.main)
 
     def local_view(self, flat: Tensor, slot: Slot) -> Tensor:
         if not self.sharded:
@@ -168,20 +179,20 @@ class ShardBuffer:
 
         Capture: one cast if the dtypes differ, one all-gather; the result of ZeRO-3 is from the
             graph's pool. Where the optimizer's part is cut over the outer axis too, one more
-            all-gather over that axis, once an iteration.
+            all-gather over that axis, once an iteration. For 8 bits see Packing.
         """
         self._receive()
         if self.full is not None:
             return self.full
         self._gathered_at = self.moment()
         if not self.sharded:
-            # The main weights themselves, if they fit.
-            self.full = self.main.to(self.device, self.dtypes.compute)
+            self.full = self._as_weights(self._source())
         else:
             source = self._unshard_outside()
-            self.full = self._new_full()
-            if self.full.numel():
-                all_gather_(self.full, source, self.gather_group)
+            whole = self._new_whole()
+            if whole.numel():
+                all_gather_(whole, source, self.gather_group)
+            self.full = self._as_weights(whole)
         return self.full
 
     def begin_unshard(self, lane: Lane) -> None:
@@ -189,13 +200,14 @@ class ShardBuffer:
         if self.full is not None or self.is_prefetched or not self.sharded:
             return
         if self.layout.total_numel:
-            if self.mesh.cuts_outside and self._inner is None:
-                lane.join()  # that gather is on the current stream
-            source, full = self._unshard_outside(), self._new_full()
-            transfer = Transfer(full, source)
+            packs_first = self.packing is not None and self.packing.is_old
+            if packs_first or (self.mesh.cuts_outside and self._inner is None):
+                lane.join()  # that collective is on the current stream
+            source, whole = self._unshard_outside(), self._new_whole()
+            transfer = Transfer(whole, source)
             with lane.begun():
-                all_gather_(full, source, self.gather_group, transfer)
-            self._prefetched = _Prefetched(full, transfer, self.moment())
+                all_gather_(whole, source, self.gather_group, transfer)
+            self._prefetched = _Prefetched(whole, transfer, self.moment())
 
     @property
     def is_prefetched(self) -> bool:
@@ -231,7 +243,7 @@ class ShardBuffer:
         prefetched.transfer.wait()
         self._gathered_at = prefetched.moment
         if prefetched.moment == self.moment():
-            self.full = prefetched.full
+            self.full = self._as_weights(prefetched.whole)
         else:
             # Somebody has written main weights since (a hook that clips them, say), or they were
             # gathered inside torch.inference_mode and are used outside of it.
@@ -240,6 +252,26 @@ class ShardBuffer:
     def _new_full(self) -> Tensor:
         numel, dtype = self.layout.total_numel, self.dtypes.compute
         return take(self._pool, self, numel, dtype, self.device)
+
+    def _new_whole(self) -> Tensor:
+        """Return memory for what an all-gather brings: weights, or their bytes."""
+        if self.packing is None:
+            return self._new_full()
+        return self.main.new_empty(self.plan.gather_bytes, dtype=torch.uint8)
+
+    def _source(self) -> Tensor:
+        """Return this rank's part of it: the main weights themselves, if they fit."""
+        if self.packing is None:
+            return self.main.to(self.device, self.dtypes.compute)
+        self.packing.refresh()
+        return self.packing.packed
+
+    def _as_weights(self, whole: Tensor) -> Tensor:
+        if self.packing is None:
+            return whole
+        full = self._new_full()
+        self.packing.unpack(whole, full)
+        return full
 
     def use_pool(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -250,8 +282,7 @@ class ShardBuffer:
         """Return [I], this rank's part for an all-gather over the inner axis."""
         if self._inner is not None:
             return self._inner
-        # The main weights themselves, if they fit.
-        source = self.main.to(self.device, self.dtypes.compute)
+        source = self._source()
         if not self.mesh.cuts_outside or self.mesh.outer is None or not source.numel():
             return source
         inner = source.new_empty(source.numel() * self.mesh.num_outer)

@@ -22,12 +22,19 @@ from torch.distributed.tensor import DTensor
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.arguments import refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.gradients import Reduction
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
-from graphfsdp.sharding.plan import BufferDtypes, BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.plan import (
+    BufferDtypes,
+    BufferPlan,
+    ParameterKind,
+    linear_weights,
+    plan_buffers,
+)
 from graphfsdp.sharding.rows.tensors import make_dtensor
 
 # On a parameter that a unit manages.
@@ -134,10 +141,19 @@ class ShardGroup:
             name: join_meshes(options.mesh.mesh, held.mesh, name)
             for name, held in self._axes.items()
         }
+        linear = linear_weights(inner for module in modules for inner in module.modules())
         kinds = {
-            name: ParameterKind(tuple(local_part(p).shape), p.dtype, p.requires_grad, str(p.device))
+            name: ParameterKind(
+                tuple(local_part(p).shape),
+                p.dtype,
+                p.requires_grad,
+                str(p.device),
+                is_linear=id(p) in linear and p.is_floating_point(),
+            )
             for name, (p, _) in found.items()
         }
+        if options.policy.gather_format is not None:
+            refuse_packing(options.offload, self._axes)
         plans = plan_buffers(
             kinds,
             policy=options.policy,
@@ -304,6 +320,7 @@ class ShardGroup:
                 + f", main weight {dtypes.main}, "
                 f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
                 f"{'trainable' if item.trains else 'frozen'}"
+                f"{_gathered_as(item.buffer.plan)}"
                 f"{'' if item.awaited is None else ', without values'}"
             )
         return lines if is_cut_alike else sorted(lines)
@@ -373,6 +390,10 @@ class ShardGroup:
                     outside=outside,
                 ):
                     pass  # without a lane each collective is waited for
+
+
+def _gathered_as(plan: BufferPlan) -> str:
+    return "" if plan.gather_format is None else f", gathered as {plan.gather_format.value}"
 
 
 class _Found(NamedTuple):

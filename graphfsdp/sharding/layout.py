@@ -40,6 +40,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from graphfsdp.base.memory_plan import alignment_numel, round_up
+from graphfsdp.config import GatherFormat
+from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
 
 MERGE_PERCENT = 1
@@ -113,6 +115,11 @@ class BufferLayout:
         """Number of elements that belong to no parameter, over all ranks."""
         return self.total_numel - self.numel
 
+    def packed_numel(self, gather_format: GatherFormat | None) -> int:
+        """Number of bytes of one rank's shard in 8 bits, scales that travel with it included."""
+        blocks = self.shard_numel // BLOCK if gather_format is GatherFormat.MXFP8 else 0
+        return self.shard_numel + blocks
+
     def ranks_of(self, slot: Slot) -> range:
         if not slot.num_rows:
             return range(0)
@@ -164,6 +171,26 @@ def plan_unit(
         slots = (*empty, *first.slots)
         buffers[:1] = [BufferLayout(num_ranks, alignment, first.shard_numel, slots)]
     return tuple(buffers)
+
+
+def plan_blocks(shapes: Sequence[Sequence[int]], *, num_ranks: int) -> tuple[BufferLayout, ...]:
+    """Lay matrices [M, K], K a multiple of 32, out so that no border and no start cuts 32 values.
+
+    As ``plan_unit``, in units of 32 values, of which one is as well aligned as many.
+    """
+    blocks = [(rows, row_numel // BLOCK) for rows, row_numel in shapes]
+    return tuple(
+        BufferLayout(
+            num_ranks,
+            BLOCK,
+            BLOCK * layout.shard_numel,
+            tuple(
+                Slot(slot.index, BLOCK * slot.offset, tuple(map(int, shapes[slot.index])))
+                for slot in layout.slots
+            ),
+        )
+        for layout in plan_unit(blocks, num_ranks=num_ranks, itemsize=16)
+    )
 
 
 def fsdp2_shard_numel(shape: Sequence[int], num_ranks: int) -> int:

@@ -53,6 +53,9 @@ class ModelShards:
         for unit in self.units:
             unit.schedule = schedule
             schedule.units.append(unit)
+            for buffer in unit.group.buffers:
+                if buffer.packing is not None:
+                    schedule.packed.add(buffer.packing)
             if unit.group.options.buffer_pool:
                 for buffer in unit.group.buffers:
                     buffer.use_pool(schedule.pool)

@@ -1,12 +1,16 @@
 """Which flat buffers a unit gets, and how many bytes: from shapes alone, without any tensor."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.sharding.layout import BufferLayout, plan_unit
+from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.eight_bit.formats import BLOCK
+from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.layout import BufferLayout, Slot, plan_blocks, plan_unit
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class ParameterKind:
     dtype: torch.dtype
     trainable: bool
     device: str = "cpu"
+    is_linear: bool = False  # the weight of nn.Linear and of nothing else
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class BufferPlan:
     dtypes: BufferDtypes
     strategy: ShardingStrategy
     trainable: bool
+    gather_format: GatherFormat | None = None
 
     @property
     def sharded(self) -> bool:
@@ -64,8 +70,41 @@ class BufferPlan:
         return self.layout.total_numel * self.dtypes.compute.itemsize
 
     @property
+    def gather_bytes(self) -> int:
+        """Bytes of what all ranks together send in an all-gather."""
+        if self.gather_format is None:
+            return self.full_bytes
+        return self.layout.num_ranks * self.packed_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of one rank's 8-bit weights, scales that travel with them included."""
+        return 0 if self.gather_format is None else self.layout.packed_numel(self.gather_format)
+
+    @property
+    def num_scales(self) -> int:
+        """Number of scales that all ranks find together, by an all-reduce."""
+        return sum(self.num_scales_of(slot) for slot in self.layout.slots)
+
+    def num_scales_of(self, slot: Slot) -> int:
+        if self.gather_format is GatherFormat.FLOAT8:
+            return 1
+        return slot.num_rows if self.gather_format is GatherFormat.FLOAT8_ROWWISE else 0
+
+    @property
     def full_grad_bytes(self) -> int:
         return self.layout.total_numel * self.dtypes.comm.itemsize if self.trainable else 0
+
+
+def linear_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of weights that ``nn.Linear`` alone holds, in the modules given."""
+    linear: set[int] = set()
+    others: set[int] = set()
+    for module in modules:
+        for name, param in module._parameters.items():
+            fits = isinstance(module, nn.Linear) and name == "weight"
+            (linear if fits else others).add(id(param))
+    return linear - others
 
 
 def plan_buffers(
@@ -75,21 +114,41 @@ def plan_buffers(
     strategy: ShardingStrategy,
     num_ranks: int,
 ) -> list[BufferPlan]:
-    kinds: dict[tuple[torch.dtype, str, bool, bool], list[str]] = {}
+    kinds: dict[tuple[torch.dtype, str, bool, bool, GatherFormat | None], list[str]] = {}
     for name, param in params.items():
         # A scalar has no rows to share out: every rank holds it.
-        kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0)
+        packs = _gather_format(name, param, policy)
+        kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0, packs)
         kinds.setdefault(kind, []).append(name)
     plans = []
-    for (dtype, _, trainable, has_rows), names in kinds.items():
+    for (dtype, _, trainable, has_rows, packs), names in kinds.items():
         used = strategy if has_rows else ShardingStrategy.NO_SHARD
         dtypes = BufferDtypes.of(dtype, policy)
-        layouts = plan_unit(
-            [params[name].shape for name in names],
-            num_ranks=1 if used is ShardingStrategy.NO_SHARD else num_ranks,
-            itemsize=min(dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize),
-        )
+        shapes = [params[name].shape for name in names]
+        parts = 1 if used is ShardingStrategy.NO_SHARD else num_ranks
+        if packs is GatherFormat.MXFP8:
+            layouts = plan_blocks(shapes, num_ranks=parts)
+        else:
+            itemsizes = [dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize]
+            itemsizes += [] if packs is None else [1]
+            layouts = plan_unit(shapes, num_ranks=parts, itemsize=min(itemsizes))
         for layout in layouts:
             members = tuple(names[slot.index] for slot in layout.slots)
-            plans.append(BufferPlan(layout, members, dtypes, used, trainable))
+            plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs))
     return plans
+
+
+def _gather_format(
+    name: str, param: ParameterKind, policy: MixedPrecisionPolicy
+) -> GatherFormat | None:
+    """ConfigError: the weight does not divide into the blocks of its format."""
+    if policy.gather_format is None or not param.is_linear or not math.prod(param.shape):
+        return None
+    chosen = GatherFormat.parse(policy.gather_format)
+    if chosen is GatherFormat.MXFP8 and param.shape[-1] % BLOCK:
+        raise ConfigError(
+            f"gather_format='mxfp8' has a scale for each {BLOCK} values of a row, and {name!r} of "
+            f"shape {param.shape} has rows of {param.shape[-1]}. Remedy: in_features that "
+            f"{BLOCK} divides, gather_format='float8', or a unit of its own for that layer"
+        )
+    return chosen

@@ -29,6 +29,7 @@ from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.buffer_pool import BufferPool
 from graphfsdp.sharding.gradients import Reducing
 from graphfsdp.sharding.group import ShardGroup
+from graphfsdp.sharding.packing import PackedWeights
 from graphfsdp.sharding.saved_weights import is_in_backward, when_backward_ends
 
 # Whole gradient buffers that may be alive: one is being reduced, one is being filled.
@@ -126,6 +127,7 @@ class Schedule:
         self._iteration_is_over = True
         self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
         self.pool = BufferPool()
+        self.packed = PackedWeights()
         self.units: list[Scheduled] = []  # all under the root
         self.num_prefetches = 0
         self.max_reductions = 0
@@ -144,6 +146,7 @@ class Schedule:
                 orders = (*self._forwards.values(), self._backward)
                 self._known_before = {order: order.known for order in orders}
                 self.pool.begin(trains=torch.is_grad_enabled())
+                self.packed.forget()
                 self._iteration_is_over = not torch.is_grad_enabled()
             self.pool.keep_for_graph()
         self._inside.append(unit)
@@ -233,6 +236,7 @@ class Schedule:
             order.known = self._known_before.get(order, ())
             order.begin()
         self._iteration_is_over = True
+        self.packed.forget()
         while self._prefetched:
             # Another rank may be gone: then its group is of no use any more, and whoever abandons
             # the iteration has an error to tell already.

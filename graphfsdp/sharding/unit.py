@@ -186,6 +186,7 @@ class Unit:
 
     def unshard(self) -> None:
         self.pinned = True
+        self.schedule.packed.forget()
         self.group.reshard(outside=True)
         with torch.no_grad():
             self._install([view for _, view in self.group.full_views()])

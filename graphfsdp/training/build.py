@@ -99,6 +99,11 @@ def _make_program(
     example: tuple[Tensor, Tensor] | None,
 ) -> tuple[GPT, FusedAdam | CPUOffload, graphfsdp.CapturedStep]:
     dtype = config.main_dtype if ranks.launched else config.param_dtype
+    if config.fp8_param_gather and not ranks.launched:
+        raise ConfigError(
+            "--fp8-param-gather is about what ranks gather from each other, and this is one "
+            "process that holds all weights; start with torchrun, or leave it out"
+        )
     torch.manual_seed(config.seed)
     on_meta = config.init_model_with_meta_device
     where = torch.device("meta") if on_meta else device

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 import torch
 
 from graphfsdp.command_line import flag_name, require
-from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
+from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
 DtypeName = Literal["fp32", "bf16"]
+Fp8RecipeName = Literal["tensorwise", "rowwise", "mxfp8"]
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
@@ -169,6 +170,15 @@ class TrainConfig:
     use_precision_aware_optimizer: Annotated[
         bool, "the optimizer reads decoupled gradients, whose dtype need not be that of the weights"
     ] = False
+    fp8_param_gather: Annotated[
+        bool,
+        "gather the weights of linear layers as 8-bit numbers with scales; layers compute with "
+        "what these stand for in the dtype of the model weights",
+    ] = False
+    fp8_recipe: Annotated[
+        Fp8RecipeName,
+        "one scale for a weight, for each row, or for 32 values of a row; needs --fp8-param-gather",
+    ] = "tensorwise"
     # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
     # ``numbers``. Capture.
     cuda_graph_scope: Annotated[
@@ -356,7 +366,18 @@ class TrainConfig:
             main_params_dtype=_dtype(self.main_params_dtype),
             main_grads_dtype=_dtype(self.main_grads_dtype),
             use_decoupled_grad=self.use_precision_aware_optimizer,
+            gather_format=self.gather_format,
         )
+
+    @property
+    def gather_format(self) -> GatherFormat | None:
+        if not self.fp8_param_gather:
+            return None
+        return {
+            "tensorwise": GatherFormat.FLOAT8,
+            "rowwise": GatherFormat.FLOAT8_ROWWISE,
+            "mxfp8": GatherFormat.MXFP8,
+        }[self.fp8_recipe]
 
     def _check_ranges(self) -> None:
         for name in (
@@ -409,6 +430,16 @@ class TrainConfig:
             raise ConfigError(
                 "--main-params-dtype bf16 asks for main weights that are narrower than the "
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
+            )
+        if self.fp8_recipe != "tensorwise" and not self.fp8_param_gather:
+            raise ConfigError(
+                f"--fp8-recipe {self.fp8_recipe} says how weights are gathered in 8 bits; add "
+                "--fp8-param-gather"
+            )
+        if self.fp8_param_gather and self.mllog is not None:
+            raise ConfigError(
+                "--mllog has no word for weights that are gathered in 8 bits; leave out "
+                "--fp8-param-gather"
             )
         if self.mllog is not None and self.load is not None:
             raise ConfigError(

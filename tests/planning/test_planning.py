@@ -25,7 +25,12 @@ from ranks import RankPool
 from sharding_helpers import STRATEGIES
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": BF16,
+    "float8": MixedPrecisionPolicy(param_dtype=torch.bfloat16, gather_format="float8"),
+    "rowwise": MixedPrecisionPolicy(gather_format="float8_rowwise"),
+}
 NUM_CALLS = 6
 SEQUENCES, POSITIONS = 4, 5
 
@@ -131,6 +136,7 @@ def check(
         *((strategy, "bf16", 2) for strategy in STRATEGIES),
         ("no_shard", "fp32", 1),
         ("optim_grads_params", "fp32", 1),
+        ("optim_grads_params", "float8", 2),
     ],
 )
 def test_plan_is_what_two_ranks_really_hold(
@@ -146,6 +152,7 @@ def test_plan_is_what_two_ranks_really_hold(
         ("optim_grads_params", "bf16", "no_shard"),
         ("optim_grads_params", "bf16", "optim"),
         ("optim", "fp32", "optim"),
+        ("optim_grads_params", "rowwise", "optim"),
     ],
 )
 def test_plan_is_what_four_ranks_and_two_instances_really_hold(

@@ -21,6 +21,7 @@ CAPTURE, OPTIM = "graphfsdp._capture", "graphfsdp.optim"
 BASE = frozenset({"graphfsdp.base", "graphfsdp.errors", "graphfsdp.config"})
 # What each folder may import beside itself. The front, graphfsdp/*.py, and the programs on top of
 # it may import everything; errors.py and config.py are everybody's.
+EIGHT_BIT = "graphfsdp.eight_bit"
 TRACE = f"{CAPTURE}.trace"
 COMPILED = f"{CAPTURE}.compiled"
 CHECKS = frozenset({f"{CAPTURE}.guards", f"{CAPTURE}.ranks", f"{CAPTURE}.rules"})
@@ -28,7 +29,9 @@ UNDO_AND_REPORT = frozenset({f"{CAPTURE}.undo", f"{CAPTURE}.report"})
 BACKENDS = frozenset({f"{CAPTURE}.cpu", f"{CAPTURE}.cuda"})
 MAY_IMPORT = {
     "graphfsdp.base": BASE,
-    "graphfsdp.sharding": BASE | {"graphfsdp.sharding.materialize", "graphfsdp.sharding.rows"},
+    EIGHT_BIT: BASE,
+    "graphfsdp.sharding": BASE
+    | {EIGHT_BIT, "graphfsdp.sharding.materialize", "graphfsdp.sharding.rows"},
     "graphfsdp.sharding.rows": BASE | {"graphfsdp.sharding"},
     "graphfsdp.sharding.materialize": BASE | {"graphfsdp.sharding"},
     TRACE: BASE,
@@ -64,6 +67,7 @@ OPTIONAL_PACKAGES = (
     "pytorch_lightning",
     "safetensors",
     "tensorboard",
+    "torchao",
     "transformer_engine",
     "transformers",
     "triton",

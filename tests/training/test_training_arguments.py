@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from graphfsdp.config import Scope, ShardingStrategy
+from graphfsdp.config import GatherFormat, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import (
     PRESETS,
@@ -94,6 +94,12 @@ def test_precision_flags_become_a_policy() -> None:
     assert config.mp_policy.main_grads_dtype == torch.bfloat16
     assert config.mp_policy.use_decoupled_grad
     assert config.master_weights
+    assert config.mp_policy.gather_format is None
+    for recipe, gathered in (("tensorwise", "float8"), ("rowwise", "float8_rowwise")):
+        config = parse(f"--fp8-param-gather --fp8-recipe {recipe}")
+        assert config.mp_policy.gather_format is GatherFormat(gathered)
+    config = parse("--fp8-param-gather --fp8-recipe mxfp8")
+    assert config.mp_policy.gather_format is GatherFormat.MXFP8
     assert not parse("--bf16 --main-params-dtype bf16").master_weights
     assert not parse("").master_weights
 
@@ -102,6 +108,8 @@ def test_precision_flags_become_a_policy() -> None:
     ("line", "message"),
     [
         ("--preset huge", "--preset huge: there is no such preset; choose one of default, tiny"),
+        ("--fp8-recipe mxfp8", "--fp8-recipe mxfp8 says how weights are gathered in 8 bits"),
+        ("--fp8-param-gather --mllog x.log", "--mllog has no word for weights that are gathered"),
         ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
         ("--micro-batch-size 4 --global-batch-size 6", "--global-batch-size 6 is not divisible"),
         ("--cuda-graph-scope none --cuda-graph-impl full_iteration", "two spellings"),

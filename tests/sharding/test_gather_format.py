@@ -1,0 +1,300 @@
+"""Weights that are gathered in 8 bits: the same numbers captured, on any ranks, few bytes."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import graphfsdp
+from graphfsdp import ConfigError
+from graphfsdp.config import MixedPrecisionPolicy
+from graphfsdp.eight_bit.formats import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
+from ranks import on_ranks, rank_device
+from sharding_helpers import (
+    STRATEGIES,
+    Training,
+    adam,
+    assert_equal_tensors,
+    assert_replayed,
+    assert_same_training,
+    hybrid_mesh,
+)
+
+FORMATS = ("float8", "float8_rowwise", "mxfp8")
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(2))
+        self.head = nn.Linear(width, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.recompute:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = self.head(x).square().mean()
+        return out
+
+
+def make(gather_format: str | None, strategy: str = "optim_grads_params", **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Layers(options.pop("width", WIDTH), options.pop("recompute", False)).to(rank_device())
+    policy = MixedPrecisionPolicy(
+        gather_format=gather_format, **options.pop("policy", {"param_dtype": torch.bfloat16})
+    )
+    for block in model.blocks:
+        graphfsdp.fully_shard(block, strategy=strategy, mp_policy=policy, **options)
+    return graphfsdp.fully_shard(model, strategy=strategy, mp_policy=policy, **options)
+
+
+def data(index: int, width: int = WIDTH) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
+    return torch.randn(12, width, generator=generator).to(rank_device())
+
+
+def trained(model: Any, scope: str, **options: Any) -> Training:
+    result = Training()
+    with graphfsdp.capture(model, adam(model), scope=scope, max_grad_norm=1.0, **options) as step:
+        for index in range(14):
+            result.losses.append(step(data(index)))
+        result.params = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+        result.report = step.report()
+    return result
+
+
+def replayed_as_eager(microbatches: int = 1, **options: Any) -> Training:
+    runs = [
+        trained(make(**options), scope, microbatches=microbatches)
+        for scope in ("none", "full_iteration")
+    ]
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    return runs[1]
+
+
+@pytest.mark.parametrize(
+    ("gather_format", "strategy"),
+    [*product(("float8", "mxfp8"), STRATEGIES), ("float8_rowwise", "optim_grads_params")],
+)
+@on_ranks("ranks2")
+def test_replays_equal_eager(gather_format: str, strategy: str) -> None:
+    replayed_as_eager(2, gather_format=gather_format, strategy=strategy)
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks1")
+def test_replays_equal_eager_on_one_rank(gather_format: str) -> None:
+    replayed_as_eager(gather_format=gather_format, policy={}, buffer_pool=True)
+
+
+@on_ranks("ranks2")
+def test_replays_equal_eager_with_recomputation() -> None:
+    replayed_as_eager(gather_format="float8", recompute=True)
+
+
+@pytest.mark.parametrize("gather_format", ["float8", "mxfp8"])
+@on_ranks("ranks4")
+def test_replays_equal_eager_on_two_mesh_axes(gather_format: str) -> None:
+    replayed_as_eager(gather_format=gather_format, mesh=hybrid_mesh(), outer_strategy="optim")
+
+
+@pytest.mark.parametrize("gather_format", ["float8"])
+@on_ranks("ranks4")
+def test_every_strategy_computes_with_the_same_numbers_on_four_ranks(gather_format: str) -> None:
+    """Scales do not depend on where ranks are cut, so only the order of reductions differs."""
+    whole = replayed_as_eager(gather_format=gather_format, strategy="no_shard")
+    cut = replayed_as_eager(gather_format=gather_format, overlap=False)
+    assert torch.equal(whole.losses[0], cut.losses[0])
+    torch.testing.assert_close(whole.params, cut.params, rtol=0.02, atol=0.02)
+
+
+def quantised(weight: Tensor, gather_format: str, dtype: torch.dtype) -> Tensor:
+    if gather_format == "mxfp8":
+        return from_mxfp8(*to_mxfp8(weight), dtype)
+    by_rows = gather_format == "float8_rowwise"
+    amax = weight.abs().amax(1, keepdim=True) if by_rows else weight.abs().amax()
+    scale = scales_of(amax, powers_of_two=by_rows)
+    return from_float8(to_float8(weight, scale), scale, dtype)
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_layers_compute_with_what_the_numbers_stand_for(gather_format: str) -> None:
+    model = make(gather_format)
+    mains = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+    for name, param in model.named_parameters():
+        expected = mains[name].bfloat16()
+        if name.endswith("weight") and param.dim() == 2:
+            expected = quantised(mains[name], gather_format, torch.bfloat16)
+            assert not torch.equal(expected, mains[name].bfloat16())
+        assert torch.equal(param, expected), name
+
+
+class Wire(TorchDispatchMode):
+    """Counts what an iteration gathers, and the all-reduces of largest magnitudes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gathered_bytes = self.amax_bytes = self.num_amax = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.graphfsdp.all_gather_.default:
+            self.gathered_bytes += args[0].nbytes
+        elif func is torch.ops.graphfsdp.all_reduce_.default and "max" in args:
+            self.amax_bytes += args[0].nbytes
+            self.num_amax += 1
+        return func(*args, **(kwargs or {}))
+
+
+def wire(gather_format: str | None) -> Wire:
+    """Return what the third iteration of two microbatches sends, wide enough for a real ratio."""
+    model = make(gather_format, width=256)
+    optim = adam(model)
+    with graphfsdp.capture(model, optim, scope="none", microbatches=2) as step:
+        step(data(0, 256))
+        step(data(1, 256))
+        counted = Wire()
+        with counted:
+            step(data(2, 256))
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("gather_format", "most"), [("float8", 0.52), ("float8_rowwise", 0.52), ("mxfp8", 0.55)]
+)
+@on_ranks("ranks2")
+def test_the_wire_carries_half(gather_format: str, most: float) -> None:
+    plain, packed = wire(None), wire(gather_format)
+    assert plain.num_amax == 0
+    assert packed.num_amax == (gather_format != "mxfp8")  # one for all weights
+    sent = packed.gathered_bytes + 2 * packed.amax_bytes  # an all-reduce goes round twice
+    assert 0.5 < sent / plain.gathered_bytes <= most
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_what_is_loaded_under_a_live_graph_is_what_the_next_replay_gathers(
+    gather_format: str,
+) -> None:
+    """Checkpoints hold main weights: those of a bfloat16 run are as good, and the other way."""
+    with torch.no_grad():
+        other = make(None)
+        for param in other.parameters():
+            param.mul_(1.5)
+    loaded = {name: value.clone() for name, value in other.state_dict().items()}
+    model = make(gather_format)
+    fresh = make(gather_format)
+    fresh.load_state_dict(loaded)
+    losses = []
+    with graphfsdp.capture(model, adam(model)) as step:
+        for index in range(6):
+            step(data(index))
+        model.load_state_dict(loaded)
+        losses.append(step(data(9)))
+    with graphfsdp.capture(fresh, adam(fresh), scope="none") as step:
+        losses.append(step(data(9)))
+    assert torch.equal(*losses)
+    other.load_state_dict(model.state_dict())
+    assert_equal_tensors(
+        {name: param.full_tensor() for name, param in other.named_parameters()},
+        {name: param.full_tensor() for name, param in model.named_parameters()},
+    )
+
+
+@on_ranks("ranks2")
+def test_main_weights_alone_are_saved(tmp_path: Path) -> None:
+    folders: Any = [str(tmp_path)]
+    dist.broadcast_object_list(folders)
+    model, plain = make("mxfp8"), make(None)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.25)
+    graphfsdp.save(Path(folders[0]) / "step", model, adam(model))
+    graphfsdp.load(Path(folders[0]) / "step", plain)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+
+
+@on_ranks("ranks2")
+def test_an_evaluation_between_replays_computes_with_the_weights_of_now() -> None:
+    model = make("float8")
+    with graphfsdp.capture(model, adam(model)) as step:
+        for index in range(6):
+            step(data(index))
+        before = model(data(7)).detach()
+        step(data(8))
+        with torch.no_grad():
+            after = model(data(7))
+    fresh = make("float8")
+    fresh.load_state_dict(model.state_dict())
+    assert not torch.equal(before, after)
+    assert torch.equal(fresh(data(7)), after)
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_a_weight_that_is_not_finite_skips_the_step(gather_format: str) -> None:
+    model = make(gather_format, policy={"param_dtype": torch.bfloat16})
+    with graphfsdp.capture(model, adam(model), skip_nonfinite=True, max_grad_norm=1.0) as step:
+        for index in range(5):
+            step(data(index))
+        with torch.no_grad():
+            model.blocks[0].up.weight.to_local().fill_(torch.inf)
+        kept = [param.to_local().clone() for param in model.parameters()]
+        step(data(6))
+        assert step.skipped_steps is not None
+        assert int(step.skipped_steps) == 1
+    for param, before in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(param.to_local(), before)
+
+
+@on_ranks("ranks2")
+def test_what_has_no_such_weights_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown gather_format 'int8'; expected one of 'float8'"
+    ):
+        MixedPrecisionPolicy(gather_format="int8")
+    policy = MixedPrecisionPolicy(gather_format="mxfp8")
+    with pytest.raises(ConfigError, match=r"'weight' of shape \(4, 20\) has rows of 20"):
+        graphfsdp.fully_shard(nn.Linear(20, 4).to(rank_device()), mp_policy=policy)
+    with pytest.raises(ConfigError, match="keeps them in the CPU's memory"):
+        graphfsdp.fully_shard(
+            nn.Linear(32, 4).to(rank_device()),
+            mp_policy=policy,
+            offload_policy=graphfsdp.CPUOffloadPolicy(),
+        )
+    with pytest.raises(ConfigError, match="does not go with tensor or expert parallelism"):
+        graphfsdp.fully_shard(
+            nn.Linear(32, 4).to(rank_device()),
+            hybrid_mesh((1, 2), ("dp", "ep")),
+            mp_policy=policy,
+            expert_axis="ep",
+        )
