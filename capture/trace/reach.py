@@ -17,7 +17,8 @@ _AT_OTHER_TIMES = frozenset(
     {
         *("__init__", "__init_subclass__", "__new__", "__repr__", "__del__", "__set_name__"),
         *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__"),
-        *("__str__", "__format__", "__post_init__", "__class_getitem__", "__dir__", "__sizeof__", "__annotate__"),
+        *("__str__", "__format__", "__post_init__", "__class_getitem__", "__dir__", "__sizeof__"),
+        "__annotate__",
     }
 )
 

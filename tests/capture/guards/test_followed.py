@@ -61,7 +61,7 @@ class Special:
     def __init__(self) -> None:
         self.weight = 1.0
         self.weights = {"weight": 1.0}
-        self.unread = 0
+        self.unread = self.epoch = 0
 
     def __getitem__(self, key: str) -> float:
         return self.weights[key]
@@ -88,7 +88,7 @@ class Special:
         return self.weight
 
     def __str__(self) -> str:
-        return str(self.weight)
+        return f"{self.weight} in epoch {self.epoch}"
 
     def __eq__(self, other: object) -> bool:
         return self.weight == other
