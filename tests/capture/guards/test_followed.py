@@ -187,7 +187,6 @@ WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
     "length": lambda: of_special(len),
     "called_length": lambda: of_special(lambda special: len(special)),
     "number": lambda: of_special(lambda special: float(special)),
-    "text": lambda: of_special(lambda special: float(f"{special}")),
     "equality": lambda: of_special(lambda special: 1.0 if special == 1.0 else 2.0),
     "missing_key": lambda: (
         lambda missing=Missing(): missing["weight"],  # noqa: B008
