@@ -6,9 +6,9 @@ containers and objects hold, of objects what the code reads by name.
 """
 
 import contextvars
-import dis
 import functools
 import inspect
+import operator
 import os
 import sys
 import threading
@@ -17,7 +17,6 @@ import weakref
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,8 +39,9 @@ from graphfsdp._capture.guards.asks import (
     without_tensors,
 )
 from graphfsdp._capture.guards.modules import OWN, is_named, join
+from graphfsdp._capture.guards.reads import Reads
 from graphfsdp._capture.trace.attribute_log import AttributeLog
-from graphfsdp._capture.trace.reach import INDIRECT, functions_of, special_methods
+from graphfsdp._capture.trace.reach import functions_of, special_methods
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 from graphfsdp.base.changes import Change
 
@@ -50,80 +50,6 @@ _MAX_OBJECTS = 1_000  # in one container
 _MAX_FUNCTIONS = 1_000
 _MAX_DEPTH = 4
 _SIMPLE_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-_CLOSURE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_STORES = ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF")
-
-
-@dataclass
-class Reads:
-    """What a function's code reads by name; functions that are defined within it are part of it.
-
-    ``inspect.getclosurevars`` takes the name of an attribute for a global, so the code is asked.
-
-    Attributes:
-        globals: Names of global variables.
-        behind: What it reads right behind a variable (``cfg.x``), by the variable.
-        whole: Variables that it reads for something else, too (``f(cfg)``, ``c = cfg``).
-        attributes: Everything that it reads as an attribute, of whatever it is.
-        stored: Globals, closure variables and attributes that it assigns.
-        texts: Strings in its code, which may be keys, or names that it looks up by.
-        imports: Names of modules that it imports.
-        by_text: Whether it takes objects apart by names that it holds as strings.
-    """
-
-    globals: set[str] = field(default_factory=set)
-    behind: dict[str, set[str]] = field(default_factory=dict)
-    whole: set[str] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
-    stored: set[str] = field(default_factory=set)
-    texts: set[str] = field(default_factory=set)
-    imports: set[str] = field(default_factory=set)
-    by_text: bool = False
-
-    @property
-    def deeper(self) -> set[str]:
-        """What it may read of what an object holds."""
-        by_text = self.by_text or bool(INDIRECT & (self.attributes | self.globals))
-        return (self.attributes | (self.texts if by_text else set())) - self.stored
-
-    def of(self, variable: str) -> set[str]:
-        """Return which attributes may be read of a variable, and are not assigned."""
-        read = self.behind.get(variable, set())
-        is_whole = variable in self.whole or "__dict__" in read
-        return (read | self.deeper if is_whole else read) - self.stored
-
-    def add(self, code: types.CodeType) -> None:
-        """Take in the names of a function's code."""
-        instructions = list(dis.get_instructions(code))
-        for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
-            op, name = instruction.opname, instruction.argval
-            if op in _ATTRIBUTE:
-                self.attributes.add(name)
-            elif op == "IMPORT_NAME":
-                self.imports.add(name)
-            elif op == "IMPORT_FROM":
-                self.attributes.add(name)
-            elif op in _STORES:
-                self.stored.add(name)
-            elif op in _GLOBAL or op in _CLOSURE or op.startswith("LOAD_FAST"):
-                # Some instructions load two variables; an attribute is read of the last of them.
-                name = name[-1] if isinstance(name, tuple) else name
-                if op in _GLOBAL:
-                    self.globals.add(name)
-                if following is not None and following.opname in _ATTRIBUTE:
-                    self.behind.setdefault(name, set()).add(following.argval)
-                else:
-                    self.whole.add(name)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                self.add(constant)
-            for text in constant if isinstance(constant, tuple) else (constant,):
-                if isinstance(text, str):
-                    self.texts.add(text)
-        if "MATCH_CLASS" in {each.opname for each in instructions}:
-            self.by_text = True
 
 
 class _Told:
@@ -140,9 +66,11 @@ class _Told:
 class _Search:
     """Finds everything that is in the bound that this module names."""
 
-    def __init__(self, known: dict[types.CodeType, Reads]) -> None:
+    def __init__(self, known: dict[types.CodeType, Reads], handed: set[str]) -> None:
+        """``handed`` is what any function reads of its arguments; what is found is added to it."""
         self.found = Places(_remedy)
         self._known = known
+        self._handed = handed
         self._seen: set[tuple[object, ...]] = set()
         self._alive: list[object] = []  # whose ids are in there
         # Functions, with the object that each belongs to, and what that is called.
@@ -179,10 +107,11 @@ class _Search:
             if isinstance(value, (*FUNCTIONS, Tensor, nn.Module)) or is_plain(value):
                 continue
             title = f"attribute {join(path, name)!r}"
+            deeper = self._deeper_of(reads)
             if isinstance(value, (*CONTAINERS, tuple)):
-                self._objects_in(title, value, reads.deeper, 0)
+                self._objects_in(title, value, deeper, 0)
             elif not is_named(value):
-                self._variable(title, table, name, value, reads.deeper, deeper=reads.deeper)
+                self._variable(title, table, name, value, deeper, deeper=deeper)
 
     def _function(self, function: Any, owner: Any, title: str = "") -> None:
         """Look around a function; its owner is an object, or a class of modules, or None."""
@@ -223,47 +152,56 @@ class _Search:
             self._known[code].add(code)
         return self._known[code]
 
+    def _deeper_of(self, reads: Reads, texts: Iterable[str] = ()) -> AbstractSet[str]:
+        """Return what code may read of what an object holds, by itself or where it hands that.
+
+        ``texts`` are names that it may look up by.
+        """
+        by_text = set(texts) if reads.takes_apart else set()
+        return reads.deeper | ((self._handed | by_text) - reads.stored)
+
     def _reads_of(self, function: Any) -> AbstractSet[str]:
         """Return what a function may read of what it is given."""
         function = inspect.unwrap(function)
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if not isinstance(code, types.CodeType) or not is_users_file(code.co_filename):
             return frozenset()
-        return self._reads(code).deeper
+        return self._deeper_of(self._reads(code))
 
     def _code(self, function: types.FunctionType, owner: Any, title: str) -> None:
         is_users = is_users_file(function.__code__.co_filename)
         if not is_users or not self._is_new("code", function, owner):
             return
         reads = self._reads(function.__code__)
+        self._handed |= reads.of_arguments(function.__code__)
         where = f"of {function.__qualname__}"
+        table = function.__globals__
+        freevars = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        cells = {
+            name: Place(f"closure variable {name!r} {where}", cell, "cell_contents", None)
+            for name, cell in freevars
+        }
+        near = [place.look() for place in cells.values()]
+        near += [table.get(name) for name in reads.globals]
+        deeper = self._deeper_of(reads, (each for each in near if isinstance(each, str)))
         self._note(f"the code {where}", function, "__code__", function.__code__)
         if function.__defaults__ is not None:
             defaults = function.__defaults__
             self._note(f"the default arguments {where}", function, "__defaults__", defaults)
             for value in defaults:
                 what = f"a default argument {where}"
-                self._contents(what, value, reads.deeper, reads.deeper, 0)
+                self._contents(what, value, deeper, deeper, 0)
         for key, value in (function.__kwdefaults__ or {}).items():
             what = f"default of {key!r} {where}"
-            self._variable(
-                what, function.__kwdefaults__, key, value, reads.deeper, (), reads.deeper
-            )
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
-            place = Place(f"closure variable {name!r} {where}", cell, "cell_contents", None)
-            if name not in reads.stored:
-                found = place.look()
-                self._variable(
-                    place.title, cell, place.key, found, reads.of(name), reads.texts, reads.deeper
-                )
-        table = function.__globals__
+            self._variable(what, function.__kwdefaults__, key, value, deeper, (), deeper)
+        for name in sorted(cells.keys() - reads.stored):
+            at, read = cells[name], reads.of(name, deeper)
+            self._variable(at.title, at.holder, at.key, at.look(), read, reads.texts, deeper)
         found = reads.globals | (reads.texts if "globals" in reads.globals else set())
         for name in sorted((found - reads.stored) & table.keys()):
             what = f"global variable {name!r} of {function.__module__}"
-            self._variable(
-                what, table, name, table[name], reads.of(name), reads.texts, reads.deeper
-            )
+            read = reads.of(name, deeper)
+            self._variable(what, table, name, table[name], read, reads.texts, deeper)
         by_text = reads.texts if "modules" in reads.attributes else set()  # of sys
         for name in sorted((by_text | reads.imports) & sys.modules.keys()):
             self._module(f"module {name!r}", sys.modules[name], reads.attributes)
@@ -278,8 +216,8 @@ class _Search:
             def titled(name: str) -> str:
                 return f"{name!r} of {title}" if title else f"attribute {name!r} {where}"
 
-            read = reads.of(function.__code__.co_varnames[0])
-            self._attributes(owner, "", titled, read, reads.deeper)
+            read = reads.of(function.__code__.co_varnames[0], deeper)
+            self._attributes(owner, "", titled, read, deeper)
 
     def _attributes(
         self,
@@ -371,6 +309,9 @@ class _Search:
             tell = partial(content_of, value)
             self._note(f"the value of {title}", _Told(tell), "told", tell())
             return
+        if isinstance(value, operator.attrgetter):
+            paths: Any = value.__reduce__()[1]
+            self._handed |= {name for path in paths for name in path.split(".")}
         if callable(value) and not isinstance(value, (type, Tensor, nn.Module)):
             self._named.append((value, None, title))
         if isinstance(value, (types.MappingProxyType, ChainMap)):  # of dicts that others hold
@@ -485,12 +426,18 @@ class Closures:
         self._functions = functions
         self._model = model
         self._known: dict[types.CodeType, Reads] = {}
+        self._handed: set[str] = set()
 
     def find(self, outside: Iterable[nn.Module] = ()) -> dict[str, Place]:
         """Return all places by title; also around modules that are none of the model's."""
         kinds = dict.fromkeys(map(type, (*self._model.modules(), *outside)))
-        search = _Search(self._known)
-        return search.search(self._functions, kinds, self._model.named_modules()).places
+        while True:
+            num_handed = len(self._handed)
+            search = _Search(self._known, self._handed)
+            found = search.search(self._functions, kinds, self._model.named_modules())
+            # A function that was met late may read more of what was handed to it before.
+            if len(self._handed) == num_handed:
+                return found.places
 
     def values(self) -> dict[str, object]:
         """Return all values by title; a tensor that the iteration drops must not live here."""

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -178,6 +179,22 @@ def by_user_list() -> tuple[Reads, Sets]:
     return lambda: items[0], lambda value: items.__setitem__(0, value)
 
 
+def by_variable(data: Any, name: str) -> Reads:
+    return lambda: getattr(data, name)
+
+
+def by_getter(data: Any, get: Any) -> Reads:
+    return lambda: get(data)
+
+
+def weight_of(known_as: Any) -> Any:
+    return known_as.weight
+
+
+def handed_on(factor: float, *, known_as: Any) -> Any:
+    return factor * weight_of(known_as)
+
+
 WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
     "item": lambda: by_item(Special()),
     "product": lambda: of_special(lambda special: 1.0 * special),
@@ -194,6 +211,10 @@ WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
     ),
     "match": lambda: by_match(Data()),
     "getattr": lambda: by_text(lambda data: lambda: getattr(data, "weight")),  # noqa: B009
+    "getattr_by_variable": lambda: by_text(lambda data: by_variable(data, "weight")),
+    "attrgetter": lambda: by_text(lambda data: by_getter(data, operator.attrgetter("weight"))),
+    "handed_to_a_function": lambda: by_text(lambda data: lambda: weight_of(data)),
+    "handed_on_twice": lambda: by_text(lambda data: lambda: handed_on(1.0, known_as=data)),
     "vars": lambda: by_text(lambda data: lambda: vars(data)["weight"]),
     "dict": lambda: by_text(lambda data: lambda: data.__dict__["weight"]),
     "asdict": lambda: by_text(lambda data: lambda: dataclasses.asdict(data)["weight"]),
