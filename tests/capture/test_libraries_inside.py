@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Independent, Normal
+from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.optim import swa_utils
 
 import graphfsdp
@@ -100,8 +100,11 @@ def gaussian(validate: bool | None, mean: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("log_prob", [categorical, gaussian])
 def test_a_distribution_names_validate_args(
-    log_prob: Callable[[bool | None, Tensor], Tensor],
+    log_prob: Callable[[bool | None, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # torch's default, which the first torch.compile of a process turns off for all of it.
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+
     def train(validate: bool | None) -> graphfsdp.Phase:
         model = nn.Linear(4, 3)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
