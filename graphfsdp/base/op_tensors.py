@@ -177,12 +177,6 @@ class OpCall:
         return "scaled_dot_product" not in self.schema_name
 
 
-def written_tensors(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    return OpCall(op, args, kwargs).written
-
-
 class OperatorMode(TorchDispatchMode):
     """Shows operators to whoever derives from it, wrapper tensors being taken apart first."""
 
