@@ -94,7 +94,7 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.d
         if device.type == "cpu":
             assert info.value.op == "aten.mul.Tensor"
             assert info.value.source is not None
-            assert "getattr(factor, .join(NAME))" in info.value.source.text
+            assert 'getattr(factor, "".join(NAME))' in info.value.source.text
         factor.number = 1.0
         step(x)  # the step is as it was
 
@@ -124,7 +124,7 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
         if device.type == "cpu":
             assert info.value.op == "aten.mul_.Tensor"
             assert info.value.source is not None
-            assert "getattr(factor, .join(NAME))" in info.value.source.text
+            assert 'getattr(factor, "".join(NAME))' in info.value.source.text
 
 
 @pytest.mark.parametrize("name", ["first.weight", "last.bias"])
