@@ -4,6 +4,7 @@ import pathlib
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,9 +46,10 @@ def test_losses_are_those_of_fsdp2() -> None:
     compare(1, 2)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
 @on_ranks("ranks4")
-def test_losses_are_those_of_fsdp2_with_tensor_parallelism() -> None:
-    compare(2, 2)
+def test_losses_are_those_of_fsdp2_with_tensor_parallelism(tp: int) -> None:
+    compare(tp, 2)
 
 
 def captured(tp: int, scope: str) -> dict[str, torch.Tensor]:

@@ -213,7 +213,7 @@ instructions = st.builds(
 programs = st.lists(instructions, min_size=1, max_size=8)
 
 
-@hypothesis.settings(max_examples=30, derandomize=True)
+@hypothesis.settings(max_examples=60, derandomize=True)
 @hypothesis.given(
     program=programs,
     optimizer=st.sampled_from(["fused_adam", "adamw", "sgd"]),

@@ -233,7 +233,7 @@ def check(program: list[tuple[str, int, int]], *, poisons: bool) -> None:
     assert got.report.num_calls["replay"] == NUM_CALLS - 2
 
 
-@hypothesis.settings(max_examples=25, derandomize=True)
+@hypothesis.settings(max_examples=50, derandomize=True)
 @hypothesis.given(program=st.lists(steps, min_size=2, max_size=14), poisons=st.booleans())
 def test_random_programs_replay_as_eager_runs(
     program: list[tuple[str, int, int]], poisons: bool
