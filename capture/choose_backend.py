@@ -25,12 +25,13 @@ def make_backend(
             f"the {name!r} backend cannot capture a model on {device}; expected a model on one "
             f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
         )
-    if compile is not Compile.OFF:
-        if name == "cuda":
+    if name == "cuda":
+        if compile is Compile.AUTO:
             raise ConfigError(
-                f"compile={compile.value!r} compiles recorded operators, which there are on a CPU "
-                "alone; a CUDA graph holds kernels. Remedy: capture(torch.compile(model), ...), "
-                "whose kernels are captured"
+                "compile='auto' times pieces of a recording, which there are on a CPU alone. "
+                "Remedy: compile=True, and compare with compile=False by graphfsdp bench"
             )
+        return CudaGraphBackend(device)
+    if compile is not Compile.OFF:
         require_compiler()
-    return CudaGraphBackend(device) if name == "cuda" else CpuGraphBackend(device, compile=compile)
+    return CpuGraphBackend(device, compile=compile)

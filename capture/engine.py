@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.hooks import users_hooks
@@ -49,6 +50,7 @@ class Engine:
         make_iteration: Callable[[PersistentGradients], AnyIteration],
         policy: MixedPrecisionPolicy,
         options: CaptureOptions,
+        regions: CompiledRegions | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -63,6 +65,7 @@ class Engine:
         self._has_iterated = False
         self._has_stepped = False
         self._captures = options.scope is not Scope.NONE
+        self._regions = regions
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
@@ -246,6 +249,8 @@ class Engine:
     def close(self) -> None:
         self._replayed = None
         self.gradients.close()
+        if self._regions is not None:
+            self._regions.close()
 
     def abandon(self) -> None:
         """Let the sharded units forget an eager iteration that was interrupted."""

@@ -10,7 +10,6 @@ from graphfsdp.base.buckets import Buckets as Buckets
 from graphfsdp.base.buckets import masked_mean as masked_mean
 from graphfsdp.base.hazards import Hazard as Hazard
 from graphfsdp.base.hazards import HazardKind as HazardKind
-from graphfsdp.base.metric_ring import MetricRing as MetricRing
 from graphfsdp.base.norms import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.base.recomputation import recompute as recompute
 from graphfsdp.base.recomputation import recompute_contexts as recompute_contexts
@@ -32,6 +31,7 @@ from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.errors import RankFailedError as RankFailedError
 from graphfsdp.errors import VerificationError as VerificationError
+from graphfsdp.metric_ring import MetricRing as MetricRing
 from graphfsdp.preflight.check import check as check
 from graphfsdp.preflight.report import CheckReport as CheckReport
 

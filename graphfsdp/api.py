@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
@@ -132,7 +133,8 @@ def capture(
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
         compile: On a CPU, compile the recording to C++ by Inductor: True, or "auto", which times
             each piece and keeps what is faster. Replays then equal eager within a bound, not bit
-            for bit (docs/compile.md).
+            for bit (docs/compile.md). On a GPU True has torch.compile make the model's kernels,
+            which the graph then holds.
         mp_policy: Dtypes of main weights and main grads; default: as the optimizer keeps them.
 
     Returns:
@@ -204,6 +206,9 @@ def capture(
             skip_nonfinite=options.skip_nonfinite,
         )
 
+    regions = None
+    if compiles is Compile.ON and graph_backend.device.type == "cuda":
+        regions = CompiledRegions(as_list(model, "model"))
     engine = Engine(
         together,
         adapted,
@@ -212,6 +217,7 @@ def capture(
         make_iteration=make_iteration,
         policy=policy,
         options=options,
+        regions=regions,
     )
     return CapturedStep(engine, options, _arguments_of(example_batch))
 

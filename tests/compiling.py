@@ -3,9 +3,11 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphfsdp._capture.compiled.bounds import allowances, is_weight
 from graphfsdp._capture.compiled.stretch_graph import StretchGraph
@@ -30,6 +32,16 @@ def compiling_by(compiler: Compiler = as_it_is) -> Iterator[None]:
         mock.patch("graphfsdp._capture.choose_backend.require_compiler"),
     ):
         yield
+
+
+def compiling_models_by(backend: Any) -> AbstractContextManager[object]:
+    """Put a backend of torch.compile in Inductor's place for ``compile=True`` on CUDA."""
+    original = nn.Module.compile
+
+    def compile_by(model: nn.Module, options: object) -> None:
+        original(model, backend=backend)
+
+    return mock.patch.object(nn.Module, "compile", compile_by)
 
 
 def assert_within_a_third_of_the_bound(expected: Trace, got: Trace, bound: float) -> None:

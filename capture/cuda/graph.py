@@ -68,7 +68,7 @@ class CudaGraph:
         return self._graph is not None
 
     def compile(self) -> None:
-        """Do nothing: a graph holds kernels, and compile was refused."""
+        """Do nothing: what compiled regions have made is in the graph; see CompiledRegions."""
 
     def measure(self) -> tuple[float, ...]:
         raise PhaseError(

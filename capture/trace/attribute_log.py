@@ -5,17 +5,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
 
 from graphfsdp._capture.trace.source import has_compiled
+from graphfsdp.base.traced import not_compiled
 
 # Frames of these look into modules for reasons of their own.
 _PLUMBING = ("torch.nn.modules.module", "torch._dynamo.", "graphfsdp.")
@@ -126,7 +121,7 @@ class AttributeLog:
 
         # Compiled code reads and assigns as well, and torch.compile would trace who answers.
         for function in (noting_set, noting_get, _Method.__get__, _Method.__call__):
-            _hide_from_dynamo(function)
+            not_compiled(function)
         nn.Module.__setattr__ = noting_set  # type: ignore[method-assign,assignment]
         nn.Module.__getattribute__ = _Method(noting_get)  # type: ignore[method-assign,assignment]
         self._on = True
@@ -149,10 +144,3 @@ class _Method:
 
     def __call__(self, module: nn.Module, name: str) -> Any:
         return self._function(module, name)
-
-
-def _hide_from_dynamo(function: Callable[..., Any]) -> None:
-    """Let torch.compile trace neither this function nor what it calls."""
-    skip = _FrameAction.SKIP
-    code: CodeType = function.__code__
-    set_code_exec_strategy(code, _FrameExecStrategy(skip, skip))

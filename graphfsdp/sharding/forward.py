@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphfsdp.base.traced import not_traced
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.module import FSDPModule, shards_of, unit_of
 
 
+@not_traced
 def begin_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -27,6 +29,7 @@ def begin_forward(
     return casted
 
 
+@not_traced
 def end_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     unit = unit_of(module)
     unit.leave_forward()

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.streams import Lane
+from graphfsdp.base.traced import not_traced
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
@@ -297,8 +298,11 @@ class Unit:
 
     def _inner_call(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
         """Give a module inside the unit whole weights; PhaseError outside the unit's forward."""
-        if self.is_whole:
-            return
+        if not self.is_whole:  # torch.compile traces this much, and stays in one piece
+            self._called_alone(inner)
+
+    @not_traced
+    def _called_alone(self, inner: nn.Module) -> None:
         if not is_in_backward():
             raise PhaseError(
                 f"a {type(inner).__name__} of unit {self.group.name!r} was called outside the "

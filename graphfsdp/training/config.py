@@ -191,8 +191,9 @@ class TrainConfig:
     ] = 3
     compile: Annotated[
         CompileChoice,
-        "on a CPU, compile what was captured to C++: everything, or what is faster so; the numbers "
-        "are then near those of eager, not the same bits",
+        "on a CPU, compile what was captured to C++: everything, or what is faster so; on a GPU "
+        "(on) capture what torch.compile makes of the model; the numbers are then near those of "
+        "eager, not the same bits",
     ] = "off"
     device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
     # Several processes.

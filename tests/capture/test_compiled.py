@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from compiling import compiling_models_by as compiling_by
 from graphfsdp._capture.cuda.recorder import UnwatchedRecorder
 from graphfsdp._capture.trace.source import has_compiled_regions
 from graphfsdp.optim import FusedAdam
@@ -161,3 +162,53 @@ def test_compiled_code_is_in_the_graph(backend: Backend | str, compiled: str) ->
     assert got.report.num_captures == 1
     if isinstance(backend, Backend):
         assert backend.take_counts() == [1, 0, 3, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["full_iteration", "forward_backward"])
+def test_capture_compiles_the_model_while_the_step_lives(scope: str) -> None:
+    """The graph holds what torch.compile makes of the model; eager runs are eager."""
+    torch._dynamo.reset()
+    backend = Backend()
+    device = torch.device("cuda")
+
+    def make() -> nn.Module:
+        return nn.Sequential(Block(), nn.Linear(8, 1), nn.Dropout(0.2))
+
+    case = Case(make, batch, loss_fn)
+    with compiling_by(backend):
+        expected = run(case, "none", device)
+        assert backend.take_counts() == [0, 0, 0, 0]
+        got = run(case, scope, device, compile=True)
+    assert_same_run(expected, got)
+    assert backend.take_counts()[:2] == [1, 0]
+    assert got.report is not None
+    assert got.report.num_captures == 1
+
+
+@pytest.mark.gpu
+def test_a_model_is_compiled_no_longer_than_its_step_lives() -> None:
+    torch._dynamo.reset()
+    model = make_model().cuda()
+    optimizer = FusedAdam(model.parameters())
+    before = dict(vars(model))
+    with compiling_by("eager"):
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, compile=True) as step:
+            assert has_compiled_regions(model)
+            for _ in range(5):
+                step(torch.randn(12, 4, device="cuda"))
+            step.evaluate(torch.randn(12, 4, device="cuda"))
+            step.evaluate(torch.randn(12, 4, device="cuda"))
+            step.verify()
+        assert vars(model) == before
+        with pytest.raises(graphfsdp.InvalidLossError):
+            graphfsdp.capture(
+                model,
+                optimizer,
+                loss_fn=lambda model, x: model(x).mean().item(),
+                compile=True,
+                example_batch=torch.randn(12, 4, device="cuda"),
+            )
+    assert not has_compiled_regions(model)
+    with pytest.raises(graphfsdp.ConfigError, match="compile=True"):
+        graphfsdp.capture(model, optimizer, loss_fn=loss_fn, compile="auto")

@@ -59,8 +59,10 @@ class Plain:
     it. Gradients belong to the graph, so that nothing is zeroed or copied.
     """
 
-    def __init__(self, num_graphs: int = 0) -> None:
+    def __init__(self, num_graphs: int = 0, compile_mode: str | None = None) -> None:
         self._model = _model()
+        if compile_mode is not None:
+            self._model.compile(mode=compile_mode)
         self._params = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
             self._params, fused=True, capturable=num_graphs > 0, **contenders.ADAM
@@ -118,13 +120,19 @@ class Plain:
         self._optimizer.step()
 
 
-def _ours(scope: str) -> Train:
+def _ours(scope: str, *, compiled: bool = False) -> Train:
     model = _model()
     narrow = torch.bfloat16
     optimizer = FusedAdam(
         model.parameters(), exp_avg_dtype=narrow, exp_avg_sq_dtype=narrow, **contenders.ADAM
     )
-    return graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=contenders.MAX_GRAD_NORM)
+    return graphfsdp.capture(
+        model,
+        optimizer,
+        scope=scope,
+        max_grad_norm=contenders.MAX_GRAD_NORM,
+        compile=compiled,
+    )
 
 
 # ---- who trains: float32 weights, gradients and moments, computed in bfloat16 ----
@@ -157,6 +165,16 @@ NARROW: Mapping[str, Callable[[], Train]] = MappingProxyType(
         "graphfsdp, captured": functools.partial(_ours, "full_iteration"),
     }
 )
+COMPILED: Mapping[str, Callable[[], Train]] = MappingProxyType(
+    {
+        "torch.compile, AdamW(fused)": functools.partial(Plain, 0, "default"),
+        "the same, reduce-overhead": functools.partial(Plain, 0, "reduce-overhead"),
+        "the same, two graphs as in torchtitan, compiled": functools.partial(Plain, 2, "default"),
+        "graphfsdp, compile=True, captured": functools.partial(
+            _ours, "full_iteration", compiled=True
+        ),
+    }
+)
 WIDE: Mapping[str, Callable[[], Train]] = MappingProxyType(
     {
         "PyTorch, autocast": functools.partial(_of_bench, "pytorch"),
@@ -166,7 +184,7 @@ WIDE: Mapping[str, Callable[[], Train]] = MappingProxyType(
         "graphfsdp, one rank, captured": functools.partial(_of_bench, "full_iteration"),
     }
 )
-CONTENDERS = MappingProxyType({**NARROW, **WIDE})
+CONTENDERS = MappingProxyType({**NARROW, **COMPILED, **WIDE})
 
 
 # ---- what is counted ----
@@ -222,7 +240,9 @@ def measure(name: str) -> dict[str, int]:
         operators = _Bytes()
         torch.cuda.synchronize()
         before = library.counts()
-        with operators if number >= contenders.WARMUP_STEPS else contextlib.nullcontext():
+        # Under a mode torch.compile would run what it has compiled operator by operator.
+        counts_bytes = number >= contenders.WARMUP_STEPS and name not in COMPILED
+        with operators if counts_bytes else contextlib.nullcontext():
             train(*batch)
         found = library.counts().since(before)
         captured_bytes = captured_bytes or operators.in_captures
@@ -255,12 +275,12 @@ def _is_here(name: str) -> bool:
 
 
 def launches(found: Mapping[str, Mapping[str, int]]) -> str:
-    heading = (
+    heading: tuple[str, ...] = (
         *("one iteration", "calls of the host", "graphs", "kernels", "copies", "memsets"),
         *("waits of the host", "moved by copies, MiB", "read and written by operators, MiB"),
     )
     keys = ("calls", "graphs", "kernels", "copies", "fills", "waits")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             name,
             *(str(numbers[key]) for key in keys),
@@ -268,6 +288,8 @@ def launches(found: Mapping[str, Mapping[str, int]]) -> str:
         )
         for name, numbers in found.items()
     ]
+    if not any(numbers["operand_bytes"] for numbers in found.values()):
+        heading, rows = heading[:-1], [row[:-1] for row in rows]
     return Table("", heading, rows).markdown()
 
 
@@ -302,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(name)))
         return 0
     sections: dict[str, str] = {}
-    for kind, names in (("narrow", NARROW), ("wide", WIDE)):
+    for kind, names in (("narrow", NARROW), ("compiled", COMPILED), ("wide", WIDE)):
         found = {each: measured(each) for each in names if _is_here(each)}
         sections |= {f"launches_{kind}": launches(found), f"memory_{kind}": memory(found)}
     PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), sections), encoding="utf-8")

@@ -1,0 +1,132 @@
+"""torch.compile of modules that are units, before or after ``fully_shard``."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from compiling import compiling_models_by
+from graphfsdp.sharding.module import unit_of
+from ranks import on_ranks
+from sharding_helpers import (
+    Net,
+    Training,
+    adam,
+    assert_same_training,
+    batches,
+    make_net,
+    my_part,
+    replayed_as_eager,
+    shard,
+    train,
+)
+
+
+def trained(model: nn.Module) -> Training:
+    with warnings.catch_warnings():
+        # torch.compile hides its own, which does not help where warnings are errors.
+        warnings.simplefilter("ignore")
+        return train(model, adam(model), scope="none", num_steps=4)
+
+
+class Tracer:
+    """Runs what torch.compile has traced as it is."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # of each graph, in operators
+
+    def __call__(self, traced: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        calls = ("call_function", "call_method", "call_module")
+        self.sizes.append(sum(node.op in calls for node in traced.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(traced, example)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    assert isinstance(model.blocks, nn.ModuleList)
+    return model.blocks
+
+
+def compiled_net(strategy: str, when: str, backend: Any, *, recompute: bool = False) -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    if recompute:
+        model.blocks = nn.ModuleList(Recomputed(block) for block in model.blocks)
+    if when == "before":
+        for block in model.blocks:
+            block.compile(backend=backend)
+    shard(model, strategy)
+    if when == "after":
+        for block in model.blocks:
+            block.compile(backend=backend)
+    if when == "the model":
+        model.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_compiled_units_train_as_eager_ones_do(strategy: str) -> None:
+    """A unit's own forward is one graph, whatever gathers and frees its weights around it."""
+    model = make_net(strategy)
+    expected = trained(model)
+    for when in ("before", "after", "the model"):
+        tracer = Tracer()
+        model = compiled_net(strategy, when, tracer)
+        got = trained(model)
+        assert_same_training(expected, got)
+        assert [size for size in tracer.sizes if size > 3] == [6, 5], when
+
+
+@on_ranks("ranks2")
+def test_compiled_units_let_go_of_their_weights_between_forward_and_backward() -> None:
+    model = compiled_net("optim_grads_params", "before", Tracer())
+    gathered = []
+
+    def note(block: nn.Module, args: object, out: object) -> None:
+        for buffer in unit_of(block).group.buffers:
+            assert buffer.full is not None
+            gathered.append(StorageWeakRef(buffer.full.untyped_storage()))
+
+    for block in blocks_of(model):
+        block.register_forward_hook(note, prepend=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = model(*my_part(batches(1)[0]))
+        assert [each.expired() for each in gathered] == [True, True]
+        loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "blocks" in name)
+
+
+@on_ranks("ranks2")
+def test_compiled_units_may_recompute() -> None:
+    runs = []
+    for when in ("never", "before"):
+        model = compiled_net("optim_grads_params", when, Tracer(), recompute=True)
+        runs.append(trained(model))
+    assert_same_training(*runs)
+
+
+@pytest.mark.gpu
+@on_ranks("gpu_ranks")
+def test_a_captured_step_compiles_units_and_gathers_around_them() -> None:
+    tracer = Tracer()
+    with compiling_models_by(tracer), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        for strategy in ("optim", "optim_grads_params"):
+            replayed_as_eager(lambda: make_net(strategy, dropout=0.2), compile=True)  # noqa: B023
+    assert [size for size in tracer.sizes if size > 3] == [6, 5] * 2
