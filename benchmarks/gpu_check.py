@@ -68,7 +68,7 @@ TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 PROGRAM_LIMIT_S = 60
 NUM_PROCESSES = 6  # that run programs and tests on the GPU at the same time
 GRACE_S = 20  # to report so far
-OURS = ("forward_backward", "full_iteration", "compile_full_iteration")
+OURS = ("forward_backward", "full_iteration", "compiled_recording")
 # All but torch's reduce-overhead mode.
 CONTENDERS = (*OURS, "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp")
 BENCH_START_S = 20.0  # Python starts, plots are drawn

@@ -67,10 +67,12 @@ class Contender(abc.ABC):
 
     def __call__(self, batch: Batch, step: int) -> Tensor:  # [] float32 loss
         """Train one step at the learning rate of that step, without a host sync."""
-        rate = learning_rate(step)
+        self.set_lr(learning_rate(step))
+        return self.train(batch)
+
+    def set_lr(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        return self.train(batch)
 
     def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
         """Tell of its graph, after warm-up; with the time of each node, if asked for."""
@@ -133,7 +135,6 @@ class OwnContender(Contender):
         scope: Scope,
         *,
         compiled: bool = False,
-        compiles_recording: bool = False,
     ) -> None:
         model = initial_model(setting)
         policy: MixedPrecisionPolicy | None = None
@@ -148,15 +149,15 @@ class OwnContender(Contender):
             master_weights=setting.bf16 and not setting.ranks.launched,
             **ADAM,
         )
-        trained: Any = torch.compile(model) if compiled else model
+        on_gpu = setting.device.type == "cuda"
         self.step = graphfsdp.capture(
-            trained,
+            model,
             self.optimizer,
             scope=scope,
             warmup_steps=WARMUP_STEPS,
             max_grad_norm=MAX_GRAD_NORM,
             mp_policy=policy,
-            compile=setting.compile if compiles_recording else False,
+            compile=compiled and (on_gpu or setting.compile),
         )
 
     def train(self, batch: Batch) -> Tensor:  # [] float32 loss
@@ -188,13 +189,14 @@ class TorchLoop(Contender):
         self._params = list(model.parameters())
         self._autocast = autocast
         self.optimizer = torch.optim.AdamW(self._params, fused=True, **ADAM)
+        self._step: Callable[[], object] = lambda: self.optimizer.step()
 
     def train(self, batch: Batch) -> Tensor:  # [] float32 loss
         with self._precision():
             loss: Tensor = self._forward(*batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._params, MAX_GRAD_NORM)
-        self.optimizer.step()
+        self._step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -202,6 +204,21 @@ class TorchLoop(Contender):
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._autocast.type, dtype=torch.bfloat16)
+
+
+class CompiledOptimizerLoop(TorchLoop):
+    """The loop with the step of torch's AdamW compiled, as PyTorch's recipe has it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A tensor: a number would be part of the code, which each change would compile anew.
+        options = {**ADAM, "lr": torch.tensor(PEAK_LR, device=self._params[0].device)}
+        self.optimizer = torch.optim.AdamW(self._params, **options)
+        self._step = torch.compile(self.optimizer.step)
+
+    def set_lr(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(rate)
 
 
 class ReduceOverheadLoop(TorchLoop):
@@ -294,6 +311,12 @@ CONTENDERS = (
         compiles=True,
     ),
     ContenderSpec(
+        "compile_optimizer",
+        "the same with the optimizer's step compiled as well",
+        functools.partial(torch_loop, compile_mode="default", kind=CompiledOptimizerLoop),
+        compiles=True,
+    ),
+    ContenderSpec(
         "reduce_overhead",
         'the plain loop around torch.compile(model, mode="reduce-overhead")',
         functools.partial(torch_loop, compile_mode="reduce-overhead", kind=ReduceOverheadLoop),
@@ -330,13 +353,7 @@ CONTENDERS = (
     ),
     ContenderSpec(
         "compiled_recording",
-        "graphfsdp with the whole iteration in one graph, which is compiled (--compile); on a CPU",
-        functools.partial(OwnContender, scope=Scope.FULL_ITERATION, compiles_recording=True),
-        compiles=True,
-    ),
-    ContenderSpec(
-        "compile_full_iteration",
-        "graphfsdp with the whole iteration of torch.compile(model) in one graph",
+        "graphfsdp with the whole iteration in one graph, compiled: capture(compile=...)",
         functools.partial(OwnContender, scope=Scope.FULL_ITERATION, compiled=True),
         compiles=True,
     ),

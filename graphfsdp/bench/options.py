@@ -77,7 +77,7 @@ class BenchOptions:
     ] = None
     compile: Annotated[
         Literal["on", "auto"],
-        "what compiled_recording compiles: everything, or what is faster so",
+        "what compiled_recording compiles on a CPU: everything, or what is faster so",
     ] = "auto"
     seconds: Annotated[
         float, "timed region of a case, all contenders together; at least 5 rounds are run"

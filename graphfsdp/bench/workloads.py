@@ -190,13 +190,13 @@ _FEW = ("eager", "pytorch", "full_iteration")
 _QUICK = (*_FEW, "compile", "compiled_recording")
 # On a CPU torch.compile uses no CUDA graphs, so that one case shows what its mode for them does.
 _CPU = (
-    *("eager", "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp"),
-    *("forward_backward", "full_iteration", "compiled_recording", "compile_full_iteration"),
+    *("eager", "pytorch", "compile", "compile_optimizer", "fsdp2", "fsdp2_compile"),
+    *("megatron_fsdp", "forward_backward", "full_iteration", "compiled_recording"),
 )
 # What tells most in few minutes; the first cases have all of them.
 _GPU = (
     *("eager", "pytorch", "compile", "fsdp2"),
-    *("forward_backward", "full_iteration", "compile_full_iteration"),
+    *("forward_backward", "full_iteration", "compiled_recording"),
 )
 _ZOO = tuple((f"zoo-{name}", "fp32", 4, _FEW) for name in zoo.architectures())
 # Workload, precision, batch size and contenders of each case, the most telling ones first.
