@@ -15,6 +15,11 @@ from graphfsdp._capture.trace.values import Geometry, Node, Value, span
 from graphfsdp.base.op_tensors import RUNNING_STATISTICS
 
 _ATEN = torch.ops.aten
+_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+# Queries times the width of a head, up to which torch's kernel was faster in float32 than in
+# bfloat16, on a processor that multiplies bfloat16: it lays out 16-bit operands anew for each small
+# product (18 times at 32 x 16, 1.2 times at 256 x 64, equal at 512 x 32).
+_SHORT_ATTENTION = 256 * 64
 
 # What made a storage: the first value of it and its node, by id of the storage's info.
 Bases = Mapping[int, tuple[Value, Node]]
@@ -33,6 +38,7 @@ class StretchGraph:
         constants: Tensors that the recording holds.
         fakes: Stand-ins of all of these.
         module: The graph; it returns a tuple.
+        slow: Attention in 16 bits, backward, that is faster in float32, with its dtype.
         refused: Why a node cannot be compiled, by its id; if there are any, the rest is void.
     """
 
@@ -42,6 +48,7 @@ class StretchGraph:
         self.parts: list[tuple[Value, Value]] = []
         self.constants: list[Tensor] = []
         self.fakes: list[Tensor] = []
+        self.slow: dict[fx.Node, torch.dtype] = {}
         self.refused: dict[int, str] = {}
         self._graph = fx.Graph()
         self._fake_of: dict[fx.Node, Any] = {}
@@ -144,6 +151,8 @@ class StretchGraph:
                 legit = _ATEN._native_batch_norm_legit.default
             op = legit
         result = self._emit(op, *args, **kwargs)
+        if op is _ATTENTION_BACKWARD and self._is_slow(args[1]):
+            self.slow[result] = self._fake_of[args[1]].dtype
         fake = self._fake_of[result]
         if not isinstance(fake, list | tuple):
             return [result]
@@ -153,6 +162,12 @@ class StretchGraph:
             self._fake_of[entry] = member
             entries.append(entry)
         return entries
+
+    def _is_slow(self, query: fx.Node) -> bool:
+        fake = self._fake_of[query]
+        if fake.dtype == torch.bfloat16:
+            return int(fake.shape[-2] * fake.shape[-1]) <= _SHORT_ATTENTION
+        return bool(fake.dtype == torch.float16)
 
     def _emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         entry = self._graph.call_function(op, args, kwargs)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from compiling import Compiled, Compiler, as_it_is, compiling_by
+from compiling import (
+    Compiled,
+    Compiler,
+    as_it_is,
+    assert_within_a_third_of_the_bound,
+    compiling_by,
+)
+from graphfsdp._capture.compiled.bounds import BOUNDS
+from graphfsdp._capture.compiled.inductor import widen
 from graphfsdp._capture.compiled.stretch_graph import StretchGraph
 from graphfsdp.optim import FusedAdam
 from helpers import (
@@ -19,6 +27,7 @@ from helpers import (
     assert_same_state,
     check_against_eager,
     quick_garbage_collection,
+    run,
     snapshot,
 )
 from zoo import ZOO
@@ -55,6 +64,42 @@ def test_a_graph_computes_what_was_recorded(name: str) -> None:
 )
 def test_with_optimizers_of_torch(name: str, optimizer: str) -> None:
     check_against_eager(ZOO[name], CPU, optimizer=optimizer, compile=True, num_steps=NUM_STEPS)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.mix(x).unflatten(-1, (3, 2, WIDTH // 2)).unbind(-3)
+        query, key, value = (each.transpose(-2, -3) for each in heads)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return out.float().square().mean()
+
+
+def test_short_attention_in_16_bits_goes_backward_in_float32() -> None:
+    """As a graph that runs as it is, since no compiler takes a part in that."""
+    computed: list[torch.dtype] = []
+
+    def widened(graph: StretchGraph) -> Compiled:
+        widen(graph)
+        for node in graph.module.graph.nodes:
+            if "attention_for_cpu_backward" in str(node.target):
+                computed.extend(each.kwargs["dtype"] for each in node.args[:5])
+        return as_it_is(graph)
+
+    def batch(generator: torch.Generator) -> Batch:
+        return Batch((torch.randn(2, 6, WIDTH, generator=generator).bfloat16(),))
+
+    case = Case(Attention, batch)
+    expected = run(case, "none", CPU)
+    with compiling_by(widened):
+        got = run(case, "full_iteration", CPU, compile=True)
+    assert computed == [torch.float32] * 5
+    assert_within_a_third_of_the_bound(expected, got, BOUNDS[torch.bfloat16])
+    assert got.report is not None
+    assert " 0 pieces" not in got.report.compiled[0]
 
 
 def test_equal_layers_are_compiled_once_and_random_numbers_cut_nothing() -> None:
