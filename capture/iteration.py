@@ -14,7 +14,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.functions import without_looks
 from graphfsdp._capture.trace.source import definition_of
-from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.dtensors import num_meshes
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.norms import clip_coefficient, global_norm
@@ -49,6 +49,13 @@ class AnyIteration(abc.ABC):
         self._models = models
         self._gradients = gradients
         self._loss_fn = loss_fn
+        several = [models] if isinstance(models, nn.Module) else models
+        self._parts = [
+            module
+            for model in several
+            for module in model.modules()
+            if isinstance(module, IterationPart)
+        ]
 
     @abc.abstractmethod
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
@@ -72,6 +79,12 @@ class AnyIteration(abc.ABC):
                 _check_tensors(output, "loss_fn returned", self._loss_source())
                 outputs.append(pytree.tree_map(own, output))
         return outputs[0] if len(outputs) == 1 else merge(outputs)
+
+    def _end(self) -> None:
+        self._gradients.finish()
+        with torch.no_grad():
+            for part in self._parts:
+                part.end_iteration()
 
     def _loss_source(self) -> SourceLine | None:
         is_own = self._loss_fn is not default_loss
@@ -117,7 +130,7 @@ class Iteration(AnyIteration):
             outputs.append(self._microbatch(inputs, index, num_microbatches))
         for root in self._roots:
             root.finish_microbatches()
-        self._gradients.finish()
+        self._end()
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def optimizer_step(self) -> Tensor | None:
@@ -207,7 +220,7 @@ class CustomIteration(AnyIteration):
         _clear_autocast_cache()
         with torch.enable_grad(), nvtx_range("iteration"), self._stepping(), without_looks():
             output = self._run(inputs)
-        self._gradients.finish()
+        self._end()
         _check_tensors(output, "the iteration returned", definition_of(self._function))
         return pytree.tree_map(own, output)
 

@@ -35,6 +35,7 @@ from graphfsdp.preconditions import (
     refuse_parallel_wrapper,
     refuse_several,
     refuse_unreduced_parameters,
+    refuse_unskipped_steps,
     trainable_of_all,
 )
 
@@ -171,6 +172,7 @@ def capture(
         refuse_clipping_of_scaled_gradients(item, options)
         if iteration is None:
             refuse_foreign_optimizer(together, item)
+    refuse_unskipped_steps(together, inner, options)
     named_params = trainable_of_all(together, inner)
     refuse_unreduced_parameters(together, named_params)
     graph_backend = make_backend(backend, only_device(together, named_params), compiles)

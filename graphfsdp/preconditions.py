@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from graphfsdp._capture.trace.source import compiled_modules
-from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.sharded import IGNORED, sharded_roots
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
@@ -101,6 +101,21 @@ def refuse_clipping_of_scaled_gradients(
             "loss scale has multiplied. Remedy: FusedAdam(max_grad_norm=...), which unscales them "
             "first"
         )
+
+
+def refuse_unskipped_steps(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: CaptureOptions
+) -> None:
+    skips = options.skip_nonfinite or all(
+        isinstance(item, DeviceOptimizer) and item.control.skips_nonfinite for item in optimizers
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, IterationPart) and module.skips_steps and not skips:
+            raise ConfigError(
+                f"module {name!r} makes gradients NaN where a step is to be left out, and nothing "
+                "leaves it out, so that the weights would become NaN. Remedy: capture(..., "
+                "skip_nonfinite=True), or FusedAdam(skip_nonfinite=True)"
+            )
 
 
 def precision_of(

@@ -1,5 +1,9 @@
-"""What a capture asks of an optimizer; `graphfsdp.optim.adapters` adapts optimizers to it."""
+"""What a capture asks of an optimizer, and of modules that do more than forward and backward.
 
+`graphfsdp.optim.adapters` adapts optimizers.
+"""
+
+import abc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
@@ -67,6 +71,22 @@ class CapturableOptimizer(Protocol):
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every persistent tensor of the optimizer with a name for messages."""
+
+
+class IterationPart(abc.ABC):
+    """A module that has a part in an iteration beyond forward and backward.
+
+    With ``skips_steps`` it makes gradients NaN where the optimizer's step is to be left out.
+    """
+
+    skips_steps: bool
+
+    @abc.abstractmethod
+    def end_iteration(self) -> None:
+        """Do what comes once an iteration, when all backward passes are over.
+
+        Capture: no host sync.
+        """
 
 
 @runtime_checkable

@@ -46,6 +46,7 @@ _LIBRARY.define(
     f"reduce_scatter_(Tensor(a!) output, Tensor input, str group, str reduction, {_TICKET}) -> ()"
 )
 _LIBRARY.define(f"all_reduce_(Tensor(a!) tensor, str group, str reduction, {_TICKET}) -> ()")
+_LIBRARY.define("all_to_all_(Tensor(a!) output, Tensor input, str group) -> ()")
 _LIBRARY.define("broadcast_(Tensor(a!) tensor, str group, int source) -> ()")
 _LIBRARY.define("wait_(Tensor(a!) output, Tensor input, Tensor(b!) ticket) -> ()")
 
@@ -155,6 +156,10 @@ def _wait_for(work: Any) -> None:
         ask()
 
 
+def _all_to_all(output: Tensor, input: Tensor, group: str) -> None:  # noqa: A002
+    _issue(partial(dist.all_to_all_single, output, input, group=_group_of(group)), None)
+
+
 def _broadcast(tensor: Tensor, group: str, source: int) -> None:
     _issue(partial(dist.broadcast, tensor, group_src=source, group=_group_of(group)), None)
 
@@ -163,6 +168,7 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("all_gather_", _all_gather, _key)
     _LIBRARY.impl("reduce_scatter_", _reduce_scatter, _key)
     _LIBRARY.impl("all_reduce_", _all_reduce, _key)
+    _LIBRARY.impl("all_to_all_", _all_to_all, _key)
     _LIBRARY.impl("broadcast_", _broadcast, _key)
     _LIBRARY.impl("wait_", _wait, _key)
 
@@ -171,7 +177,8 @@ def _nothing(*_args: Any) -> None:
     """Do nothing: tensors on the meta device have no contents that ranks could exchange."""
 
 
-for _name in ("all_gather_", "reduce_scatter_", "all_reduce_", "broadcast_", "wait_"):
+_NAMES = ("all_gather_", "reduce_scatter_", "all_reduce_", "all_to_all_", "broadcast_", "wait_")
+for _name in _NAMES:
     _LIBRARY.impl(_name, _nothing, "Meta")
 
 
@@ -233,6 +240,18 @@ def all_reduce_(
     """
     _check_reduction(reduction)
     torch.ops.graphfsdp.all_reduce_(tensor, group.group_name, reduction, _ticket_of(transfer))
+
+
+def all_to_all_(
+    output: Tensor,  # [R, ...] written: what each rank has for this one, in rank order
+    parts: Tensor,  # [R, ...] what this rank has for each; never memory of ``output``
+    group: dist.ProcessGroup,
+) -> None:
+    """Exchange parts of equal, fixed size.
+
+    Capture: one node; the wait is inside.
+    """
+    torch.ops.graphfsdp.all_to_all_(output, parts, group.group_name)
 
 
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup, *, source: int = 0) -> None:

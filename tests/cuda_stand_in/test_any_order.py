@@ -29,6 +29,7 @@ from cuda_stand_in.orders import NUM_ORDERS, assert_any_order, chosen
 from graphfsdp._capture.phase import Phase
 from graphfsdp.optim import CPUOffload
 from make_step import make_step
+from moe_models import experts_on_ranks
 from offload_helpers import KINDS, SHAPES
 from parallel_models import TP_AXES, expert_parallel, part_of_axis, tensor_parallel
 from ranks import RankError, RankPool, rank_device
@@ -99,6 +100,7 @@ def with_contexts(strategy: str) -> Any:
     return shard(model.to(rank_device()), strategy, **OVERLAP)
 
 
+MOVING = {"bias_update_rate": 0.01, "capacity_factor": 1.5, "recomputes": True}
 MODELS: dict[str, Callable[[], Any]] = {
     **{
         f"{strategy} overlapped": functools.partial(make_net, strategy, 0.3, **OVERLAP)
@@ -118,6 +120,7 @@ MODELS_OF_FOUR_RANKS: dict[str, Callable[[], Any]] = {
     "tensor parallel": functools.partial(tensor_parallel, "optim_grads"),
     "tensor parallel, cut sequences": functools.partial(tensor_parallel, sequence=True),
     "expert parallel": expert_parallel,
+    "exchanged tokens": functools.partial(experts_on_ranks, 2, "optim_grads_params", **MOVING),
 }
 
 

@@ -30,6 +30,7 @@ BACKENDS = frozenset({f"{CAPTURE}.cpu", f"{CAPTURE}.cuda"})
 MAY_IMPORT = {
     "graphfsdp.base": BASE,
     EIGHT_BIT: BASE,
+    "graphfsdp.moe": BASE,
     "graphfsdp.sharding": BASE
     | {EIGHT_BIT, "graphfsdp.sharding.materialize", "graphfsdp.sharding.rows"},
     "graphfsdp.sharding.rows": BASE | {"graphfsdp.sharding"},

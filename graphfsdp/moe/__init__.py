@@ -1,0 +1,11 @@
+"""Mixture of experts whose shapes do not depend on the data, so that a graph can hold it.
+
+Imports nothing of graphfsdp but its base.
+"""
+
+from graphfsdp.moe.experts import Experts as Experts
+from graphfsdp.moe.layer import MoE as MoE
+from graphfsdp.moe.layer import overflowed_tokens as overflowed_tokens
+from graphfsdp.moe.router import Router as Router
+
+__all__ = ["Experts", "MoE", "Router", "overflowed_tokens"]

@@ -1,0 +1,265 @@
+"""Experts beside a layer of the same weights whose sizes come from the data, in one process.
+
+Shapes: N = sequences, P = positions, C = width, F = width of an expert, E = experts, K of a token.
+"""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from graphfsdp import ConfigError
+from graphfsdp.moe import MoE, Router, overflowed_tokens
+from graphfsdp.optim import FusedAdam
+from helpers import Batch, Case, check_against_eager, no_host_sync, set_lr
+from moe_models import VOCABULARY, MixedModel, dropless, tokens_of
+
+E, K, C = 4, 2, 16
+
+
+def batch(generator: torch.Generator) -> Batch:
+    return Batch(tokens_of(6, generator))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "num_experts", "topk", "num_tokens", "options"),
+    [
+        (torch.float32, 8, 4, 2, 24, {}),
+        (torch.float32, 7, 3, 1, 11, {"swiglu": False}),
+        (torch.float32, 20, 8, 2, 3, {"score_function": "sigmoid", "bias_update_rate": 0.1}),
+        (torch.bfloat16, 32, 16, 4, 200, {"capacity_factor": 4.0}),
+        (torch.float64, 13, 5, 5, 77, {"aux_loss_coeff": 0.3}),
+    ],
+    ids=str,
+)
+def test_experts_equal_dropless_ones_whose_sizes_are_those_of_the_data(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    num_experts: int,
+    topk: int,
+    num_tokens: int,
+    options: dict[str, Any],
+) -> None:
+    """Forward, gradients and weights after steps; on a CPU bit for bit."""
+    ours = MoE(width, 64, num_experts, topk=topk, **options).to(device, dtype)
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    for _ in range(3):
+        x = torch.randn(1, num_tokens, width, device=device).to(dtype)
+        found = []
+        for layer, optimizer in zip((ours, theirs), optimizers, strict=True):
+            given = x.clone().requires_grad_()
+            y, aux_loss = (layer if layer is ours else lambda x: dropless(theirs, x))(given)
+            (y.square().mean() + aux_loss).backward()
+            found.append([y, aux_loss, given.grad, *(p.grad for p in layer.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+            layer.end_iteration()
+            found[-1] += [*layer.parameters(), layer.router.expert_bias]
+        for mine, expected in zip(*found, strict=True):
+            if device.type == "cpu":
+                assert torch.equal(mine, expected)
+            else:
+                torch.testing.assert_close(mine, expected)
+    assert int(overflowed_tokens(ours)) == 0
+    assert int(ours.router.tokens_per_expert.sum()) == 3 * num_tokens * topk
+
+
+@pytest.mark.parametrize(
+    ("options", "microbatches"),
+    [
+        ({}, 1),
+        ({"capacity_factor": 1.0, "aux_loss_coeff": 0.1, "recomputes": True}, 3),
+        ({"bias_update_rate": 0.01, "score_function": "sigmoid", "recomputes": True}, 2),
+        ({"capacity_factor": 0.5, "topk": 1, "swiglu": False}, 1),
+    ],
+    ids=str,
+)
+def test_replay_equals_eager_and_counts_as_it(
+    device: torch.device, options: dict[str, Any], microbatches: int
+) -> None:
+    """Counts and bias are buffers, which are compared after each call too."""
+    case = Case(lambda: MixedModel(**options), batch)
+    trace = check_against_eager(case, device, microbatches=microbatches, max_grad_norm=1.0)
+    counts = trace.snapshots[-1]["buffer blocks.0.moe.router.tokens_per_expert"]
+    topk = options.get("topk", 2)
+    # Once each, although half of the forward passes ran twice.
+    assert int(counts.sum()) == len(trace.outputs) * 6 * 5 * topk
+    overflow = trace.snapshots[-1]["buffer blocks.0.moe.overflow_per_expert"]
+    assert (int(overflow.sum()) > 0) == ("capacity_factor" in options)
+    bias = trace.snapshots[-1]["buffer blocks.0.moe.router.expert_bias"]
+    assert bool(bias.any()) == ("bias_update_rate" in options)
+
+
+def crowded(device: torch.device, **options: Any) -> tuple[MoE, Tensor]:
+    """A layer in which all tokens choose expert 1 first, and expert 3 second, and its input."""
+    layer = MoE(C, 64, E, topk=K, **options).to(device)
+    with torch.no_grad():
+        layer.router.gate.weight.zero_()
+        layer.router.gate.weight[:, 0] = torch.tensor([0.0, 2.0, -1.0, 1.0])
+    x = torch.randn(2, 6, C, device=device)
+    x[..., 0] = 1
+    return layer, x
+
+
+def test_what_has_no_room_is_counted_and_adds_nothing(device: torch.device) -> None:
+    layer, x = crowded(device, capacity_factor=0.75)
+    with no_host_sync(device):
+        y, _ = layer(x)
+    room = math.ceil(12 * K / E * 0.75)  # 5 of 12 tokens
+    expected = torch.tensor([0, 12 - room, 0, 12 - room], device=device)
+    assert torch.equal(layer.overflow_per_expert, expected)
+    assert torch.equal(layer.router.tokens_per_expert, torch.tensor([0, 12, 0, 12], device=device))
+    assert int(overflowed_tokens(layer)) == 14
+    whole, _ = dropless(layer, x)
+    rows, wholes = y.flatten(0, 1), whole.flatten(0, 1)
+    torch.testing.assert_close(rows[:room], wholes[:room])  # the first ones of the batch
+    assert not rows[room:].any()
+    y, _ = layer.eval()(x)
+    torch.testing.assert_close(y, whole)
+    assert int(overflowed_tokens(layer)) == 14, "evaluation counts nothing"
+
+
+@pytest.mark.parametrize("where", ["capture", "optimizer"])
+def test_an_overflow_can_leave_the_step_out(device: torch.device, where: str) -> None:
+    """A batch of equal tokens, which all want the same experts, has no room; others have."""
+    skips = {"skip_nonfinite": True}
+    weights = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = MixedModel(capacity_factor=1.9, on_overflow="skip").to(device)
+        optimizer = FusedAdam(
+            model.parameters(), lr=0.01, **(skips if where == "optimizer" else {})
+        )
+        in_capture = skips if where == "capture" else {}
+        crowded_calls = (1, 6, 9, 15)
+        generator = torch.Generator().manual_seed(0)
+        with graphfsdp.capture(model, optimizer, scope=scope, **in_capture) as step:
+            before, skipped = 0, 0.0
+            for call in range(16):
+                tokens, targets = (part.to(device) for part in tokens_of(6, generator))
+                if call in crowded_calls:
+                    tokens = torch.zeros_like(tokens)
+                old = [param.detach().clone() for param in model.parameters()]
+                assert step(tokens, targets).isfinite()
+                now = int(overflowed_tokens(model))
+                same = all(map(torch.equal, old, model.parameters()))
+                assert same == (now > before), call
+                assert now > before or call not in crowded_calls
+                skipped += now > before
+                before = now
+                assert step.skipped_steps is not None
+                assert float(step.skipped_steps) == skipped
+        assert skipped < 16
+        weights.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+@torch.no_grad()
+def test_the_auxiliary_loss_is_that_of_sequences() -> None:
+    """So it does not depend on how they are cut into batches; equally busy experts give 1."""
+    router = Router(C, E, topk=K, aux_loss_coeff=0.5)
+    x = torch.randn(4, 7, C)
+    weights, _, counts, aux_loss = router(x)
+    parts = torch.stack([router(part)[3] for part in x.split(1)])
+    torch.testing.assert_close(aux_loss, parts.mean())
+    torch.testing.assert_close(weights.sum(-1), torch.ones(28))
+    assert int(counts.sum()) == 28 * K
+    router.gate.weight.zero_()
+    assert float(router(x)[3]) == 0.5
+
+
+def test_the_bias_moves_tokens_to_idle_experts() -> None:
+    """It counts for the choice alone; the weights are those of the scores."""
+    layer, x = crowded(torch.device("cpu"), bias_update_rate=0.25)
+    router = layer.router
+    first_weights = router(x)[0]
+    for call in range(12):
+        layer(x)
+        layer.end_iteration()
+        if call == 0:
+            expected = torch.tensor([0.25, -0.25, 0.25, -0.25])
+            assert torch.equal(router.expert_bias, expected)
+    chosen = set(router(x)[1].unique().tolist())
+    assert chosen != {1, 3}
+    assert bool((first_weights.sum(-1) - 1).abs().max() < 1e-6)
+    assert layer.bfloat16().router.expert_bias.dtype == torch.float32
+
+
+def test_the_bias_keeps_its_place_in_checkpoints_and_counts_do_not() -> None:
+    layer = MoE(C, 64, E, bias_update_rate=0.1)
+    names = {name for name in layer.state_dict() if "." not in name.removeprefix("router.")}
+    assert names == {"router.expert_bias"}
+
+
+def test_autocast_reaches_experts_but_not_the_router(device: torch.device) -> None:
+    layer, x = crowded(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y, _ = layer(x)
+        weights = layer.router(x)[0]
+    assert weights.dtype == y.dtype == torch.float32
+    exact, _ = layer(x)
+    assert not torch.equal(y, exact)
+    torch.testing.assert_close(y, exact, rtol=0.05, atol=0.05)
+
+
+def make(**options: Any) -> MoE:
+    return MoE(C, 64, E, **options)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for options, message in (
+        ({"topk": 5}, "topk must be at most num_experts 4"),
+        ({"topk": 0}, "topk must be an integer of at least 1"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be greater than 0"),
+        ({"on_overflow": "ignore"}, "on_overflow must be 'drop' or 'skip'"),
+        ({"score_function": "relu"}, "score_function must be 'softmax' or 'sigmoid'"),
+        ({"aux_loss_coeff": -1.0}, "aux_loss_coeff must be at least 0"),
+        ({"bias_update_rate": math.nan}, "bias_update_rate must be at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(**options)
+    with pytest.raises(ConfigError, match="ffn_hidden_size must be an integer"):
+        MoE(C, 0, E)
+    with pytest.raises(ConfigError, match=r"no graphfsdp\.moe\.MoE"):
+        overflowed_tokens(nn.Linear(2, 2))
+    model = MixedModel(capacity_factor=1.0, on_overflow="skip")
+    with pytest.raises(ConfigError, match=r"'blocks\.0\.moe' makes gradients NaN"):
+        graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
+
+
+def test_a_loop_of_its_own_moves_the_bias_too() -> None:
+    """iteration= calls whatever ends an iteration, after the user's function."""
+    model = MixedModel(bias_update_rate=0.01)
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+
+    def iteration(model: nn.Module, optimizer: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    generator = torch.Generator().manual_seed(0)
+    biases = []
+    with graphfsdp.capture(model, optimizer, iteration=iteration) as step:
+        for index in range(6):
+            set_lr(optimizer, 0.01 / (index + 1))
+            step(*tokens_of(6, generator))
+            biases.append(model.blocks[0].moe.router.expert_bias.clone())
+    assert all(bool(bias.any()) for bias in biases)
+    assert not torch.equal(biases[-1], biases[-2])
+
+
+def test_meta_devices_and_materialize() -> None:
+    with torch.device("meta"):
+        model = MixedModel(bias_update_rate=0.01)
+    graphfsdp.materialize(model, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    assert model(*tokens_of(2, generator)).isfinite()
+    assert model.head.weight.shape[0] == VOCABULARY
+    assert int(overflowed_tokens(model)) == 0

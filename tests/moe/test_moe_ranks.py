@@ -1,0 +1,207 @@
+"""Experts on several ranks, beside one process that has them all, and beside ``fully_shard``."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphfsdp
+from graphfsdp import ConfigError, FSDPModule
+from graphfsdp.moe import MoE, overflowed_tokens
+from helpers import set_lr
+from moe_models import MixedModel, dropless, experts_on_ranks, tokens_of
+from parallel_models import adam_of
+from ranks import RankPool, on_ranks, rank_device
+from sharding_helpers import (
+    Training,
+    assert_replayed,
+    assert_same_training,
+    full_parameters,
+    learning_rate,
+    my_part,
+)
+
+NUM_CALLS = 14  # 4 that are not replays
+# Adam's moments are float32: a rounding more or less is 2**-24 of an update, of about the rate.
+TOLERANCE = NUM_CALLS * learning_rate(0) * 2**-24
+
+
+def plain(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return MixedModel(**options).double().to(rank_device())
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [tokens_of(12, generator) for _ in range(count)]
+
+
+def train(model: Any, *, whole: bool = False, **options: Any) -> Training:
+    result = Training()
+    optimizer = adam_of(model)
+    with graphfsdp.capture(model, optimizer, max_grad_norm=float("inf"), **options) as step:
+        for index, batch in enumerate(batches(NUM_CALLS)):
+            set_lr(optimizer, learning_rate(index))
+            part = tuple(each.to(rank_device()) for each in batch) if whole else my_part(batch)
+            result.losses.append(step(*part))
+            assert step.grad_norm is not None
+            result.norms.append(step.grad_norm)
+        result.params = full_parameters(model)
+        result.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        result.report = step.report()
+    return result
+
+
+def trains_as_one(
+    num_expert_ranks: int, strategy: str, microbatches: int, options: dict[str, Any]
+) -> None:
+    """Captured equals eager bit for bit, and one process up to rounding."""
+    runs = [
+        train(
+            experts_on_ranks(num_expert_ranks, strategy, **options),
+            scope=scope,
+            microbatches=microbatches,
+        )
+        for scope in ("none", "full_iteration")
+    ]
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+    overflow = sum(int(b.sum()) for name, b in runs[1].buffers.items() if "overflow" in name)
+    if options.get("capacity_factor") is not None:  # other ranks leave out other tokens
+        assert overflow > 0
+        return
+    assert overflow == 0
+    alone = train(plain(**options), whole=True, scope="none", microbatches=microbatches)
+    for mine, expected in zip(runs[1].losses, alone.losses, strict=True):
+        dist.all_reduce(mine, op=dist.ReduceOp.AVG)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=TOLERANCE)
+    for name, expected in alone.params.items():
+        torch.testing.assert_close(runs[1].params[name], expected, rtol=0, atol=TOLERANCE)
+    for name, expected in alone.buffers.items():
+        counts = runs[1].buffers[name]
+        if "bias" not in name:
+            dist.all_reduce(counts)
+        assert torch.equal(counts, expected), name
+
+
+BALANCED = {"aux_loss_coeff": 0.1, "bias_update_rate": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "microbatches", "options"),
+    [
+        ("optim", 2, {**BALANCED, "recomputes": True, "score_function": "sigmoid"}),
+        ("optim_grads_params", 1, {"capacity_factor": 1.0}),
+    ],
+    ids=str,
+)
+def test_experts_on_two_ranks_train_as_in_one_process(
+    ranks2: RankPool, strategy: str, microbatches: int, options: dict[str, Any]
+) -> None:
+    ranks2.run(trains_as_one, 2, strategy, microbatches, options)
+
+
+def test_experts_on_two_of_four_ranks_train_as_in_one_process(ranks4: RankPool) -> None:
+    ranks4.run(trains_as_one, 2, "optim_grads_params", 1, BALANCED)
+
+
+def test_a_group_of_one_rank_holds_all_experts(ranks1: RankPool) -> None:
+    ranks1.run(trains_as_one, 1, "optim_grads_params", 1, {"bias_update_rate": 0.01})
+
+
+def equals_dropless(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Each expert has the same rows in the same order, so that its bits are the same too."""
+    torch.manual_seed(0)
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    alone = MoE(24, 64, 8, topk=3).to(rank_device(), dtype)
+    torch.manual_seed(0)
+    layer = MoE(24, 64, 8, topk=3, expert_group=dist.group.WORLD, **options)
+    layer = layer.to(rank_device(), dtype)
+    for _ in range(3):
+        x = torch.randn(num_ranks, 21, 24).to(rank_device(), dtype)
+        grad = torch.randn_like(x)
+        mine, whole = (part.clone().requires_grad_() for part in (x[rank : rank + 1], x))
+        y, _ = layer(mine)
+        expected, _ = dropless(alone, whole)
+        y.backward(grad[rank : rank + 1])
+        expected.backward(grad)
+        pairs = [(y, expected[rank : rank + 1]), (mine.grad, whole.grad[rank : rank + 1])]
+        first = layer.experts.first
+        for name, param in layer.experts.named_parameters():
+            everyone = getattr(alone.experts, name)
+            pairs.append((param.grad, everyone.grad[first : first + param.shape[0]]))
+        for index, (found, wanted) in enumerate(pairs):
+            if x.is_cuda:
+                torch.testing.assert_close(found, wanted)
+            else:
+                assert torch.equal(found, wanted), index
+        for param in itertools.chain(layer.parameters(), alone.parameters()):
+            param.grad = None
+    assert int(overflowed_tokens(layer)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.6}], ids=str)
+def test_experts_of_other_ranks_have_the_bits_of_dropless_ones(
+    ranks2: RankPool, ranks4: RankPool, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    for pool in (ranks2, ranks4):
+        pool.run(equals_dropless, dtype, options)
+
+
+@on_ranks("ranks2")
+def test_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    options: dict[str, Any] = {"capacity_factor": 1.8, "on_overflow": "skip"}
+    model = experts_on_ranks(2, "optim_grads_params", torch.float32, **options)
+    optimizer = adam_of(model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    skipped = 0
+    with graphfsdp.capture(model, optimizer, skip_nonfinite=True) as step:
+        for call in range(8):
+            before = full_parameters(model)
+            tokens, targets = tokens_of(6, generator)
+            if call in (2, 6) and dist.get_rank() == 1:
+                tokens = torch.zeros_like(tokens)
+            already = overflowed_tokens(model)
+            step(tokens.to(rank_device()), targets.to(rank_device()))
+            now = overflowed_tokens(model) - already
+            dist.all_reduce(now)
+            assert int(now) > 0 or call not in (2, 6)
+            skipped += bool(now)
+            same = [torch.equal(before[name], w) for name, w in full_parameters(model).items()]
+            assert all(same) if now else not any(same)
+        assert step.skipped_steps is not None
+        assert float(step.skipped_steps) == skipped < 8
+
+
+@on_ranks("ranks2")
+def test_experts_that_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the 2 ranks of expert_group do not divide the 3 exp"):
+        MoE(8, 64, 3, expert_group=dist.group.WORLD)
+
+
+@on_ranks("ranks2")
+def test_checkpoints_hold_all_experts_and_the_bias(tmp_path: Any) -> None:
+    folder: list[Any] = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    saved = experts_on_ranks(2, "optim_grads_params", bias_update_rate=0.01)
+    optimizer = adam_of(saved)
+    with graphfsdp.capture(saved, optimizer) as step:
+        for batch in batches(5):
+            step(*my_part(batch))
+        graphfsdp.save(folder[0], saved, optimizer)
+    alone = plain(bias_update_rate=0.01)
+    graphfsdp.load(folder[0], alone)
+    for name, whole in full_parameters(saved).items():
+        assert torch.equal(alone.get_parameter(name), whole), name
+    again = experts_on_ranks(1, "optim")
+    graphfsdp.load(folder[0], again)
+    assert isinstance(again, FSDPModule)
+    for name, whole in full_parameters(again).items():
+        assert torch.equal(alone.get_parameter(name), whole), name
+    biases = [model.blocks[1].moe.router.expert_bias for model in (saved, alone, again)]
+    assert bool(biases[0].any())
+    assert all(torch.equal(biases[0], bias) for bias in biases[1:])
