@@ -10,6 +10,7 @@ import torch
 from graphfsdp.command_line import flag_name, require
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.moe.router import ScoreFunction
 from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
@@ -84,6 +85,29 @@ class TrainConfig:
     vocab_size: Annotated[int | None, "size of the embedding; as the data needs if not given"] = (
         None
     )
+    num_experts: Annotated[
+        int | None,
+        "feed-forward layers in each block, of which each token meets --moe-router-topk; each has "
+        "the feed-forward width (docs/experts.md)",
+    ] = None
+    moe_router_topk: Annotated[int, "experts that a token meets"] = 2
+    moe_router_score_function: Annotated[
+        ScoreFunction, "scores of the experts by which a token chooses and weighs them"
+    ] = "softmax"
+    moe_expert_capacity_factor: Annotated[
+        float | None,
+        "tokens of a rank's micro-batch that an expert takes, over its fair share; what has no "
+        "room is counted in the log; room for all if not given",
+    ] = None
+    moe_skip_overflow: Annotated[
+        bool, "leave the optimizer step out where a token had no room", "store_true"
+    ] = False
+    moe_aux_loss_coeff: Annotated[
+        float, "weight of the loss, of each sequence, that keeps experts equally busy"
+    ] = 0.0
+    moe_router_bias_update_rate: Annotated[
+        float, "what each iteration moves the bias by that keeps experts equally busy"
+    ] = 0.0
     # Data and length of the run.
     data: Annotated[
         str | None,
@@ -214,6 +238,9 @@ class TrainConfig:
         Literal["no_shard", "optim"],
         "with several instances: each keeps the whole optimizer state, or a part of it",
     ] = "no_shard"
+    expert_model_parallel_size: Annotated[
+        int, "ranks that share the experts out; must divide these and the number of ranks"
+    ] = 1
     init_model_with_meta_device: Annotated[
         bool,
         "build the model without memory, and draw its weights block by block on the device "
@@ -384,7 +411,7 @@ class TrainConfig:
         for name in (
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
             *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
-            "num_distributed_optimizer_instances",
+            *("num_distributed_optimizer_instances", "expert_model_parallel_size"),
         ):
             self._at_least(name, 1)
         for name in (
@@ -432,6 +459,7 @@ class TrainConfig:
                 "--main-params-dtype bf16 asks for main weights that are narrower than the "
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
             )
+        self._check_experts()
         if self.fp8_recipe != "tensorwise" and not self.fp8_param_gather:
             raise ConfigError(
                 f"--fp8-recipe {self.fp8_recipe} says how weights are gathered in 8 bits; add "
@@ -447,6 +475,32 @@ class TrainConfig:
                 "--mllog times a run from its first iteration, and --load goes on with another "
                 "one; give one of them"
             )
+
+    def _check_experts(self) -> None:
+        if self.num_experts is None:
+            for field in fields(self):
+                own = field.name.startswith("moe_") or field.name == "expert_model_parallel_size"
+                if own and getattr(self, field.name) != field.default:
+                    raise ConfigError(f"{flag_name(field.name)} needs --num-experts")
+            return
+        if self.moe_skip_overflow and self.moe_expert_capacity_factor is None:
+            raise ConfigError("--moe-skip-overflow needs --moe-expert-capacity-factor")
+        size = self.expert_model_parallel_size
+        if self.num_experts % size:
+            raise ConfigError(
+                f"--expert-model-parallel-size {size} does not divide --num-experts "
+                f"{self.num_experts}, of which each rank holds equally many"
+            )
+        others = {
+            "fp8_param_gather": self.fp8_param_gather,
+            "num_distributed_optimizer_instances": self.num_distributed_optimizer_instances > 1,
+        }
+        for name, is_given in others.items():
+            if size > 1 and is_given:
+                raise ConfigError(
+                    f"{flag_name(name)} does not go with --expert-model-parallel-size yet; give "
+                    "one of them"
+                )
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, lambda value: value >= minimum, f"at least {minimum}")

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.errors import ConfigError
+from graphfsdp.moe import MoE
+from graphfsdp.moe.router import ScoreFunction
 
 PositionEmbeddingType = Literal["learned_absolute", "rope"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -38,6 +41,13 @@ class GPTConfig:
     attention_dropout: float = 0.0
     rotary_base: float = 10_000.0
     init_std: float = 0.02  # of the initial weights
+    num_experts: int | None = None  # of each block, in place of its feed-forward layer
+    moe_router_topk: int = 2
+    moe_router_score_function: ScoreFunction = "softmax"
+    moe_expert_capacity_factor: float | None = None
+    moe_skip_overflow: bool = False
+    moe_aux_loss_coeff: float = 0.0
+    moe_router_bias_update_rate: float = 0.0
 
     def __post_init__(self) -> None:
         positive = ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads")
@@ -72,10 +82,26 @@ class GPTConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.num_experts is not None and not 1 <= self.moe_router_topk <= self.num_experts:
+            raise ConfigError(
+                f"moe_router_topk must be in 1..num_experts, got {self.moe_router_topk} of "
+                f"{self.num_experts} experts"
+            )
+        factor = self.moe_expert_capacity_factor
+        if factor is not None and not factor > 0:
+            raise ConfigError(f"moe_expert_capacity_factor must be greater than 0, got {factor}")
+        for name in ("moe_aux_loss_coeff", "moe_router_bias_update_rate"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_branches(self) -> int:
+        """Branches that write into the residual stream."""
+        return 2 * self.num_layers
 
     @property
     def num_groups(self) -> int:
@@ -204,34 +230,62 @@ def _make_norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=1e-5)
 
 
+def _make_experts(config: GPTConfig, group: dist.ProcessGroup | None) -> MoE:
+    assert config.num_experts is not None
+    return MoE(
+        config.hidden_size,
+        config.ffn_size,
+        config.num_experts,
+        topk=config.moe_router_topk,
+        capacity_factor=config.moe_expert_capacity_factor,
+        on_overflow="skip" if config.moe_skip_overflow else "drop",
+        swiglu=config.swiglu,
+        score_function=config.moe_router_score_function,
+        aux_loss_coeff=config.moe_aux_loss_coeff,
+        bias_update_rate=config.moe_router_bias_update_rate,
+        expert_group=group,
+        init_std=config.init_std,
+        down_init_std=config.init_std / math.sqrt(config.num_branches),
+    )
+
+
 class Block(nn.Module):
     """Attention, then feed-forward, each on a normalised copy and added to the stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, expert_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.attention_norm = _make_norm(config)
         self.attention = Attention(config)
         self.ffn_norm = _make_norm(config)
-        self.ffn = FeedForward(config)
+        self.ffn = (
+            FeedForward(config)
+            if config.num_experts is None
+            else _make_experts(config, expert_group)
+        )
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def branch_ends(self) -> tuple[nn.Module, nn.Module]:
-        return self.attention.out, self.ffn.down
+    def branch_ends(self) -> tuple[nn.Module, ...]:
+        """Return what writes into the residual stream; experts draw their weights themselves."""
+        ends = (self.attention.out,)
+        return (*ends, self.ffn.down) if isinstance(self.ffn, FeedForward) else ends
 
     def forward(
         self,
         x: Tensor,  # [B, T, C]
-    ) -> Tensor:  # [B, T, C]
+    ) -> Tensor | tuple[Tensor, Tensor]:  # [B, T, C], and of experts [], their auxiliary loss
         """Capture: no host sync; dropout draws from the device's default generator."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        x = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return x
+        if isinstance(self.ffn, MoE):
+            mixed, aux_loss = self.ffn(self.ffn_norm(x))
+            return x + self.dropout(mixed), aux_loss
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
 class GPT(nn.Module):
     """A decoder-only transformer that returns its loss when it is given targets."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, expert_group: dist.ProcessGroup | None = None) -> None:
+        """Draw the weights; ranks of ``expert_group`` share the experts out."""
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -241,7 +295,7 @@ class GPT(nn.Module):
             else None
         )
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, expert_group) for _ in range(config.num_layers))
         self.final_norm = _make_norm(config)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if not config.untie_embeddings_and_output_weights:
@@ -257,7 +311,7 @@ class GPT(nn.Module):
         std = self.config.init_std
         blocks = (block for block in self.blocks if isinstance(block, Block))
         if any(module in block.branch_ends() for block in blocks):
-            std /= math.sqrt(2 * self.config.num_layers)
+            std /= math.sqrt(self.config.num_branches)
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -282,13 +336,19 @@ class GPT(nn.Module):
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[:seq_length]
         x = self.dropout(x)
+        aux_losses = []
         for block in self.blocks:
             x = block(x)
+            if isinstance(x, tuple):
+                x, aux_loss = x
+                aux_losses.append(aux_loss)
         logits: Tensor = self.output(self.final_norm(x))
         if targets is None:
             return logits
         # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
         loss: Tensor = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        if aux_losses and self.training:
+            loss = loss + torch.stack(aux_losses).sum()
         return loss
 
     @torch.no_grad()

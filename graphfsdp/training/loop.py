@@ -13,6 +13,7 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
+from graphfsdp.moe import overflowed_tokens
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
@@ -195,6 +196,8 @@ class _Window:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
+        bounded = run.config.moe_expert_capacity_factor is not None
+        self._overflow = overflowed_tokens(run.model) if bounded else None
         self._wait()
         self._start = time.perf_counter()
         self.num_steps = 0
@@ -224,7 +227,14 @@ class _Window:
             memory_bytes=peak_memory_bytes(run.device),
             phase=phase.value,
             mfu=_mfu(run, tokens_per_s),
+            overflow=self._measure_overflow(),
         )
+
+    def _measure_overflow(self) -> int | None:
+        if self._overflow is None:
+            return None
+        mine = overflowed_tokens(self._run.model) - self._overflow
+        return round(float(self._run.ranks.mean(mine.double())) * self._run.ranks.size)
 
 
 def _mfu(run: TrainingRun, tokens_per_s: float) -> float | None:
