@@ -1,19 +1,16 @@
-"""Models of the benchmark beside the trainer's GPT: mixture of experts, BERT, a residual net.
+"""Models of the benchmark beside the trainer's GPT: BERT, a residual net.
 
 Every model has its layers in ``blocks`` and returns its loss.
 
-Shapes: B = sequences or images, T = tokens of a sequence, P = masked places of a sequence, N = B T,
-C = hidden size or channels, S = side of an image, E = experts, K = experts per token.
+Shapes: B = sequences or images, T = tokens of a sequence, P = masked places of a sequence,
+C = hidden size or channels, S = side of an image.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-
-from graphfsdp.training.gpt import Attention, GPTConfig
 
 # Share of the tokens that BERT predicts, as in MLPerf's: 76 of 512.
 MASKED_SHARE = 0.15
@@ -21,117 +18,6 @@ MASKED_SHARE = 0.15
 NUM_SPECIAL = 3
 NUM_COLOURS = 3
 NUM_STAGES = 3
-
-
-@dataclass(frozen=True)
-class MoEConfig(GPTConfig):
-    """``capacity_factor`` is places of an expert over its fair share of the tokens.
-
-    A full expert drops tokens, so that every shape is known beforehand.
-    """
-
-    num_experts: int = 8
-    experts_per_token: int = 2
-    capacity_factor: float = 1.25
-    balance_weight: float = 0.01
-
-    def capacity(self, num_tokens: int) -> int:
-        share = num_tokens * self.experts_per_token / self.num_experts
-        return min(num_tokens, math.ceil(share * self.capacity_factor))
-
-
-class ExpertLayer(nn.Module):
-    """Sends each token to a few experts, each a feed-forward layer of its own.
-
-    Source: Lepikhin et al. 2020 (arXiv:2006.16668), section 2.2, and Fedus et al. 2021
-    (arXiv:2101.03961), equations 4 to 6, for the loss that balances.
-    """
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.ffn_size
-        self.config = config
-        self.router = nn.Linear(width, config.num_experts, bias=False)
-        self.up = nn.Parameter(torch.empty(config.num_experts, width, inner))
-        self.down = nn.Parameter(torch.empty(config.num_experts, inner, width))
-        self.register_buffer("numbers", torch.arange(config.num_experts), persistent=False)
-
-    def forward(
-        self,
-        x: Tensor,  # [B, T, C]
-    ) -> tuple[Tensor, Tensor]:  # [B, T, C]; [] float32, the balancing loss
-        """A token that all experts drop becomes zero.
-
-        Capture: all shapes follow from those of the input.
-        """
-        tokens = x.flatten(0, 1)  # [N, C]
-        num_tokens, width = tokens.shape
-        config, places = self.config, self.config.capacity(num_tokens)
-        shares = self.router(tokens).float().softmax(dim=-1)  # [N, E]
-        weights, experts = shares.topk(config.experts_per_token, dim=-1)  # [N, K]
-        # All first choices come before all second ones, so that they get the places first.
-        chosen = experts.t().flatten()[:, None] == self.numbers  # [K N, E]
-        place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)  # [K N]
-        kept = place < places
-        num_slots = config.num_experts * places
-        slot = torch.where(kept, experts.t().flatten() * places + place, num_slots)
-        sent = tokens.repeat(config.experts_per_token, 1)  # [K N, C]
-        # The place after the last one takes what is dropped.
-        filled = tokens.new_zeros(num_slots + 1, width).index_copy(0, slot, sent)
-        hidden = F.gelu(filled[:-1].view(config.num_experts, places, width).bmm(self.up))
-        done = hidden.bmm(self.down).view(num_slots, width)
-        done = torch.cat([done, done.new_zeros(1, width)])
-        weights = (weights / weights.sum(-1, keepdim=True)).t().flatten().to(x.dtype)
-        mixed = (done.index_select(0, slot) * weights[:, None]).view(-1, num_tokens, width).sum(0)
-        used = chosen[:num_tokens].float().mean(0)  # share of first choices, by expert
-        balance = config.num_experts * (used * shares.mean(0)).sum()
-        return mixed.view_as(x), balance
-
-
-class MoEBlock(nn.Module):
-    """Attention, then experts, each on a normalised copy and added to the stream."""
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.attention = Attention(config)
-        self.expert_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.experts = ExpertLayer(config)
-
-    def forward(
-        self,
-        x: Tensor,  # [B, T, C]
-    ) -> tuple[Tensor, Tensor]:  # [B, T, C]; [] float32
-        x = x + self.attention(self.attention_norm(x))
-        mixed, balance = self.experts(self.expert_norm(x))
-        return x + mixed, balance
-
-
-class MoEModel(nn.Module):
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.num_layers))
-        self.final_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        for param in self.parameters():
-            if param.dim() > 1:
-                nn.init.normal_(param, std=config.init_std)
-
-    def forward(
-        self,
-        tokens: Tensor,  # [B, T] int64
-        targets: Tensor,  # [B, T] int64
-    ) -> Tensor:  # [] float32, nats per token, and the balancing loss
-        x = self.token_embedding(tokens)
-        balances = []
-        for block in self.blocks:
-            x, balance = block(x)
-            balances.append(balance)
-        logits = self.output(self.final_norm(x)).float().flatten(0, 1)
-        loss: Tensor = F.cross_entropy(logits, targets.flatten())
-        return loss + self.config.balance_weight * torch.stack(balances).mean()
 
 
 @dataclass(frozen=True)

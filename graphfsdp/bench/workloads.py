@@ -15,8 +15,6 @@ from graphfsdp.bench.models import (
     BertModel,
     ConvConfig,
     ConvNet,
-    MoEConfig,
-    MoEModel,
 )
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
@@ -32,7 +30,7 @@ class ZooConfig:
         return zoo.architectures()[self.name]
 
 
-ModelConfig = GPTConfig | MoEConfig | BertConfig | ConvConfig | ZooConfig
+ModelConfig = GPTConfig | BertConfig | ConvConfig | ZooConfig
 DtypeName = Literal["fp32", "bf16"]
 # Bytes of text, and the three tokens that BERT adds, rounded up.
 _BYTES, _BYTES_AND_SPECIAL = 256, 264
@@ -101,7 +99,6 @@ def make_model(model: ModelConfig) -> nn.Module:
         return model.architecture.make()
     kinds: dict[type[ModelConfig], Callable[[Any], nn.Module]] = {
         GPTConfig: GPT,
-        MoEConfig: MoEModel,
         BertConfig: BertModel,
         ConvConfig: ConvNet,
     }
@@ -129,8 +126,9 @@ def _llama(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -
     )
 
 
-def _moe(shape: GPTConfig, num_experts: int) -> MoEConfig:
-    return MoEConfig(**vars(shape), num_experts=num_experts)
+def _moe(shape: GPTConfig, num_experts: int) -> GPTConfig:
+    balance = 0.01 / shape.num_layers
+    return replace(shape, num_experts=num_experts, swiglu=False, moe_aux_loss_coeff=balance)
 
 
 def _preset(name: str, seq_length: int | None = None) -> GPTConfig:

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
 from graphfsdp.bench.contenders import (
@@ -14,7 +14,7 @@ from graphfsdp.bench.contenders import (
     learning_rate,
 )
 from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, find_peak, model_flops, num_parameters
-from graphfsdp.bench.models import BertConfig, ExpertLayer, MoEConfig
+from graphfsdp.bench.models import BertConfig
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
@@ -86,48 +86,6 @@ def test_masking_is_that_of_bert() -> None:
     untouched = torch.ones_like(tokens).scatter(1, places, 0) == 1
     assert not ((tokens == mask) & untouched).any()
     assert follows.double().mean().item() == pytest.approx(0.5, abs=0.13)
-
-
-def moe_layer(capacity_factor: float) -> tuple[MoEConfig, ExpertLayer]:
-    config = MoEConfig(
-        vocab_size=8, seq_length=8, num_layers=1, hidden_size=4, num_attention_heads=1,
-        ffn_hidden_size=6, num_experts=4, capacity_factor=capacity_factor,
-    )  # fmt: skip
-    layer = ExpertLayer(config)
-    for param in layer.parameters():
-        nn.init.normal_(param)
-    return config, layer
-
-
-def expert_by_expert(layer: ExpertLayer, x: Tensor, places: int) -> Tensor:
-    """What the layer should compute, token by token; first choices take their places first."""
-    tokens = x.flatten(0, 1)
-    shares = layer.router(tokens).softmax(-1)
-    result, used = torch.zeros_like(tokens), [0] * 4
-    for choice in range(2):
-        for index, token in enumerate(tokens):
-            weights, experts = shares[index].topk(2)
-            expert = int(experts[choice])
-            used[expert] += 1
-            if used[expert] <= places:
-                hidden = nn.functional.gelu(token @ layer.up[expert]) @ layer.down[expert]
-                result[index] += hidden * weights[choice] / weights.sum()
-    return result.view_as(x)
-
-
-@pytest.mark.parametrize("capacity_factor", [0.5, 1.0, 4.0])
-def test_experts_compute_what_they_would_one_by_one_and_drop_the_rest(
-    capacity_factor: float,
-) -> None:
-    config, layer = moe_layer(capacity_factor)
-    x = torch.randn(3, 8, 4)
-    places = config.capacity(24)
-    assert places == min(24, round(24 * 2 / 4 * capacity_factor))
-    mixed, balance = layer(x)
-    torch.testing.assert_close(mixed, expert_by_expert(layer, x, places))
-    assert balance.item() > 0
-    dropped = (mixed == 0).all(-1).sum().item()
-    assert dropped == 0 if capacity_factor == 4.0 else dropped > 0 or capacity_factor == 1.0
 
 
 def test_names_say_how_large_the_models_are() -> None:
