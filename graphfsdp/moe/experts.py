@@ -86,8 +86,8 @@ class Experts(nn.Module):
         Capture: no host sync.
         """
         device = rows.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else self.up.dtype
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if casts else self.up.dtype
         rows = rows.to(dtype)
         inner = grouped_mm(rows, self.up.to(dtype), ends, most)
         if self.gate is None:

@@ -1,6 +1,7 @@
 """Which experts take a token, by scores that are learned, and what keeps them equally busy."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Self, get_args
 
 import torch
@@ -90,7 +91,7 @@ class Router(nn.Module):
         """
         num_sequences, num_experts = x.shape[0], self.expert_bias.numel()
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with _in_full(x.device):
             logits = F.linear(x.to(wide), self.gate.weight.to(wide))  # [B, T, E]
         is_softmax = self.score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
@@ -132,3 +133,9 @@ class Router(nn.Module):
         if self.expert_bias.dtype != torch.float32:  # else small steps would be rounded away
             self.expert_bias = self.expert_bias.float()
         return self
+
+
+def _in_full(device: torch.device) -> AbstractContextManager[object]:
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
