@@ -95,7 +95,7 @@ def _collective_table(plan: TrainingPlan) -> Table:
     table = Table(title="collectives of one iteration", title_justify="left")
     for name in ("operation", "units", "calls", "bytes of a call", "a rank sends"):
         table.add_column(name, justify="left" if name in ("operation", "units") else "right")
-    for calls in _equal_ones(plan.model.collectives()):
+    for calls in _equal_ones(plan.collectives()):
         first = calls[0]
         units = first.unit if len(calls) == 1 else f"{first.unit} ... {calls[-1].unit}"
         table.add_row(

@@ -4,7 +4,7 @@ What the layout decides comes from the functions that lay out the real run, so i
 byte. Nothing here allocates: the model may lie on the meta device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from graphfsdp.base.memory_plan import neighbour_starts, round_up
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.pool_rehearsal import PlannedMesh, PlannedPool, RunForward, rehearse_pool
+from graphfsdp.sharding.layout import BufferLayout
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
 
 ROOT = "(root)"
@@ -50,6 +51,7 @@ class UnitPlan:
 
     name: str
     buffers: tuple[BufferPlan, ...]
+    mesh: PlannedMesh
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,19 @@ class ModelPlan:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, on all ranks together."""
-        return sum(buffer.layout.numel for buffer in self.buffers)
+        return self._of_all_ranks(lambda layout: layout.numel)
 
     @property
     def num_padding(self) -> int:
         """Elements that belong to no parameter, on all ranks together."""
-        return sum(buffer.layout.num_padding for buffer in self.buffers)
+        return self._of_all_ranks(lambda layout: layout.num_padding)
+
+    def _of_all_ranks(self, count: Callable[[BufferLayout], int]) -> int:
+        return sum(
+            unit.mesh.num_expert_ranks * count(buffer.layout)
+            for unit in self.units
+            for buffer in unit.buffers
+        )
 
     @property
     def main_weight_bytes(self) -> int:
@@ -147,9 +156,10 @@ class ModelPlan:
         """
         num_params = sum(len(buffer.names) for buffer in self.buffers if buffer.trainable)
         numel = 0
+        parts = {id(each): unit.mesh.part(rank) for unit in self.units for each in unit.buffers}
         for (dtype, trainable), members in _by_storage(self.buffers).items():
             if trainable:
-                pieces = sorted(_pieces(members, dtype.itemsize, self.mesh.part(rank)))
+                pieces = sorted(_pieces(members, dtype.itemsize, parts))
                 numel += _numel_on_borders(pieces)
         return _NUM_MOMENTS * _MOMENT_BYTES * numel + _COUNT_BYTES * num_params
 
@@ -163,10 +173,10 @@ class ModelPlan:
         if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
             gathers = self.num_microbatches * (2 if self.reshard_after_forward else 1)
         reduces = self.num_microbatches if self.strategy.stage >= 2 else 1
-        num_inner, num_outer = self.mesh.num_inner, self.mesh.num_outer
+        num_outer = self.mesh.num_outer
         found = []
         for unit in self.units:
-            name = unit.name or ROOT
+            name, num_inner = unit.name or ROOT, unit.mesh.num_inner
             for buffer in unit.buffers:
                 if not buffer.layout.total_numel:
                     continue
@@ -179,7 +189,7 @@ class ModelPlan:
                     found.append(Collective(op, name, reduces, size, num_inner))
                 if num_outer > 1:
                     found += self._outside(f"{name}, outer axis", buffer)
-        cut_over = [num_inner]
+        cut_over = [self.mesh.num_inner]
         if self.mesh.cuts_outside and num_outer > 1:
             cut_over.append(num_outer)
         scales = sum(buffer.num_scales for buffer in self.buffers if buffer.sharded)
@@ -189,7 +199,9 @@ class ModelPlan:
                 num_bytes = scales * torch.float32.itemsize
                 found.append(Collective("all_reduce", largest, 1, num_bytes, num_ranks))
         if any(buffer.sharded and buffer.trainable for buffer in self.buffers):
-            for num_ranks in cut_over:
+            apart = [unit.mesh for unit in self.units if unit.mesh.num_expert_ranks > 1][:1]
+            axes = [ranks for mesh in apart for ranks in (mesh.num_inner, mesh.num_expert_ranks)]
+            for num_ranks in (*cut_over, *(ranks for ranks in axes if ranks > 1)):
                 norm = "norm of the gradients"
                 found.append(Collective("all_reduce", norm, 1, _NORM_BYTES, num_ranks))
         return tuple(found)
@@ -213,6 +225,8 @@ def plan_model(
     num_ranks: int,
     num_outer: int = 1,
     cuts_outside: bool = False,
+    expert_units: Sequence[str] = (),
+    num_expert_ranks: int = 1,
     strategy: str | int | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS,
     mp_policy: MixedPrecisionPolicy | None = None,
     num_microbatches: int = 1,
@@ -225,7 +239,8 @@ def plan_model(
     ``units`` are in the order of wrapping; the root comes last by itself. ``run(copy)`` is the
     forward pass of a micro-batch of a copy on the meta device, and returns the loss; so the pool is
     found to the byte. ``num_outer`` of the ranks hold the same shard; with ``cuts_outside`` main
-    weights, main grads and optimizer state are cut over these too.
+    weights, main grads and optimizer state are cut over these too. ``num_expert_ranks`` share out
+    the experts in ``expert_units``, of which the model has those of one rank.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ConfigError(
@@ -234,8 +249,10 @@ def plan_model(
         )
     parsed, policy = ShardingStrategy.parse(strategy), mp_policy or MixedPrecisionPolicy()
     mesh = PlannedMesh(num_ranks, num_outer, cuts_outside and num_outer > 1)
+    apart = PlannedMesh(num_ranks, num_expert_ranks=num_expert_ranks)
+    meshes = {"": mesh} | dict.fromkeys(expert_units, apart)
     plan = ModelPlan(
-        units=_plan_units(model, units, policy, parsed, mesh.num_parts),
+        units=_plan_units(model, units, policy, parsed, meshes),
         strategy=parsed,
         mesh=mesh,
         num_microbatches=num_microbatches,
@@ -248,7 +265,7 @@ def plan_model(
         model,
         units,
         run,
-        mesh=mesh,
+        meshes=meshes,
         strategy=parsed,
         policy=policy,
         num_microbatches=num_microbatches,
@@ -263,7 +280,7 @@ def _plan_units(
     names: Sequence[str],
     policy: MixedPrecisionPolicy,
     strategy: ShardingStrategy,
-    num_parts: int,
+    meshes: Mapping[str, PlannedMesh],
 ) -> tuple[UnitPlan, ...]:
     """Return the units of a model in the order of its modules, the root first."""
     modules = dict(model.named_modules())
@@ -289,8 +306,9 @@ def _plan_units(
             )
             for inner, param in params.items()
         }
-        buffers = plan_buffers(kinds, policy=policy, strategy=strategy, num_ranks=num_parts)
-        plans.append(UnitPlan(name, tuple(buffers)))
+        mesh = meshes.get(name, meshes[""])
+        buffers = plan_buffers(kinds, policy=policy, strategy=strategy, num_ranks=mesh.num_parts)
+        plans.append(UnitPlan(name, tuple(buffers), mesh))
     order = {name: index for index, name in enumerate(modules)}
     return tuple(sorted(plans, key=lambda plan: order[plan.name]))
 
@@ -310,15 +328,18 @@ def _bytes_together(buffers: Sequence[BufferPlan], itemsize: int) -> int:
 
 
 def _pieces(
-    buffers: Sequence[BufferPlan], itemsize: int, part: int
+    buffers: Sequence[BufferPlan], itemsize: int, parts: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield a rank's part of each parameter: the optimizer's group, first element, elements."""
+    """Yield a rank's part of each parameter: the optimizer's group, first element, elements.
+
+    ``parts`` says which part of each buffer the rank has, by the buffer's id.
+    """
     starts = neighbour_starts((buffer.main_numel for buffer in buffers), itemsize)
     for buffer, start in zip(buffers, starts, strict=False):
         for slot in buffer.layout.slots:
             group = 0 if len(slot.shape) >= 2 else 1  # matrices, vectors
             if buffer.sharded:
-                rows = buffer.layout.local_rows(slot, part)
+                rows = buffer.layout.local_rows(slot, parts[id(buffer)])
                 yield group, start + rows.shard_offset, rows.numel
             else:
                 yield group, start + slot.offset, slot.numel

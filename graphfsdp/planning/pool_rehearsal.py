@@ -7,7 +7,7 @@ collectives do nothing, until the pool has come to rest.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -35,12 +35,14 @@ RunForward = Callable[[nn.Module], Tensor]
 class PlannedMesh:
     """Ranks of a mesh (replicate, shard), counted along the inner axis first.
 
-    With ``cuts_outside`` main weights, main grads and optimizer state are cut over both axes.
+    With ``cuts_outside`` main weights, main grads and optimizer state are cut over both axes. Of
+    ``num_expert_ranks`` neighbours each holds other experts.
     """
 
     num_ranks: int
     num_outer: int = 1
     cuts_outside: bool = False
+    num_expert_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_outer < 1 or self.num_ranks % self.num_outer:
@@ -52,7 +54,7 @@ class PlannedMesh:
     @property
     def num_inner(self) -> int:
         """Ranks that a unit's gathered weights come from."""
-        return self.num_ranks // self.num_outer
+        return self.num_ranks // self.num_outer // self.num_expert_ranks
 
     @property
     def num_parts(self) -> int:
@@ -60,7 +62,7 @@ class PlannedMesh:
         return self.num_ranks if self.cuts_outside else self.num_inner
 
     def part(self, rank: int) -> int:
-        outer, inner = divmod(rank, self.num_inner)
+        outer, inner = divmod(rank // self.num_expert_ranks, self.num_inner)
         return inner * self.num_outer + outer if self.cuts_outside else inner
 
 
@@ -72,7 +74,7 @@ class PlannedPool:
     peak_bytes: int
 
 
-class _Ranks:
+class PlannedRanks:
     """What units ask of a process group; nothing is ever sent."""
 
     group_name = "planned"
@@ -107,16 +109,19 @@ def rehearse_pool(
     units: Sequence[str],
     run: RunForward,
     *,
-    mesh: PlannedMesh,
+    meshes: Mapping[str, PlannedMesh],
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
     num_microbatches: int,
     reshard_after_forward: bool,
     overlap: OverlapPolicy,
 ) -> PlannedPool:
-    """Run iterations of a copy on the meta device until the pool fits; see ``plan_model``."""
+    """Run iterations of a copy on the meta device until the pool fits; see ``plan_model``.
+
+    ``meshes`` are the units', by name; the root's is that of all others.
+    """
     options = UnitOptions(
-        mesh=_unit_mesh(mesh),
+        mesh=_unit_mesh(meshes[""]),
         strategy=strategy,
         policy=policy,
         reshard_after_forward=reshard_after_forward,
@@ -127,7 +132,8 @@ def rehearse_pool(
     root = _on_meta(model)
     for name in (*(name for name in units if name), ""):
         module = root.get_submodule(name)
-        make_unit([module], _PlannedGroup([module], options))
+        own = replace(options, mesh=_unit_mesh(meshes.get(name, meshes[""])))
+        make_unit([module], _PlannedGroup([module], own))
     shards = join_units(root, _PlannedShards)
     pool = shards.units[0].schedule.pool
     for iteration in range(_MAX_ITERATIONS):
@@ -154,8 +160,8 @@ def _iterate(root: nn.Module, shards: ModelShards, run: RunForward, num_microbat
 
 
 def _unit_mesh(mesh: PlannedMesh) -> UnitMesh:
-    inner = cast(dist.ProcessGroup, _Ranks(mesh.num_inner))
-    outer = cast(dist.ProcessGroup, _Ranks(mesh.num_outer)) if mesh.num_outer > 1 else None
+    inner = cast(dist.ProcessGroup, PlannedRanks(mesh.num_inner))
+    outer = cast(dist.ProcessGroup, PlannedRanks(mesh.num_outer)) if mesh.num_outer > 1 else None
     return UnitMesh(cast(DeviceMesh, None), inner, outer, cuts_outside=mesh.cuts_outside)
 
 

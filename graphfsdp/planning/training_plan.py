@@ -4,20 +4,24 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from graphfsdp.errors import ConfigError
+from graphfsdp.moe.dispatch import Capacity
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
-from graphfsdp.planning.pool_rehearsal import RunForward
+from graphfsdp.planning.pool_rehearsal import PlannedRanks, RunForward
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
 from graphfsdp.training.data import BYTES_VOCAB_SIZE
+from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token
 
 _TOKEN_BYTES = 8
+_COUNT_BYTES = 8  # of an expert's tokens, an int64
 _PROBED_LAYERS = (2, 3)  # every further layer takes as much as the third
 _MICRO = 1e-6
 _TERA = 1e12
@@ -100,6 +104,10 @@ class TrainingPlan:
     speeds: Speeds
     time: TimeEstimate  # from these speeds
 
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return what ranks do together in one iteration, the experts' exchanges included."""
+        return (*self.model.collectives(), *_exchanges(self.config, self.batch))
+
     def memory(self) -> tuple[MemoryLine, ...]:
         model, batch = self.model, self.batch
         inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
@@ -140,7 +148,7 @@ class TrainingPlan:
             "saved_activation_bytes": self.activations.saved_bytes,
             "collectives": [
                 dataclasses.asdict(call) | {"wire_bytes": call.wire_bytes}
-                for call in model.collectives()
+                for call in self.collectives()
             ],
             "speeds": dataclasses.asdict(self.speeds),
             "flops": self.flops,
@@ -162,13 +170,23 @@ def plan_training(
     """
     batch = config.batch(num_ranks)
     vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
-    model = make_model(config, vocab_size, torch.device("meta"), config.main_dtype)
+    model = _make_model(config, vocab_size, config.main_dtype)
+    blocks = [f"blocks.{index}" for index in range(config.num_layers)]
+    num_expert_ranks = config.expert_model_parallel_size
+    if num_ranks % num_expert_ranks:
+        raise ConfigError(
+            f"--expert-model-parallel-size {num_expert_ranks} does not divide --world-size "
+            f"{num_ranks}"
+        )
+    experts = [f"{block}.ffn.experts" for block in blocks] if num_expert_ranks > 1 else []
     plan = plan_model(
         model,
-        [f"blocks.{index}" for index in range(config.num_layers)],
+        [*experts, *blocks],
         num_ranks=num_ranks,
         num_outer=config.num_distributed_optimizer_instances,
         cuts_outside=config.outer_dp_sharding_strategy == "optim",
+        expert_units=experts,
+        num_expert_ranks=num_expert_ranks,
         strategy=config.sharding,
         mp_policy=config.mp_policy,
         num_microbatches=batch.num_microbatches,
@@ -185,15 +203,46 @@ def plan_training(
         activations=_activations(config, vocab_size),
         flops=flops,
         speeds=used,
-        time=estimate_time(flops, plan.collectives(), used),
+        time=estimate_time(flops, (*plan.collectives(), *_exchanges(config, batch)), used),
     )
+
+
+def _make_model(config: TrainConfig, vocab_size: int, dtype: torch.dtype) -> GPT:
+    """Return the model of the first rank, without memory."""
+    group = cast(dist.ProcessGroup, PlannedRanks(config.expert_model_parallel_size))
+    return make_model(config, vocab_size, torch.device("meta"), dtype, group)
+
+
+def _exchanges(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
+    """Yield what experts that ranks share out send: rows and their number, and rows back."""
+    num_experts, num_ranks = config.num_experts, config.expert_model_parallel_size
+    if num_experts is None:
+        return
+    if num_ranks > 1:
+        capacity = Capacity(
+            num_tokens=batch.micro_batch_size * batch.seq_length,
+            topk=config.moe_router_topk,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            factor=config.moe_expert_capacity_factor,
+        )
+        row_bytes = config.hidden_size * config.param_dtype.itemsize
+        row_bytes *= num_ranks * capacity.rows_for_rank
+        count = config.num_layers * batch.num_microbatches
+        yield Collective("all_to_all", "tokens of experts", 4 * count, row_bytes, num_ranks)
+        num_bytes = _COUNT_BYTES * num_experts
+        yield Collective("all_to_all", "numbers of tokens", count, num_bytes, num_ranks)
+    if config.moe_router_bias_update_rate:
+        num_bytes = _COUNT_BYTES * num_experts
+        routers = "tokens of all ranks, for the bias"
+        yield Collective("all_reduce", routers, config.num_layers, num_bytes, batch.num_ranks)
 
 
 def _activations(config: TrainConfig, vocab_size: int) -> Activations:
     found = []
     for layers in _PROBED_LAYERS:
         probe = dataclasses.replace(config, num_layers=layers)
-        model = make_model(probe, vocab_size, torch.device("meta"), config.param_dtype)
+        model = _make_model(probe, vocab_size, config.param_dtype)
         found.append(measure_activations(model, functools.partial(_forward_of(config), model)))
     few, more = found
     return more.extended(few, config.num_layers - _PROBED_LAYERS[1])

@@ -103,8 +103,9 @@ def flops_per_token(model: GPT) -> int:
     config = model.config
     num_weights = sum(param.numel() for param in model.parameters())
     if config.num_experts is not None:
-        of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-        num_weights -= of_experts - of_experts * config.moe_router_topk // config.num_experts
+        experts = [param for name, param in model.named_parameters() if ".experts." in name]
+        num_weights -= sum(param.numel() for param in experts)
+        num_weights += sum(config.moe_router_topk * param.shape[1:].numel() for param in experts)
     if model.position_embedding is not None:
         num_weights -= model.position_embedding.weight.numel()
     if config.untie_embeddings_and_output_weights:

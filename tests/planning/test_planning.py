@@ -17,12 +17,14 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, plan_model
-from graphfsdp.planning.training_plan import Speeds, estimate_time
+from graphfsdp.planning.training_plan import Speeds, estimate_time, plan_training
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.build import shard_model
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
+from parallel_models import EP_AXES
 from ranks import RankPool
-from sharding_helpers import STRATEGIES
+from sharding_helpers import STRATEGIES, hybrid_mesh
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 POLICIES = {
@@ -31,6 +33,7 @@ POLICIES = {
     "float8": MixedPrecisionPolicy(param_dtype=torch.bfloat16, gather_format="float8"),
     "rowwise": MixedPrecisionPolicy(gather_format="float8_rowwise"),
 }
+WRITERS = ("all_gather", "all_to_all")
 NUM_CALLS = 6
 SEQUENCES, POSITIONS = 4, 5
 
@@ -68,6 +71,19 @@ def real_world(
         num_instances=1 if outer is None else 2,
         outer_strategy=outer or "no_shard",
     )
+    return what_is_there(model, microbatches)
+
+
+def world_of_experts(config: TrainConfig) -> dict[str, Any]:
+    size = config.expert_model_parallel_size
+    mesh = hybrid_mesh((dist.get_world_size() // size, size), EP_AXES)
+    torch.manual_seed(0)
+    model = GPT(config.gpt(37), mesh.get_group("ep"))
+    shard_model(model, config.sharding, config.mp_policy, expert_mesh=mesh)
+    return what_is_there(model, config.batch(dist.get_world_size()).num_microbatches)
+
+
+def what_is_there(model: GPT, microbatches: int) -> dict[str, Any]:
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
     optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
@@ -83,9 +99,9 @@ def real_world(
             op = node.op.split(".")[1].removesuffix("_")
             if op == "wait":  # of a collective that was begun before
                 continue
-            # The whole buffer is what an all-gather writes and what a reduction reads. Main
+            # The whole buffer is what gathers and exchanges write and what a reduction reads. Main
             # grads, which a reduction may write, lie in a storage with those of other units.
-            seen = (node.writes, node.reads) if op == "all_gather" else (node.reads, node.writes)
+            seen = (node.writes, node.reads) if op in WRITERS else (node.reads, node.writes)
             sizes = [buffers[number].num_bytes for number in seen[0] or seen[1]]
             collectives[op, max(sizes)] += 1
     units = [unit_of(m) for m in model.modules() if isinstance(m, graphfsdp.FSDPModule)]
@@ -128,6 +144,33 @@ def check(
             "states": plan.state_bytes(rank),
             "collectives": planned,
         }
+
+
+def test_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPool) -> None:
+    shape = dataclasses.replace(
+        SHAPE, num_experts=4, moe_router_bias_update_rate=0.1, moe_expert_capacity_factor=1.5
+    )
+    config = TrainConfig(
+        **{name: value for name, value in vars(shape).items() if name != "init_std"},
+        expert_model_parallel_size=2,
+        micro_batch_size=SEQUENCES // 2,
+        global_batch_size=SEQUENCES * 4,
+        data_parallel_sharding_strategy="optim_grads_params",
+    )
+    plan = plan_training(config, num_ranks=4)
+    planned: Counter[tuple[str, int]] = Counter()
+    for call in plan.collectives():
+        planned[call.op, call.buffer_bytes] += call.count
+    for rank, real in enumerate(ranks4.run(world_of_experts, config)):
+        assert real == {
+            "buffers": [(b.layout, b.sharded, b.dtypes) for b in plan.model.buffers],
+            "main": plan.model.main_weight_bytes,
+            "grads": plan.model.main_grad_bytes,
+            "states": plan.model.state_bytes(rank),
+            "collectives": planned,
+        }
+    whole = sum(param.numel() for param in GPT(config.gpt(37)).parameters())
+    assert plan.model.num_parameters == whole
 
 
 @pytest.mark.parametrize(
