@@ -129,7 +129,7 @@ class Router(nn.Module):
         self.expert_bias.add_(missing.sign(), alpha=self.bias_update_rate)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.expert_bias.dtype != torch.float32:  # else small steps would be rounded away
             self.expert_bias = self.expert_bias.float()
         return self

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphfsdp
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.moe import Experts
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.data import BYTES_VOCAB_SIZE, BatchSampler, Corpus, load_corpus
@@ -165,9 +166,10 @@ def shard_model(
             "add --num-distributed-optimizer-instances"
         )
     mesh = _mesh_of(model, num_instances)
-    for block in model.blocks if expert_mesh is not None else ():
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    for each in experts if expert_mesh is not None else ():
         graphfsdp.fully_shard(
-            block.ffn.experts,
+            each,
             expert_mesh,
             shard_axis="edp",
             expert_axis="ep",

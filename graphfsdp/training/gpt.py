@@ -278,7 +278,8 @@ class Block(nn.Module):
         if isinstance(self.ffn, MoE):
             mixed, aux_loss = self.ffn(self.ffn_norm(x))
             return x + self.dropout(mixed), aux_loss
-        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+        x = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return x
 
 
 class GPT(nn.Module):

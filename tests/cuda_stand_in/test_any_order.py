@@ -100,7 +100,7 @@ def with_contexts(strategy: str) -> Any:
     return shard(model.to(rank_device()), strategy, **OVERLAP)
 
 
-MOVING = {"bias_update_rate": 0.01, "capacity_factor": 1.5, "recomputes": True}
+MOVING: dict[str, Any] = {"bias_update_rate": 0.01, "capacity_factor": 1.5, "recomputes": True}
 MODELS: dict[str, Callable[[], Any]] = {
     **{
         f"{strategy} overlapped": functools.partial(make_net, strategy, 0.3, **OVERLAP)

@@ -128,18 +128,15 @@ def test_what_has_no_room_is_counted_and_adds_nothing(device: torch.device) -> N
 @pytest.mark.parametrize("where", ["capture", "optimizer"])
 def test_an_overflow_can_leave_the_step_out(device: torch.device, where: str) -> None:
     """A batch of equal tokens, which all want the same experts, has no room; others have."""
-    skips = {"skip_nonfinite": True}
     weights = []
     for scope in ("none", "full_iteration"):
         torch.manual_seed(0)
         model = MixedModel(capacity_factor=1.9, on_overflow="skip").to(device)
-        optimizer = FusedAdam(
-            model.parameters(), lr=0.01, **(skips if where == "optimizer" else {})
-        )
-        in_capture = skips if where == "capture" else {}
+        optimizer = FusedAdam(model.parameters(), lr=0.01, skip_nonfinite=where == "optimizer")
+        skips = where == "capture"
         crowded_calls = (1, 6, 9, 15)
         generator = torch.Generator().manual_seed(0)
-        with graphfsdp.capture(model, optimizer, scope=scope, **in_capture) as step:
+        with graphfsdp.capture(model, optimizer, scope=scope, skip_nonfinite=skips) as step:
             before, skipped = 0, 0.0
             for call in range(16):
                 tokens, targets = (part.to(device) for part in tokens_of(6, generator))
@@ -235,7 +232,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_a_loop_of_its_own_moves_the_bias_too() -> None:
     """iteration= calls whatever ends an iteration, after the user's function."""
-    model = MixedModel(bias_update_rate=0.01)
+    model: Any = MixedModel(bias_update_rate=0.01)
     optimizer = FusedAdam(model.parameters(), lr=0.01)
 
     def iteration(model: nn.Module, optimizer: Any, tokens: Tensor, targets: Tensor) -> Tensor:
