@@ -115,7 +115,7 @@ def combine(
         results = torch.empty_like(results).index_copy(0, rows.order, results)
         results = _exchange(results, rows.group)
     padded = torch.cat([results, results.new_zeros(1, results.shape[1])])
-    found = padded.index_select(0, rows.slots).view(*weights.shape, -1)  # [N, K, C]
+    found = padded.index_select(0, rows.slots).view(*weights.shape, padded.shape[1])  # [N, K, C]
     return (found * weights.to(found.dtype)[..., None]).sum(1)
 
 

@@ -120,6 +120,8 @@ class MoE(nn.Module, IterationPart):
         x: Tensor,  # [B, T, C], or [T, C], one sequence
     ) -> tuple[Tensor, Tensor]:  # like x; [] float32, the auxiliary loss times its coefficient
         """Capture: no host sync, all shapes follow from the input's; see ``dispatch``."""
+        if x.dim() not in (2, 3):
+            raise ConfigError(f"MoE takes [B, T, C] or [T, C], got shape {tuple(x.shape)}")
         sequences = x if x.dim() == 3 else x[None]
         weights, experts, counts, aux_loss = self.router(sequences)
         tokens = x.reshape(-1, x.shape[-1])

@@ -225,6 +225,9 @@ def test_what_cannot_be_is_refused() -> None:
         MoE(C, 0, E)
     with pytest.raises(ConfigError, match=r"no graphfsdp\.moe\.MoE"):
         overflowed_tokens(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"takes \[B, T, C\] or \[T, C\], got shape \(16,\)"):
+        make()(torch.randn(C))
+    assert make(topk=1)(torch.randn(3, 0, C))[0].shape == (3, 0, C)
     model = MixedModel(capacity_factor=1.0, on_overflow="skip")
     with pytest.raises(ConfigError, match=r"'blocks\.0\.moe' makes gradients NaN"):
         graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
