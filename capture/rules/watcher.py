@@ -25,6 +25,7 @@ from graphfsdp._capture.rules.refusals import (
     for_this_place,
     is_fixed_result,
     refuse_op,
+    running_optimizer,
 )
 from graphfsdp._capture.rules.streams import StreamWatch
 from graphfsdp._capture.trace.source import (
@@ -34,7 +35,7 @@ from graphfsdp._capture.trace.source import (
     user_source_line,
 )
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
-from graphfsdp.base.hazards import HazardLog, SourceLine
+from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.errors import CaptureError
 
@@ -201,8 +202,13 @@ class Watcher:
         return seal(result)
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
-        if not self._num_quiet:
+        if not self._num_quiet and not self._runs_as_written(refusal):
             self.refuse(name, refusal)
+
+    def _runs_as_written(self, refusal: Refusal) -> bool:
+        """Tell whether it is compiled code of an optimizer, which runs uncompiled on a CPU."""
+        is_compiled = refusal.kind is HazardKind.COMPILED and self._device.type == "cpu"
+        return is_compiled and running_optimizer() is not None
 
     def on_opaque_call(self, begins: bool) -> None:
         """Stop judging inside a call that was refused as a whole, and begin again after it."""

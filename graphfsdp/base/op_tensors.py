@@ -1,7 +1,9 @@
 """Operator calls: which tensors they take, read and write, and the mode that sees them."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,16 @@ def is_wrapper_subclass(kind: type) -> bool:
 def computes_nothing() -> bool:
     """Tell whether operators only find out shapes now (DTensor does that before it shards)."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def as_written() -> AbstractContextManager[object]:
+    """Run what torch.compile has made as it was written, while the body runs.
+
+    Under a dispatch mode torch gives up on a compiled function, for the rest of the process.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return nullcontext()  # nothing is compiled; this import would take seconds
+    return torch.compiler.set_stance("force_eager")
 
 
 def flat_tensors(values: Any) -> list[Tensor]:
