@@ -58,7 +58,8 @@ def as_written() -> AbstractContextManager[object]:
     """
     if "torch._dynamo.eval_frame" not in sys.modules:
         return nullcontext()  # nothing is compiled; this import would take seconds
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def flat_tensors(values: Any) -> list[Tensor]:

@@ -132,7 +132,7 @@ def test_what_is_filled_in_follows_counts_and_groups(
 
 
 def add_by_number(param: Tensor, grad: Tensor, mean: Tensor, lr: Tensor, *others: Any) -> None:
-    param.add_(grad, alpha=-lr)  # a read in eager mode
+    param.add_(grad, alpha=-lr)  # type: ignore[arg-type] # a read in eager mode
 
 
 def test_a_0d_tensor_as_a_factor_is_not_read() -> None:
@@ -196,7 +196,8 @@ def test_compiled_steps_run_as_written_on_a_cpu_and_compile_as_ever_afterwards()
         got, _ = train(device, scope, function=compiled)
         assert all(map(torch.equal, expected, got))
     assert not calls
-    compiled(*(torch.ones(4) for _ in range(3)), torch.tensor(0.1), torch.tensor(0.9), 1)
+    ones = (torch.ones(4), torch.ones(4), torch.ones(4))
+    compiled(*ones, torch.tensor(0.1), torch.tensor(0.9), 1)
     assert calls
 
 
