@@ -20,6 +20,7 @@ from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
+from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.streams import in_turn
 from graphfsdp.config import OnChange
 from graphfsdp.errors import CaptureError
@@ -72,7 +73,7 @@ class Attempts:
         recording.results = Results()
         try:
             clocks = nullcontext() if python is None else python.watching()
-            with attempt.watching(), clocks, self._modes() as own_modes:
+            with self._as_written(), attempt.watching(), clocks, self._modes() as own_modes:
                 if captures:
                     return self._capture(recording, attempt, own_modes, python)
                 return self._warm_up(recording, notes=notes)
@@ -178,7 +179,7 @@ class Attempts:
             with engine.backend.on_capture_stream():
                 self._iterate(recording.again(), None)
 
-        with without_collector(), self._modes():
+        with without_collector(), self._as_written(), self._modes():
             attempt = engine.attempt()
             try:
                 run = partial(undone_run, iterate, attempt, engine.python, noting)
@@ -202,6 +203,10 @@ class Attempts:
         if self._trains and not self._engine.full:
             self._engine.step_outside()
             self._ranks.settle()
+
+    def _as_written(self) -> AbstractContextManager[object]:
+        """Leave compiled functions uncompiled on a CPU: on a GPU their kernels are captured."""
+        return as_written() if self._engine.backend.device.type == "cpu" else nullcontext()
 
     @contextmanager
     def _modes(self) -> Iterator[Callable[[], None]]:

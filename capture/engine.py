@@ -186,6 +186,7 @@ class Engine:
             self.model,
             self.optimizer.optimizers,
             self.backend.begin_undo(self._state(), self.gradients.unseen()),
+            counts=self.optimizer.counts,
             device=self.backend.device,
             restore_gradients=self.gradients.save_bindings(),
         )
@@ -244,6 +245,8 @@ class Engine:
         # A replay writes the parameters behind autograd's back. With this, a backward pass
         # through a graph that was made before the replay is an error, as it is in eager mode.
         torch.autograd.graph.increment_version(self._trained)
+        if self.full:
+            self.optimizer.after_replay()
         self.step_outside()
 
     def close(self) -> None:

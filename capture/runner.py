@@ -287,6 +287,7 @@ class StepRunner:
             self._ranks.note_replay()
         self._engine.before_replay(recording)
         verifies = recording.num_verified < self._options.verify
+        started = time.perf_counter()
         try:
             with nvtx_range("replay"):
                 results = self._verifier.replay(recording) if verifies else graph.replay()
@@ -296,8 +297,8 @@ class StepRunner:
             self._after_failure(graph.effect, error)
             raise
         recording.num_verified += verifies
+        self._tally.add_replay(started, self._backend.name)
         self._engine.after_replay()
-        self._tally.num_calls["replay"] += 1
         return results
 
     def _after_failure(self, effect: Effect, error: BaseException) -> None:

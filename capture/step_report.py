@@ -1,6 +1,7 @@
 """The report of a captured step, gathered from its parts."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from graphfsdp._capture.report.tables import MemoryNames, Role
 from graphfsdp._capture.trace.backend import Graph, GraphFacts
 
 _LOG = logging.getLogger("graphfsdp")
+_TIMED_REPLAYS = 10
 
 
 @dataclass
@@ -24,23 +26,36 @@ class Tally:
     Attributes:
         num_captures: Successful captures.
         capture_ms: Milliseconds of the last one.
+        warmup_ms: Milliseconds of all warm-ups.
+        replay_ms: Milliseconds of the fastest of the first replays; None on a GPU, where a launch
+            says nothing of how long it takes.
         facts: What it turned out to be, also when its graph is gone.
     """
 
     num_calls: Counter[str] = field(default_factory=Counter)
     num_captures: int = 0
     capture_ms: float | None = None
+    warmup_ms: float = 0.0
+    replay_ms: float | None = None
     facts: GraphFacts | None = None
 
     def add(self, graph: Graph | None, took_ms: float) -> None:
         """Count a capture, or a warm-up (no graph), that has succeeded."""
         if graph is None:
             self.num_calls["warmup"] += 1
+            self.warmup_ms += took_ms
             return
         self.facts, self.capture_ms = graph.facts, took_ms
         self.num_captures += 1
         self.num_calls["capture"] += 1
         _LOG.info("captured %s nodes", graph.facts.num_nodes)
+
+    def add_replay(self, started: float, backend: str) -> None:
+        """Count a replay that began at a time of ``perf_counter``."""
+        if self.num_calls["replay"] < _TIMED_REPLAYS and backend == "cpu":
+            took_ms = (time.perf_counter() - started) * 1e3
+            self.replay_ms = min(took_ms, self.replay_ms or took_ms)
+        self.num_calls["replay"] += 1
 
 
 def make_report(
@@ -69,6 +84,8 @@ def make_report(
         num_ops=facts.num_ops,
         op_counts=facts.op_counts,
         capture_ms=tally.capture_ms,
+        warmup_ms=tally.warmup_ms,
+        replay_ms=tally.replay_ms,
         static_input_bytes=sum(entry.inputs.num_bytes for entry in recordings),
         gradient_bytes=engine.gradients.num_bytes,
         pool_bytes=facts.pool_bytes,

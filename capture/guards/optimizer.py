@@ -63,7 +63,7 @@ class OptimizerGuard:
         if isinstance(state, dict):  # other dicts would have to be watched from then on
             what = (dict.get, [state] * len(values), self._owners, [None] * len(values))
             yield Ask(what, values, exact=True, dicts=[state])
-        yield Ask((list, [state.values()]), [self._values], dicts=[state, *values])
+        yield Ask((_tensors_of, [state]), [self._values], dicts=[state, *values])
         yield from self._tensors.asks()
         # The plan of a fused step has views of the counts, and is an attribute.
         yield from (replace(ask, dicts=[own]) for ask in self._step_counts.asks())
@@ -72,7 +72,9 @@ class OptimizerGuard:
         """Compare each entry and name what has changed."""
         found = [*self._step_changes(), *self._group_changes(), *self._class_changes()]
         before = dict(zip(map(id, self._owners), self._values, strict=True))
-        now = {id(param): values for param, values in self._optimizer.state.items()}
+        now = dict(
+            zip(map(id, self._optimizer.state), _tensors_of(self._optimizer.state), strict=True)
+        )
         for key in dict.fromkeys((*before, *now)):
             name = self._names.get(key, "a parameter outside of the model")
             found += _state_changes(name, before.get(key, {}), now.get(key, {}))
@@ -89,7 +91,7 @@ class OptimizerGuard:
         self._classes = _classes_of(self._optimizer)
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
-        self._values = [dict(values) for values in self._state.values()]
+        self._values = _tensors_of(self._state)
         counts = ("step",) if self._classes is not None else ()
         self._tensors, self._step_counts = (
             TensorGuard(self._named_tensors(are_counts, counts), addresses_only=True)
@@ -135,6 +137,14 @@ class OptimizerGuard:
                 words = (_listed(self._names, old, new), _listed(self._names, new, old))
                 title = f"group {index} of {owner}"
                 yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
+
+
+def _tensors_of(state: Mapping[Any, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return each parameter's state without numbers: whether these are baked, adapters know."""
+    return [
+        {key: value for key, value in entries.items() if not isinstance(value, int | float)}
+        for entries in state.values()
+    ]
 
 
 def _counts(own: object, *steps: object) -> bool:

@@ -41,6 +41,8 @@ class CaptureReport:
         num_ops: Operator calls of the recorded iteration.
         op_counts: Recorded calls by operator name.
         capture_ms: Milliseconds that the capture took; None before it.
+        warmup_ms: Milliseconds that all warm-ups took.
+        replay_ms: Milliseconds of the fastest of the first replays; None on a GPU.
         static_input_bytes: Bytes of the static inputs.
         gradient_bytes: Bytes of the persistent gradient buffers.
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
@@ -63,6 +65,8 @@ class CaptureReport:
     num_ops: int | None = None
     op_counts: Mapping[str, int] = field(default_factory=dict)
     capture_ms: float | None = None
+    warmup_ms: float = 0.0
+    replay_ms: float | None = None
     static_input_bytes: int = 0
     gradient_bytes: int = 0
     pool_bytes: int = 0
@@ -205,6 +209,12 @@ class CaptureReport:
             f"  graph:             {nodes} nodes from {self.num_ops} operator calls, "
             f"captured in {self.capture_ms:.0f} ms"
         ]
+        if self.replay_ms is not None and self.capture_ms is not None:
+            cost = self.warmup_ms + self.capture_ms
+            lines.append(
+                f"  paid for:          after {cost:.0f} / (t - {self.replay_ms:.1f}) replays, "
+                "where your own iteration takes t ms"
+            )
         phases = {name: sum(counts.values()) for name, counts in self.by_phase.items()}
         if phases:
             text = ", ".join(f"{count} {name}" for name, count in phases.items())

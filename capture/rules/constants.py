@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,7 @@ _NUMBERS = (bool, int, float, complex, str)
 Steps = dict[int, tuple[str, int]]  # by optimizer: what it is, its steps
 
 
-@dataclass(frozen=True, slots=True)
-class ConstantEntry:
+class ConstantEntry(NamedTuple):
     """One operator call.
 
     Attributes:

@@ -199,7 +199,10 @@ class HostWatch:
 
     An iteration makes hundreds of thousands of calls, nearly all of them in files and of names
     that mean nothing here, so these are told first. Most of them would be those of our own code
-    for each operator: it asks for a pause meanwhile.
+    for each operator and function: see Note [Our own Python].
+
+    Attributes:
+        leaves_out_modes: It may pause there; nobody else has a profiler that is told of all.
     """
 
     def __init__(
@@ -211,6 +214,8 @@ class HostWatch:
         self._listener = listener
         self._function_mode = function_mode
         self._previous = previous
+        self.leaves_out_modes = previous is None
+        self._followed: set[int] = set()  # threads
         self._thread = threading.get_ident()
         self._num_engines: dict[int, int] = {}  # by thread, since modes belong to threads
         self._is_judged: dict[str, bool] = {}  # by file name
@@ -218,20 +223,28 @@ class HostWatch:
 
     def follow(self) -> None:
         """Watch this thread too, until all is over; one with a profiler is left alone."""
-        if sys.getprofile() is None:
+        thread = threading.get_ident()
+        if thread not in self._followed and sys.getprofile() is None:
             sys.setprofile(self.on_event_elsewhere)
+        self._followed.add(thread)
 
-    def pause(self) -> _Profile | None:
-        """Stop watching this thread; return what ``resume`` needs. A profiler is told of all."""
+    def pause(self) -> bool:
+        """Stop watching this thread; tell whether it was watched, and need not be told of all."""
         profile = sys.getprofile()
-        if self._previous is not None or getattr(profile, "__self__", None) is not self:
-            return None
+        if profile is None or not self.leaves_out_modes:
+            return False
+        if getattr(profile, "__self__", None) is not self:
+            return False
         sys.setprofile(None)
-        return profile
+        return True
 
-    def resume(self, paused: _Profile | None) -> None:
-        if paused is not None:
-            sys.setprofile(paused)
+    def resume(self) -> bool:
+        """Go on watching this thread where nobody does; tell whether nobody did."""
+        if sys.getprofile() is not None:
+            return False
+        is_first = threading.get_ident() == self._thread
+        sys.setprofile(self.on_event if is_first else self.on_event_elsewhere)
+        return True
 
     def on_event_elsewhere(self, frame: FrameType, event: str, arg: Any) -> None:
         """Take an event of another thread, or let go of it; see sys.setprofile."""

@@ -373,7 +373,9 @@ def for_this_place(refusal: Refusal) -> Refusal:
 def running_optimizer() -> torch.optim.Optimizer | None:
     """Return the optimizer whose step is on this thread's stack; for what runs rarely."""
     for frame in frames():
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        code = frame.f_code
+        is_step = code.co_name == "step" and code.co_argcount
+        owner = frame.f_locals.get(code.co_varnames[0]) if is_step else None
         if isinstance(owner, torch.optim.Optimizer):
             return owner
     return None

@@ -1,6 +1,7 @@
 """Watches an iteration run under the rules: every operator, torch function and host call."""
 
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -25,6 +26,7 @@ from graphfsdp._capture.rules.refusals import (
     for_this_place,
     is_fixed_result,
     refuse_op,
+    running_optimizer,
 )
 from graphfsdp._capture.rules.streams import StreamWatch
 from graphfsdp._capture.trace.source import (
@@ -34,9 +36,16 @@ from graphfsdp._capture.trace.source import (
     user_source_line,
 )
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
-from graphfsdp.base.hazards import HazardLog, SourceLine
+from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.errors import CaptureError
+
+# Below these there are operators alone, but for what asks its arguments for their contents.
+_WRITTEN_IN_C = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType),
+    *(types.MethodWrapperType, types.WrapperDescriptorType),
+)
+_ASKS_OBJECTS = ("tensor", "as_tensor", "asarray")
 
 
 class Watcher:
@@ -49,6 +58,7 @@ class Watcher:
         failure: The first refusal, kept because a model may swallow the exception.
         last_op: Name of the last operator that was started, for diagnosis.
         site: Number of the site of the last operator that was started.
+        host: What watches calls that no mode sees, while it does.
     """
 
     def __init__(
@@ -78,7 +88,7 @@ class Watcher:
         self._num_quiet = 0  # how many calls are under way whose inside is not judged
         self._thread = threading.get_ident()
         self._has_modes_below = False  # of others, whose Python runs below every operator
-        self._host: HostWatch | None = None
+        self.host: HostWatch | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -93,7 +103,7 @@ class Watcher:
                 stack.enter_context(self._tracker.tracking())
                 stack.enter_context(functions)
                 stack.enter_context(DispatchMode(self))
-                self._host = stack.enter_context(host_watch(self, functions))
+                self.host = stack.enter_context(host_watch(self, functions))
                 yield
         except Exception as error:
             # What follows a swallowed refusal, or what somebody made of it, is not the cause.
@@ -103,7 +113,7 @@ class Watcher:
         finally:
             # It holds the function mode, which holds this: a cycle that only the collector frees,
             # and with it a recording's nodes.
-            self._host = None
+            self.host = None
         if self.failure is not None:
             raise self.failure
 
@@ -179,30 +189,41 @@ class Watcher:
         if asks_for_masks(function):  # by a program that is watched as it is
             return False
         if self._num_quiet:
-            return seal(function(*args, **kwargs))
-        host = self._host
-        paused = None if host is None else host.pause()
-        try:
-            refused = self._function_rules.refuse(function, args, kwargs, self.varies)
-            if refused is not None:
-                self.refuse(*refused)
-        finally:
-            if host is not None:
-                host.resume(paused)
+            return seal(self._call(function, args, kwargs))
+        refused = self._function_rules.refuse(function, args, kwargs, self.varies)
         if refused is not None:
+            self.refuse(*refused)
             with self.quiet():  # what it is made of is the same finding
-                return seal(function(*args, **kwargs))
+                return seal(self._call(function, args, kwargs))
         num_ops = self.num_ops
-        result = function(*args, **kwargs)
+        result = self._call(function, args, kwargs)
         if self.num_ops == num_ops:
             refused = self._function_rules.refuse_unseen_read(function, args, self.varies)
             if refused is not None:
                 self.refuse(*refused)
         return seal(result)
 
+    def _call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a function of the iteration, whose Python is watched if it has any."""
+        host = self.host
+        is_c = type(function) in _WRITTEN_IN_C and function.__name__ not in _ASKS_OBJECTS
+        if is_c or host is None or not host.resume():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            host.pause()
+
     def on_host_call(self, name: str, refusal: Refusal) -> None:
-        if not self._num_quiet:
+        if not self._num_quiet and not self._runs_as_written(refusal):
             self.refuse(name, refusal)
+
+    def _runs_as_written(self, refusal: Refusal) -> bool:
+        """Tell whether it is compiled code of an optimizer, which runs uncompiled on a CPU."""
+        is_compiled = refusal.kind is HazardKind.COMPILED and self._device.type == "cpu"
+        return is_compiled and running_optimizer() is not None
 
     def on_opaque_call(self, begins: bool) -> None:
         """Stop judging inside a call that was refused as a whole, and begin again after it."""
@@ -230,17 +251,18 @@ class Watcher:
 
         Below torch's own ones there is no Python of a user; below ours streams wait for each other.
         """
-        host = self._host
+        host = self.host
         if host is None:
             return self._dispatch(call)
         if threading.get_ident() != self._thread:
             host.follow()  # see Note [Autograd's threads]
         has_python = self._has_modes_below or not call.is_trusted or call.is_ours
-        paused = None if has_python else host.pause()
+        if not has_python or not host.resume():
+            return self._dispatch(call)
         try:
             return self._dispatch(call)
         finally:
-            host.resume(paused)
+            host.pause()
 
     def _dispatch(self, call: OpCall) -> Any:
         if call.op.namespace == "profiler":
@@ -257,13 +279,15 @@ class Watcher:
         self._judge(name, self.judge_op(call))
         if self._streams is not None:
             self._streams.on_op(name, *self.place)
+        self._num_quiet += 1
         try:
-            with self.quiet():
-                result = self.on_op(call)
+            result = self.on_op(call)
         except CaptureError as error:
             found = error.located(*self.place)
             self.failure = self.failure or found
             raise found from None
+        finally:
+            self._num_quiet -= 1
         self.note_results(call, infos, [*flat_tensors([result]), *call.written])
         return result
 
@@ -325,7 +349,13 @@ class _FunctionMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return self._watcher.on_function(func, args, kwargs or {})
+        host = self._watcher.host
+        paused = host is not None and host.pause()
+        try:
+            return self._watcher.on_function(func, args, kwargs or {})
+        finally:
+            if host is not None and paused:
+                host.resume()
 
 
 def is_watching_mode(mode: object) -> bool:

@@ -28,9 +28,10 @@ class HostState:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         restore_gradients: Callable[[], None],
+        counts: Callable[[str], bool] = lambda key: False,
     ) -> None:
         self._model = model
-        self._optimizers = [HostOptimizer(optimizer) for optimizer in optimizers]
+        self._optimizers = [HostOptimizer(optimizer, counts) for optimizer in optimizers]
         self._attributes = {
             (module_name, name): (module, value)
             for module_name, module in model.named_modules()
@@ -150,8 +151,9 @@ def _join(module_name: str, name: str) -> str:
 class HostOptimizer:
     """What an optimizer held before an iteration, to compare with and to put back."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, counts: Callable[[str], bool]) -> None:
         self._optimizer = optimizer
+        self._counts = counts
         self._state = {param: dict(state) for param, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._numbers = _numbers(vars(optimizer))
@@ -171,7 +173,8 @@ class HostOptimizer:
                         source=definition_of(type(self._optimizer).step),
                     )
             where = f"its state of a parameter of shape {tuple(param.shape)}"
-            yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
+            baked = {key: each for key, each in _numbers(state).items() if not self._counts(key)}
+            yield from self._changed_numbers(_numbers(before_state), baked, where)
         for index, (before_group, group) in enumerate(
             zip(self._groups, self._optimizer.param_groups, strict=False)
         ):
@@ -242,8 +245,9 @@ class Attempt:
         *,
         device: torch.device,
         restore_gradients: Callable[[], None],
+        counts: Callable[[str], bool] = lambda key: False,
     ) -> None:
-        self.host_state = HostState(model, optimizers, restore_gradients)
+        self.host_state = HostState(model, optimizers, restore_gradients, counts)
         self._restore_random_states = save_random_states(model, device)
         self._undo = undo
 

@@ -1,9 +1,10 @@
 """Operator calls: which tensors they take, read and write, and the mode that sees them."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +51,17 @@ def computes_nothing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def as_written() -> AbstractContextManager[object]:
+    """Run what torch.compile has made as it was written, while the body runs.
+
+    Under a dispatch mode torch gives up on a compiled function, for the rest of the process.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return nullcontext()  # nothing is compiled; this import would take seconds
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def flat_tensors(values: Any) -> list[Tensor]:
     """Return the tensors among an operator's arguments or results, lists opened."""
     found: list[Tensor] = []
@@ -81,60 +93,74 @@ def scratch_places(op: torch._ops.OpOverload) -> tuple[int, int] | None:
     return (names.index("scratch"), names.index("scratch_bytes")) if "scratch" in names else None
 
 
-@dataclass(frozen=True, eq=False)
+class _OpFacts(NamedTuple):
+    """What an operator's calls have in common; see the attributes of ``OpCall``."""
+
+    name: str
+    schema_name: str
+    is_random: bool
+    is_trusted: bool
+    is_ours: bool
+    is_literal: bool
+
+
+@functools.cache  # asked for each call
+def _facts_of(op: torch._ops.OpOverload) -> _OpFacts:
+    schema_name, namespace = str(op._schema.name), op.namespace
+    return _OpFacts(
+        name=str(op),
+        schema_name=schema_name,
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_trusted=namespace in TRUSTED_NAMESPACES,
+        is_ours=namespace == "graphfsdp",
+        is_literal=schema_name in LITERAL_OPS,
+    )
+
+
 class OpCall:
     """One call of an operator.
 
     What stands in for tensors in a program (values, stretches of memory) may stand in ``args`` and
     ``kwargs`` too; then only what says so looks at it.
+
+    Attributes:
+        name: Full name, such as ``aten.add.Tensor``.
+        schema_name: Name without overload, such as ``aten::add``.
+        is_random: Its operator may draw random numbers; see ``draws_numbers``.
+        is_trusted: Its operator writes, and draws from, what it says and nothing else.
+        is_ours: Its operator is one of this package.
+        is_literal: It hands over data that Python has filled in (torch.tensor).
     """
 
-    op: torch._ops.OpOverload
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    def __init__(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        facts = _facts_of(op)
+        self.name, self.schema_name = facts.name, facts.schema_name
+        self.is_random, self.is_trusted = facts.is_random, facts.is_trusted
+        self.is_ours, self.is_literal = facts.is_ours, facts.is_literal
+        self._tensors: list[Tensor] | None = None
+        self._written: list[Tensor] | None = None
 
     def run(self) -> Any:
         return self.op(*self.args, **self.kwargs)
 
-    @functools.cached_property
-    def name(self) -> str:
-        """Full name, such as ``aten.add.Tensor``."""
-        return str(self.op)
-
-    @functools.cached_property
-    def schema_name(self) -> str:
-        """Name without overload, such as ``aten::add``."""
-        return str(self.op._schema.name)
-
     @property
-    def is_random(self) -> bool:
-        """Whether its operator may draw random numbers; see ``draws_numbers``."""
-        return torch.Tag.nondeterministic_seeded in self.op.tags
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether its operator writes, and draws from, what it says and nothing else."""
-        return self.op.namespace in TRUSTED_NAMESPACES
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether its operator is one of this package."""
-        return bool(self.op.namespace == "graphfsdp")
-
-    @property
-    def is_literal(self) -> bool:
-        """Whether it hands over data that Python has filled in (torch.tensor)."""
-        return self.op._schema.name in LITERAL_OPS
-
-    @functools.cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among its arguments, lists opened."""
-        return flat_tensors([*self.args, *self.kwargs.values()])
+        if self._tensors is None:
+            self._tensors = flat_tensors([*self.args, *self.kwargs.values()])
+        return self._tensors
 
-    @functools.cached_property
+    @property
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
-        return flat_tensors(self.written_arguments())
+        if self._written is None:
+            self._written = flat_tensors(self.written_arguments())
+        return self._written
 
     def written_arguments(self) -> list[Any]:
         """Return what stands where it writes, by its schema or by what is known of it."""
@@ -178,13 +204,22 @@ class OpCall:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Shows operators to whoever derives from it, wrapper tensors being taken apart first."""
+    """Shows operators to whoever derives from it, wrapper tensors being taken apart first.
+
+    Note [Our own Python]: a profile hook that is true to ``leaves_out_modes`` pauses in here. It
+    would be called for each of our own calls, some hundred for an operator.
+    """
 
     # So that torch.cond and its like arrive here, and are refused by name where their turn comes.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operator two calls that keep torch.compile out: nothing compiles in here."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -193,7 +228,24 @@ class OperatorMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        profile = sys.getprofile()
+        if profile is None or not getattr(
+            getattr(profile, "__self__", None), "leaves_out_modes", False
+        ):
+            return self._on_call(func, types, args, kwargs or {})
+        sys.setprofile(None)
+        try:
+            return self._on_call(func, types, args, kwargs or {})
+        finally:
+            sys.setprofile(profile)
+
+    def _on_call(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         if computes_nothing():
             return func(*args, **kwargs)
         if any(is_wrapper_subclass(kind) for kind in types):

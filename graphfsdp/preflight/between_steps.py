@@ -1,6 +1,5 @@
 """Takes what lies between two steps of an optimizer as the iteration of an unchanged script."""
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.trace.source import frames, is_users_file
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
-from graphfsdp.base.op_tensors import OpCall
+from graphfsdp.base.op_tensors import OpCall, as_written
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, split_remedy
 from graphfsdp.optim.adapters.backends import NativeAdapter, adapt
@@ -132,8 +131,8 @@ class BetweenSteps:
         self._depth += 1
         if self._depth > 1:
             return
-        if "torch._dynamo.eval_frame" in sys.modules and not self._watchers:
-            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        if not self._watchers:
+            self._stance.enter_context(as_written())
         if len(self._watchers) == self._num_steps < 2:
             self._begin(module)
         if self._forwards:

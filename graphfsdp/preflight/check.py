@@ -248,10 +248,6 @@ class _Preflight:
             for optimizer in self._optimizers:
                 refuse_clipping_of_scaled_gradients(optimizer, self._options)
         steps = steps and scope is Scope.FULL_ITERATION
-        for optimizer in self._optimizers if steps else ():
-            adapter = adapt(optimizer)
-            if isinstance(adapter, BakedAdapter) and adapter.bakes_lr:
-                self._note_baked_lr(optimizer)
         self.device = str(device)
         with self._noting(HazardKind.PRECISION), ExitStack() as stack:
             gradients = PersistentGradients(
@@ -273,6 +269,7 @@ class _Preflight:
                     self.hazards,
                     device=device,
                     for_cuda=self._target == "cuda",
+                    optimizer=adapted,
                 )
 
                 def iterate() -> None:
@@ -293,6 +290,10 @@ class _Preflight:
                     restore_gradients=gradients.save_bindings(),
                 )
                 self._try_future(iterate, attempt, functions)
+        members = adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
+        for adapter in members if steps else ():
+            if isinstance(adapter, BakedAdapter) and adapter.bakes_lr:
+                self._note_baked_lr(adapter.optimizer)
 
     def _try_future(
         self, iterate: Callable[[], None], attempt: Attempt, functions: Sequence[Callable[..., Any]]

@@ -1,9 +1,8 @@
 """Runs one iteration several times from the same state, notes every hazard, leaves no trace."""
 
 import gc
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -14,7 +13,9 @@ from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.values import dropped_tensors
 from graphfsdp._capture.undo.host_state import HostState, generators_of
+from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
+from graphfsdp.base.op_tensors import as_written
 from graphfsdp.errors import (
     CaptureError,
     GraphFSDPError,
@@ -49,7 +50,9 @@ class Rehearsal:
         *,
         device: torch.device,
         for_cuda: bool,
+        optimizer: CapturableOptimizer,
     ) -> None:
+        self._optimizer = optimizer
         self._model = model
         self._optimizers = list(optimizers)
         self._gradients = gradients
@@ -69,13 +72,17 @@ class Rehearsal:
                 generator.set_state(state)
 
         try:
-            with _compiled_regions_run_eagerly():
+            with as_written():  # a dispatch mode would not see into compiled regions
                 failed = True
                 for _ in range(_NUM_TRIES):  # a warning may be an error, but only once
                     if failed:
                         failed = self._attempt(runs, iterate, judged=False) is not None
                         rewind()
-                state = HostState(self._model, self._optimizers, self._gradients.save_bindings())
+                if self._have_numbers():  # which a second step shows to be counts
+                    self._attempt(runs, iterate, judged=False)
+                    rewind()
+                restore = self._gradients.save_bindings()
+                state = HostState(self._model, self._optimizers, restore, self._optimizer.counts)
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]
                 if error is not None:
@@ -89,6 +96,10 @@ class Rehearsal:
         finally:
             for watcher in reversed(runs):
                 watcher.undo.roll_back()
+
+    def _have_numbers(self) -> bool:
+        states = (entries for each in self._optimizers for entries in each.state.values())
+        return any(isinstance(value, int | float) for e in states for value in e.values())
 
     def _attempt(
         self,
@@ -126,9 +137,15 @@ class Rehearsal:
 
     def _compare(self, runs: list[PreflightWatcher], iterate: Callable[[], object]) -> None:
         second = runs[-1]
+        self._optimizer.bake()
+        self._optimizer.before_replay()
         sums = MemorySums(second.storages)
-        if self._attempt(runs, iterate, judged=False, sums=sums) is not None:
-            return  # it ran a moment ago; a failure now is one of Python's state, not of the rules
+        error = self._attempt(runs, iterate, judged=False, sums=sums)
+        if error is not None:
+            # It ran a moment ago: of the rules only an optimizer's that is seen to count by now.
+            if isinstance(error, CaptureError):
+                self._hazards.add(error.hazard)
+            return
         third = runs[-1]
         told = self._note_differences(second, third, None, set())
         third.note_hidden_writes()
@@ -196,13 +213,3 @@ def _hazard_of(error: Exception) -> Hazard:
         op=type(error).__name__,
         source=source,
     )
-
-
-@contextmanager
-def _compiled_regions_run_eagerly() -> Iterator[None]:
-    """Look into regions of torch.compile, whose code a dispatch mode would not see."""
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        yield  # nothing is compiled; this import would take seconds
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
+from graphfsdp.optim.adapters.live_numbers import LiveScalars
 from graphfsdp.optim.adapters.precision import TORCH_SGD, Situation, find_row
 from graphfsdp.optim.fused.hyper_table import plain_lr
 
@@ -59,14 +59,18 @@ class TorchAdapter(BakedAdapter):
         # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True
         self._has_told = False
+        self._is_stepping = False
         self._must_skip = False
         # What somebody else's step makes of an lr that is a tensor, nobody knows.
         self._is_plain = type(optimizer).step.__module__.startswith("torch.optim.")
-        self.bakes_lr = not self._is_plain
         self._rates = _LiveRates()
         self._known: Mapping[Tensor, Mapping[str, Any]] = {}
         self._known_rates: list[float | Tensor] = []
         self._loaded_from: object = None
+
+    @property
+    def bakes_lr(self) -> bool:
+        return not self._is_plain and super().bakes_lr
 
     def check(
         self,
@@ -162,46 +166,35 @@ class TorchAdapter(BakedAdapter):
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         return bool(names) and has_kernel(kernel, "CUDA" if on_gpu else "CPU")
 
-    def _take_step(self) -> None:
-        with self.stepping():
-            self.optimizer.step()
+    def _run_step(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._as_capturable(), one_mesh_at_a_time(self.optimizer):
+            self._is_stepping = True
+            try:
+                if not self._is_plain or any(args) or any(kwargs.values()):
+                    return super()._run_step(step, args, kwargs)  # as in a closure: theirs
+                with LiveScalars():
+                    return step()
+            finally:
+                self._is_stepping = False
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        optimizer = self.optimizer
-        own, step = vars(optimizer).get("step"), optimizer.step
-        is_live = False
-
-        def live_step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_live
-            with self._as_capturable(), one_mesh_at_a_time(optimizer):
-                is_live = True
-                try:
-                    if not self._is_plain or any(args) or any(kwargs.values()):
-                        return step(*args, **kwargs)  # what others read is theirs, as in a closure
-                    with _LiveScalars():
-                        return step()
-                finally:
-                    is_live = False
-
         def refuse_another(*_: object) -> None:
-            if not is_live:
+            if not self._is_stepping:
                 raise ConfigError(
                     f"the iteration calls a step that was taken from {self._name} before (step = "
                     "optimizer.step, say), so that every replay would go on with the lr of the "
                     "capture. Remedy: optimizer.step() in the iteration"
                 )
 
-        hook = optimizer.register_step_pre_hook(refuse_another)
-        vars(optimizer)["step"] = live_step
+        hook = self.optimizer.register_step_pre_hook(refuse_another)
         try:
-            yield
+            with super().stepping():
+                yield
         finally:
             hook.remove()
-            if own is None:
-                vars(optimizer).pop("step", None)
-            else:
-                vars(optimizer)["step"] = own
 
     @contextmanager
     def _as_capturable(self) -> Iterator[None]:
@@ -215,7 +208,7 @@ class TorchAdapter(BakedAdapter):
         before = [
             {key: group[key] for key in new} for group, new in zip(groups, given, strict=True)
         ]
-        self._place_scalars()
+        self._place_counts()
         for group, new in zip(groups, given, strict=True):
             group.update(new)
         try:
@@ -225,7 +218,7 @@ class TorchAdapter(BakedAdapter):
             for group, new, old in zip(groups, given, before, strict=True):
                 group.update({key: old[key] for key in new if group.get(key) is new[key]})
 
-    def _place_scalars(self) -> None:
+    def _place_counts(self) -> None:
         """Put step counts and their like beside the parameters, as flagged optimizers have them."""
         for param, state in self.optimizer.state.items():
             for key, value in state.items():
@@ -259,7 +252,7 @@ class TorchAdapter(BakedAdapter):
                     group["lr"] = old.copy_(group["lr"])
 
     def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
-        groups = self.optimizer.param_groups
+        groups = super()._baked_groups()
         return [
             {**group, "lr": group["lr"] if rate is None else Word.NUMBER}
             for group, rate in zip(groups, self._live_rates(), strict=True)
@@ -271,6 +264,7 @@ class TorchAdapter(BakedAdapter):
         return self._rates.of(groups) if self._is_plain else [None] * len(groups)
 
     def _before_replay(self) -> None:
+        super()._before_replay()
         self._live_rates()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -332,40 +326,6 @@ class _LiveRates:
                 if self._slots[row].device.type != "cpu":
                     self._slots[row].fill_(number)
         self._numbers = numbers
-
-
-class _LiveScalars(TorchFunctionMode):
-    """Keeps on the device what torch's optimizers take for numbers of Python.
-
-    Their plain path reads the step count, computes with it in Python and hands the result to
-    operators as ``alpha`` or ``value``. Here a read gives a 0-D tensor in Python's precision, and
-    an operator that takes numbers only is called as one that takes tensors: with the same bits.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "item":
-            return args[0].to(torch.float64, copy=True)
-        factor = kwargs.get(_FACTORS.get(name, ""))
-        if not isinstance(factor, Tensor):
-            return func(*args, **kwargs)
-        target, *others = args
-        factor = factor.to(target.dtype)
-        if name == "add_":
-            return target.addcmul_(others[0], factor)
-        return func(target, others[0] * factor, *others[1:])
-
-
-_FACTORS: Mapping[str, str] = MappingProxyType(
-    {"add_": "alpha", "addcdiv_": "value", "addcmul_": "value"}
-)
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class JointOptimizer:
     """Members that the user's own iteration steps when it likes."""
 
     def __init__(self, members: Sequence[CapturableOptimizer]) -> None:
-        self._members = list(members)
+        self.members = list(members)
         self.optimizers = tuple(o for member in members for o in member.optimizers)
         kinds = {member.use_decoupled_grad for member in members}
         if len(kinds) > 1:
@@ -116,7 +116,7 @@ class JointOptimizer:
         }
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-        owner = self._owners.get(id(param), self._members[0])
+        owner = self._owners.get(id(param), self.members[0])
         return owner.main_grad_dtype(param, policy)
 
     def check(
@@ -125,48 +125,53 @@ class JointOptimizer:
         policy: MixedPrecisionPolicy,
         scope: Scope,
     ) -> None:
-        for member in self._members:
+        for member in self.members:
             own = {name: p for name, p in named_params.items() if self._owners.get(id(p)) is member}
             member.check(own, policy, scope)
 
     def prepare_skipping(self, scope: Scope) -> None:
-        for member in self._members:
+        for member in self.members:
             member.prepare_skipping(scope)
 
     def skipped_steps(self) -> Tensor | None:
         """Return [] float32, the steps that members have skipped; None if none counts them."""
-        counts = [
-            count for member in self._members if (count := member.skipped_steps()) is not None
-        ]
+        counts = [count for member in self.members if (count := member.skipped_steps()) is not None]
         return torch.stack(counts).sum() if counts else None
 
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
-        for member in self._members:
+        for member in self.members:
             member.step(grad_scale, found_inf)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for member in self._members:
+            for member in self.members:
                 stack.enter_context(member.stepping())
             yield
 
     def adopt(self) -> None:
-        for member in self._members:
+        for member in self.members:
             member.adopt()
 
     def bake(self) -> None:
-        for member in self._members:
+        for member in self.members:
             member.bake()
 
     def changes(self) -> list[Change]:
-        return [change for member in self._members for change in member.changes()]
+        return [change for member in self.members for change in member.changes()]
 
     def before_replay(self) -> None:
-        for member in self._members:
+        for member in self.members:
             member.before_replay()
 
+    def after_replay(self) -> None:
+        for member in self.members:
+            member.after_replay()
+
+    def counts(self, key: str) -> bool:
+        return any(member.counts(key) for member in self.members)
+
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for index, member in enumerate(self._members):
+        for index, member in enumerate(self.members):
             for name, tensor in member.state_tensors():
                 yield f"{name} of optimizer {index}", tensor

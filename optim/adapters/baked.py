@@ -1,7 +1,7 @@
 """The base of all adapters, and those whose numbers are baked into a recording, and guarded."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.dtensors import local_part, num_meshes
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import as_written
 from graphfsdp.config import MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots, Tape, is_live, numbers_in
 from graphfsdp.optim.adapters.precision import OptimizerFacts, check_precision, main_grad_dtype
 from graphfsdp.optim.fused.checks import check_lr_device
 
@@ -30,6 +33,7 @@ class Adapter:
         self._facts = facts
         self._name = facts.name
         self._baked: BakedValues | None = None
+        self._baked_counts: dict[tuple[Tensor, str], float] = {}
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
         return main_grad_dtype(param, policy, self._facts)
@@ -65,11 +69,36 @@ class Adapter:
 
     def bake(self) -> None:
         self._baked = BakedValues(self._baked_groups())
+        self._baked_counts = {
+            (param, key): value
+            for param, entries in self.optimizer.state.items()
+            for key, value in numbers_in(entries).items()
+            if not self.counts(key)
+        }
+
+    def counts(self, key: str) -> bool:
+        return False
+
+    def after_replay(self) -> None:
+        """Do nothing: what is counted is counted in tensors."""
 
     def changes(self) -> list[Change]:
         if self._baked is None:
             return []
-        return self._baked.changes(self._baked_groups(), self._name)
+        return self._baked.changes(self._baked_groups(), self._name) + self._changed_counts()
+
+    def _changed_counts(self) -> list[Change]:
+        """Return which numbers of parameters' states are not those that are baked in."""
+        found = []
+        for (param, key), old in self._baked_counts.items():
+            new = self.optimizer.state.get(param, {}).get(key, Word.MISSING)
+            if new != old:
+                name = f"{key!r} in {self._name}'s state of a parameter of {tuple(param.shape)}"
+                remedy = "load and change the state of an optimizer before the capture"
+                found.append(
+                    Change(ChangeKind.OPTIMIZER_STATE, name, _show(old), _show(new), remedy)
+                )
+        return found
 
     def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
         """Return the parameters of each group, and what a change of makes a recording useless."""
@@ -101,11 +130,8 @@ class Adapter:
 class BakedAdapter(Adapter):
     """Any optimizer; its numbers are baked into the recording, so a change is refused.
 
-    Attributes:
-        bakes_lr: Also an lr that is a number.
+    Unless it counts its steps in Python: see Note [Counting in Python].
     """
-
-    bakes_lr = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None = None
@@ -116,6 +142,144 @@ class BakedAdapter(Adapter):
         )
         self._skipped: Tensor | None = None  # [] float32
         self._skips_itself = False
+        self._is_inside = False
+        self._counted: set[str] = set()  # what the step counts in Python, by key of the state
+        self._slots = Slots()
+        self._tape: Tape | None = None  # of the last iteration with live numbers
+        self._recorded: Tape | None = None
+        self._records = False  # the next iteration
+
+    def check(
+        self,
+        named_params: Mapping[str, nn.Parameter],
+        policy: MixedPrecisionPolicy,
+        scope: Scope,
+    ) -> None:
+        super().check(named_params, policy, scope)
+        self._is_inside = scope is Scope.FULL_ITERATION
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Step in the body as a recording can hold it, in each phase, so that all have its bits.
+
+        Note [Counting in Python]: an optimizer that counts steps in numbers of its state is seen
+        to do so in its first steps. From then on its numbers are live, see live_numbers.py.
+        """
+        optimizer = self.optimizer
+        own, step = vars(optimizer).get("step"), optimizer.step
+        counts = self._is_inside and not self._counted
+        before = _counts_of(optimizer) if counts else {}
+        tape = Tape(optimizer, self._name, self._slots) if self._counted else None
+
+        def step_here(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if tape is None else tape.running():
+                return self._run_step(step, args, kwargs)
+
+        vars(optimizer)["step"] = step_here
+        try:
+            yield
+        finally:
+            if own is None:
+                vars(optimizer).pop("step", None)
+            else:
+                vars(optimizer)["step"] = own
+        if tape is not None:
+            self._keep(tape)
+        elif counts:
+            now = _counts_of(optimizer)
+            self._counted = {
+                key for param, key in before if now.get((param, key)) != before[param, key]
+            }
+            if self._counted:
+                self._place_scalars()
+
+    def _run_step(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step; what is compiled is not compiled on a CPU, where no recording would see in."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        on_cpu = all(param.device.type == "cpu" for param in params)
+        if not on_cpu:  # torch would compile nothing under a mode
+            return step(*args, **kwargs)
+        with as_written(), LiveScalars() if self._counted else nullcontext():
+            return step(*args, **kwargs)
+
+    def _place_scalars(self) -> None:
+        """Put 0-D tensors, in which the step keeps numbers, beside the parameters."""
+        device = self.optimizer.param_groups[0]["params"][0].device
+        own = vars(self.optimizer)
+        for holder in (own, *(value for value in own.values() if type(value) is dict)):
+            for key, value in holder.items():
+                if isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu":
+                    holder[key] = value.to(device)
+
+    def _keep(self, tape: Tape) -> None:
+        """Keep what the iteration has done with live numbers; refuse what a replay cannot do."""
+        self._tape = tape
+        if not self._records:
+            return
+        self._records = False
+        changed = tape.changed()
+        # A decision that falls otherwise one day is noticed on that day.
+        if changed is not None and not isinstance(changed[0], bool):
+            raise CaptureError(
+                f"{self._name} takes a number out of what it counts in Python: {changed[0]} now, "
+                f"{changed[1]} in its next step; a replay would go on with the one of now. Remedy: "
+                "write it into a 0-D tensor with fill_(), which replays do anew; "
+                "scope='forward_backward', which leaves the optimizer outside the graph; or "
+                "graphfsdp.optim.FusedAdam",
+                kind=HazardKind.OPTIMIZER,
+            )
+        before = self._recorded
+        if before is not None and before.changed() is None and not before.same_path(tape):
+            raise CaptureError(
+                f"{self._name} writes other numbers into tensors in this iteration than in one "
+                "that was captured before. Remedy: a captured step for each, or "
+                "scope='forward_backward'",
+                kind=HazardKind.OPTIMIZER,
+            )
+        self._recorded = tape
+
+    @property
+    def bakes_lr(self) -> bool:
+        """Tell whether an lr that is a number is baked as well."""
+        return not self._counted
+
+    def counts(self, key: str) -> bool:
+        return key in self._counted
+
+    def bake(self) -> None:
+        super().bake()
+        self._records = True
+
+    def changes(self) -> list[Change]:
+        changed = None if self._recorded is None else self._recorded.changed()
+        if self._baked is None or changed is None:
+            return super().changes()
+        name = f"a number that {self._name}.step has computed of its own"
+        remedy = "write it into a 0-D tensor with fill_(), which replays do anew"
+        words = (_show(changed[0]), _show(changed[1]))
+        return [*super().changes(), Change(ChangeKind.BAKED_VALUE, name, *words, remedy)]
+
+    def _before_replay(self) -> None:
+        tape = self._tape if self._records else self._recorded
+        if tape is not None:
+            tape.write()
+
+    def after_replay(self) -> None:
+        if self._recorded is not None:
+            for param, key, value in self._recorded.next_state():
+                self.optimizer.state[param][key] = value
+
+    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return the groups, with a word for each number that is live."""
+        groups = self.optimizer.param_groups
+        if not self._counted:
+            return groups
+        return [
+            {key: Word.NUMBER if is_live(value) else value for key, value in group.items()}
+            for group in groups
+        ]
 
     def prepare_skipping(self, scope: Scope) -> None:
         self._skips_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
@@ -163,7 +327,8 @@ class BakedAdapter(Adapter):
             del vars(self.optimizer)["found_inf"]
 
     def _take_step(self) -> None:
-        self.optimizer.step()
+        with self.stepping():
+            self.optimizer.step()
 
     def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
         """Refuse kernels over lists of parameters on several meshes."""
@@ -188,6 +353,14 @@ class BakedAdapter(Adapter):
                 "it would be read on the host and baked. Move lr to the parameters' device, or use "
                 "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay",
             )
+
+
+def _counts_of(optimizer: torch.optim.Optimizer) -> dict[tuple[Tensor, str], float]:
+    return {
+        (param, key): value
+        for param, entries in optimizer.state.items()
+        for key, value in numbers_in(entries).items()
+    }
 
 
 class Word(Enum):

@@ -57,6 +57,8 @@ def test_report_of_a_captured_step(device: torch.device) -> None:
     assert report.num_captures == 1
     assert report.capture_ms is not None
     assert report.capture_ms > 0
+    assert report.warmup_ms > 0
+    assert (report.replay_ms is None) == (report.backend == "cuda")
     assert report.num_ops is not None
     assert report.num_ops > 50
     assert report.static_input_bytes == 2 * 12 * 6 * 8

@@ -1,0 +1,347 @@
+"""Numbers that an optimizer's Python computes in each step and writes into tensors, kept live.
+
+Some optimizers count steps in Python, and hand what they compute of that, and of the numbers in
+their groups, to compiled functions as 0-D tensors (``tensor.fill_(number)``). While such a step is
+recorded its numbers are objects that note how they are computed. What is filled in comes from
+memory that a recording reads, and is computed anew, in Python, before each replay.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.errors import CaptureError
+
+_Compute = Callable[[], Any]
+_BLOCK = 256  # numbers
+
+
+def is_live(value: object) -> bool:
+    """Tell whether a value of a group is live: a float, or a list or tuple with some.
+
+    Whole numbers there say how often something is done, or of which kind it is.
+    """
+    if type(value) in (tuple, list):
+        return any(isinstance(each, float) for each in cast(Sequence[object], value))
+    return isinstance(value, float)
+
+
+def numbers_in(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in entries.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+class LiveNumber:
+    """Stands for a number: knows its value now, and how to compute it another time.
+
+    Not a float: what would take the plain value of one without asking cannot take this.
+    """
+
+    __slots__ = ("compute", "slot", "tape", "value")
+
+    def __init__(self, tape: "Tape", value: Any, compute: _Compute) -> None:
+        self.tape = tape
+        self.value = value
+        self.compute = compute
+        self.slot: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not Tensor.fill_ or not isinstance(args[1], LiveNumber):
+            name = getattr(func, "__name__", str(func))
+            raise TypeError(f"{name}() takes no LiveNumber")
+        return args[0].copy_(args[1].tape.fill(args[1], args[0].device))
+
+    def _of(self, function: Callable[..., Any], *operands: object) -> Any:
+        values = [each.value if isinstance(each, LiveNumber) else each for each in operands]
+        if not all(isinstance(value, int | float) for value in values):
+            return NotImplemented
+        computes = [_compute_of(each) for each in operands]
+        value = function(*values)
+        return LiveNumber(self.tape, value, lambda: function(*(each() for each in computes)))
+
+    def _fixed(self, function: Callable[..., Any], *others: object) -> Any:
+        """Return a plain value, which no replay may have otherwise."""
+        found = self._of(function, self, *others)
+        return found if found is NotImplemented else self.tape.fix(found)
+
+    def __add__(self, other: object) -> Any:
+        return self._of(operator.add, self, other)
+
+    def __radd__(self, other: object) -> Any:
+        return self._of(operator.add, other, self)
+
+    def __sub__(self, other: object) -> Any:
+        return self._of(operator.sub, self, other)
+
+    def __rsub__(self, other: object) -> Any:
+        return self._of(operator.sub, other, self)
+
+    def __mul__(self, other: object) -> Any:
+        return self._of(operator.mul, self, other)
+
+    def __rmul__(self, other: object) -> Any:
+        return self._of(operator.mul, other, self)
+
+    def __truediv__(self, other: object) -> Any:
+        return self._of(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: object) -> Any:
+        return self._of(operator.truediv, other, self)
+
+    def __pow__(self, other: object) -> Any:
+        return self._of(operator.pow, self, other)
+
+    def __rpow__(self, other: object) -> Any:
+        return self._of(operator.pow, other, self)
+
+    def __neg__(self) -> Any:
+        return self._of(operator.neg, self)
+
+    def __lt__(self, other: object) -> Any:
+        return self._fixed(operator.lt, other)
+
+    def __le__(self, other: object) -> Any:
+        return self._fixed(operator.le, other)
+
+    def __gt__(self, other: object) -> Any:
+        return self._fixed(operator.gt, other)
+
+    def __ge__(self, other: object) -> Any:
+        return self._fixed(operator.ge, other)
+
+    def __eq__(self, other: object) -> Any:
+        return self._fixed(operator.eq, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._fixed(operator.ne, other)
+
+    def __hash__(self) -> int:
+        return int(self._fixed(hash))
+
+    def __bool__(self) -> bool:
+        return bool(self._fixed(bool))
+
+    def __float__(self) -> float:
+        return float(self._fixed(float))
+
+    def __int__(self) -> int:
+        return int(self._fixed(int))
+
+    def __index__(self) -> int:
+        return int(self._fixed(operator.index))
+
+
+def _compute_of(operand: object) -> _Compute:
+    return operand.compute if isinstance(operand, LiveNumber) else lambda: operand
+
+
+class Slots:
+    """Memory that recordings read numbers from, on each device in blocks that stay where they are.
+
+    On a CPU it is the host's: writing it is no operation that a recording could see.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: list[np.ndarray[Any, Any]] = []  # [_BLOCK] float64 each
+        self._blocks: list[Tensor] = []  # likewise, on the device
+        self._changed: set[int] = set()  # blocks
+
+    def write(self, index: int, value: float) -> None:
+        block, place = divmod(index, _BLOCK)
+        if self._hosts[block][place] != value:
+            self._hosts[block][place] = value
+            self._changed.add(block)
+
+    def upload(self) -> None:
+        """Bring to the device what was written. Capture: no part of it."""
+        with torch.no_grad(), _disable_current_modes():
+            for block in self._changed:
+                if self._blocks[block].device.type != "cpu":
+                    self._blocks[block].copy_(torch.from_numpy(self._hosts[block]))
+        self._changed.clear()
+
+    def get(self, index: int, value: float, device: torch.device) -> Tensor:
+        """Return [] float64 with a value."""
+        block, place = divmod(index, _BLOCK)
+        with torch.no_grad(), _disable_current_modes():
+            if block == len(self._blocks):
+                self._hosts.append(np.zeros(_BLOCK))
+                self._blocks.append(torch.from_numpy(self._hosts[block]).to(device))
+            self.write(index, value)
+            if self._changed and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    "the optimizer's step computes other numbers in the capture than its last "
+                    "warm-up would have; a replay would write these for ever. Remedy: "
+                    "scope='forward_backward', which leaves the optimizer outside the graph",
+                    kind=HazardKind.OPTIMIZER,
+                )
+            self.upload()
+            return self._blocks[block][place]
+
+
+class Tape:
+    """What became of an optimizer's numbers in one iteration.
+
+    Attributes:
+        fixed: How each plain value is computed that was taken out, and what it was.
+        moves: How each number of a parameter's state is computed that the iteration has changed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, slots: Slots) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        self._slots = slots
+        self._filled: list[_Compute] = []
+        self.fixed: list[tuple[_Compute, Any]] = []
+        self.moves: dict[tuple[Tensor, str], _Compute] = {}
+
+    def fill(self, number: LiveNumber, device: torch.device) -> Tensor:
+        """Return [] with a number's value, which ``write`` writes anew."""
+        if number.slot is None:
+            number.slot = self._slots.get(len(self._filled), number.value, device)
+            self._filled.append(number.compute)
+        return number.slot
+
+    def fix(self, number: LiveNumber) -> Any:
+        self.fixed.append((number.compute, number.value))
+        return number.value
+
+    def same_path(self, other: "Tape") -> bool:
+        """Tell whether two iterations have taken the same values out, and filled as many in."""
+        mine, its = ([value for _, value in tape.fixed] for tape in (self, other))
+        return mine == its and len(self._filled) == len(other._filled)
+
+    def changed(self) -> tuple[Any, Any] | None:
+        """Return a value that was taken out, and what it would be now; None if all are the same."""
+        for compute, value in self.fixed:
+            now = compute()
+            if now != value:
+                return value, now
+        return None
+
+    def write(self) -> None:
+        """Compute anew what is filled in. Capture: no part of a recording."""
+        for index, compute in enumerate(self._filled):
+            self._slots.write(index, compute())
+        self._slots.upload()
+
+    def next_state(self) -> list[tuple[Tensor, str, Any]]:
+        """Return what the iteration would make of the counts that there are now."""
+        return [(param, key, compute()) for (param, key), compute in self.moves.items()]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Have live numbers in groups and state while the body, a step, runs."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        given = [self._of_group(index, group) for index, group in enumerate(groups)]
+        before = [
+            {key: group[key] for key in new} for group, new in zip(groups, given, strict=True)
+        ]
+        for group, new in zip(groups, given, strict=True):
+            group.update(new)
+        counts = {param: self._of_state(param, entries) for param, entries in state.items()}
+        for param, new in counts.items():
+            state[param].update(new)
+        try:
+            yield
+        except TypeError as error:
+            if "LiveNumber" not in str(error):
+                raise
+            raise CaptureError(
+                f"{self._name} counts its steps in Python and gives a number to an operator that "
+                f"would hold it for ever ({error}). Remedy: write it into a 0-D tensor with "
+                "fill_(), which replays do anew; scope='forward_backward', which leaves the "
+                "optimizer outside the graph; or graphfsdp.optim.FusedAdam",
+                kind=HazardKind.OPTIMIZER,
+            ) from None
+        finally:
+            for group, new, old in zip(groups, given, before, strict=True):
+                group.update({key: old[key] for key in new if group.get(key) is new[key]})
+                group.update(_plain(group))
+            for param, entries in state.items():
+                known = counts.get(param, {})
+                for key, value in entries.items():
+                    if isinstance(value, LiveNumber) and value is not known.get(key):
+                        self.moves[param, key] = value.compute
+                entries.update(_plain(entries))
+
+    def _of_group(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        def number(key: str, value: float) -> LiveNumber:
+            return LiveNumber(self, value, lambda: self._optimizer.param_groups[index][key])
+
+        def item(key: str, place: int, value: Any) -> Any:
+            if not isinstance(value, float):
+                return value
+            return LiveNumber(self, value, lambda: self._optimizer.param_groups[index][key][place])
+
+        found: dict[str, Any] = {}
+        for key, value in group.items():
+            if isinstance(value, float):
+                found[key] = number(key, value)
+            elif is_live(value):
+                found[key] = type(value)(item(key, i, each) for i, each in enumerate(value))
+        return found
+
+    def _of_state(self, param: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+        def number(key: str, value: Any) -> LiveNumber:
+            known = self.moves.get((param, key))  # by a step of the same iteration before
+            return LiveNumber(self, value, known or (lambda: self._optimizer.state[param][key]))
+
+        return {key: number(key, value) for key, value in numbers_in(entries).items()}
+
+
+def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.value for key, value in entries.items() if isinstance(value, LiveNumber)}
+
+
+class LiveScalars(TorchFunctionMode):
+    """Keeps on the device what optimizers take for numbers of Python.
+
+    The plain path of torch's reads the step count, computes with it in Python and hands the result
+    to operators as ``alpha`` or ``value``. A read gives a 0-D tensor in Python's precision here;
+    an operator that takes numbers only is called as one that takes tensors: with the same bits.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "item":
+            return args[0].to(torch.float64, copy=True)
+        factor = kwargs.get(_FACTORS.get(name, ""))
+        if not isinstance(factor, Tensor):
+            return func(*args, **kwargs)
+        target, *others = args
+        factor = factor.to(target.dtype)
+        if name == "add_":
+            return target.addcmul_(others[0], factor)
+        return func(target, others[0] * factor, *others[1:])
+
+
+_FACTORS: Mapping[str, str] = MappingProxyType(
+    {"add_": "alpha", "addcdiv_": "value", "addcmul_": "value"}
+)
