@@ -204,9 +204,7 @@ class _Search:
             self._variable(what, table, name, table[name], read, reads.texts, deeper)
         by_text = reads.texts if "modules" in reads.attributes else set()  # of sys
         for name in sorted((by_text | reads.imports) & sys.modules.keys()):
-            self._module(
-                f"module {name!r}", sys.modules[name], reads.attributes, reads.attributes
-            )
+            self._module(f"module {name!r}", sys.modules[name], reads.attributes, reads.attributes)
         if {"environ", "getenv"} & (reads.attributes | reads.globals):
             environ: Any = os.environ
             for name in sorted(reads.texts):

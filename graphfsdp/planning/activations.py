@@ -105,7 +105,7 @@ class _FusedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Positions before heads in memory, so that joining the heads copies nothing.
         shape = [*query.shape[:-1], value.shape[-1]]
-        places = shape[:-3] + [shape[-2], shape[-3], shape[-1]] if len(shape) > 3 else shape
+        places = [*shape[:-3], shape[-2], shape[-3], shape[-1]] if len(shape) > 3 else shape
         out = query.new_empty(places)
         out = out.transpose(-3, -2) if len(shape) > 3 else out
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
