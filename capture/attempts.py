@@ -144,9 +144,15 @@ class Attempts:
             engine.before_capture()
             scratch += engine.gradients.storages()
         before = kept_by(engine.model)
+
+        def iterate() -> list[Tensor]:
+            runs = engine.backend.device.type == "cpu"
+            with nullcontext() if runs else self._ranks.recording():
+                return self._iterate(recording, recording.comparing())
+
         with nvtx_range("capture"), guards.recording():
             recording.graph, results = engine.backend.record(
-                lambda: self._iterate(recording, recording.comparing()),
+                iterate,
                 engine.model,
                 check,
                 collective=self._ranks.is_collective,

@@ -119,7 +119,7 @@ class StretchGraph:
     def _placeholder(self, geometry: Geometry) -> fx.Node:
         _, shape, stride, dtype, *_ = geometry
         entry = self._graph.placeholder(f"x{len(self.fakes)}")
-        fake = torch.empty_strided(shape, stride, dtype=dtype)
+        fake = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         self.fakes.append(fake)
         self._fake_of[entry] = fake
         return entry

@@ -49,7 +49,7 @@ class Arena:
         """Return the storage, which has at least ``num_bytes``; contents are lost if it grows."""
         storage = self._alive()
         if storage is None:
-            storage = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+            storage = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
             advise_huge_pages(storage)
             self._storage = StorageWeakRef(storage)
         elif storage.nbytes() < num_bytes:
@@ -108,7 +108,8 @@ class ProgramMemory:
         self._over |= {id(nodes[copy.index]) for copy in elided.values()}
         self.plan: MemoryPlan = plan_memory(list(self._lives.values()))
         storage = arena.reserve(self.plan.num_bytes)
-        self.pool = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (self.plan.num_bytes,), (1,))
+        self.pool = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.pool.set_(storage, 0, (self.plan.num_bytes,), (1,))
         places = {key: (storage, offset) for key, offset in self.offsets().items()}
         self._places |= places | self._elided
 
@@ -241,7 +242,8 @@ def _give_scratch(nodes: Sequence[Node]) -> set[int]:
         places = scratch_places(node.op) if node.op.namespace == "graphfsdp" else None
         if places is not None and node.args[places[1]] and node.args[places[0]] is None:
             # Of no storage that there is: no operator has made it.
-            info = StorageInfo(StorageWeakRef(torch.empty(0).untyped_storage()), False, False)
+            storage = torch.empty(0, device="cpu").untyped_storage()
+            info = StorageInfo(StorageWeakRef(storage), False, False)
             geometry = (0, (node.args[places[1]],), (1,), torch.uint8, False, False)
             node.args[places[0]] = Value(info, geometry, index)
             node.touched.append(info)

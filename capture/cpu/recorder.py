@@ -180,7 +180,8 @@ class Recorder(Watcher):
             info.filled = True
             value = self._first_value[id(info)]
             offset, shape, stride, dtype, *_ = value.geometry
-            contents = torch.empty(0, dtype=dtype).set_(info.get(), offset, shape, stride).clone()
+            contents = torch.empty(0, dtype=dtype, device="cpu")
+            contents = contents.set_(info.get(), offset, shape, stride).clone()
             copy = torch.ops.aten.copy_.default
             node = Node(copy, [value, contents], {}, [value], "tensor", [info], site=self.site)
             self.nodes.append(node)

@@ -29,7 +29,10 @@ class PinnedMemory:
         fitting = [chunk for chunk in self._spare if chunk.numel() == size][:wanted]
         self._spare = []
         missing = wanted - len(fitting)
-        made = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(missing)]
+        made = [
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for _ in range(missing)
+        ]
         return fitting + made
 
     def give_back(self, chunks: list[Tensor]) -> None:

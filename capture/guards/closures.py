@@ -204,7 +204,7 @@ class _Search:
             self._variable(what, table, name, table[name], read, reads.texts, deeper)
         by_text = reads.texts if "modules" in reads.attributes else set()  # of sys
         for name in sorted((by_text | reads.imports) & sys.modules.keys()):
-            self._module(f"module {name!r}", sys.modules[name], reads.attributes)
+            self._module(f"module {name!r}", sys.modules[name], reads.attributes, reads.attributes)
         if {"environ", "getenv"} & (reads.attributes | reads.globals):
             environ: Any = os.environ
             for name in sorted(reads.texts):
@@ -289,7 +289,7 @@ class _Search:
         ):
             return
         if isinstance(value, types.ModuleType):
-            self._module(title, value, read)
+            self._module(title, value, read, deeper)
             return
         self._note(title, holder, key, value)
         if isinstance(value, torch.optim.Optimizer) and "param_groups" in read:
@@ -347,14 +347,24 @@ class _Search:
             if not is_plain(item) and not isinstance(item, (Tensor, nn.Module)):
                 self._deeper(f"{key!r} of {title}", item, read, depth)
 
-    def _module(self, title: str, module: types.ModuleType, read: AbstractSet[str]) -> None:
-        """Note what is read of a Python module; of libraries, only functions."""
+    def _module(
+        self,
+        title: str,
+        module: types.ModuleType,
+        read: AbstractSet[str],
+        deeper: AbstractSet[str],
+    ) -> None:
+        """Note what is read of a Python module, or of one in it; of libraries, only functions."""
+        if not self._is_new("module", module, *sorted(read)):
+            return
         is_users = is_users_file(file_of(module))
         for name in sorted(read & vars(module).keys()):
             value = vars(module)[name]
             if isinstance(value, _SIMPLE_FUNCTIONS):
                 self._note(f"function {name!r} of {module.__name__}", vars(module), name, value)
-            elif is_users and not isinstance(value, types.ModuleType):
+            elif isinstance(value, types.ModuleType):
+                self._module(f"module {value.__name__!r}", value, deeper, deeper)
+            elif is_users:
                 self._note(f"{name!r} of {title}", vars(module), name, value)
 
     def _items(self, title: str, live: Any) -> None:

@@ -160,6 +160,10 @@ class Ranks:
     def note_replay(self) -> None:
         self._num_replayed = self._whereabouts.calls[_ITERATION]
 
+    def recording(self) -> AbstractContextManager[None]:
+        """Run the body, whose collectives a driver records and does not run."""
+        return self._whereabouts.recording() if self.is_collective else nullcontext()
+
     def close(self) -> None:
         """Listen no more, and leave gloo's threads idle; idempotent."""
         if self.is_collective:

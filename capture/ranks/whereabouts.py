@@ -6,12 +6,16 @@ other things. So each rank's listening thread looks where its rank is. If it has
 collectives than the one that failed, and so waits for it in one, or if it has left the call without
 an error, it says at once that all is lost. If not, it gives a sign of life. Given up is also who
 gives none, or has not even begun the call, for a while.
+
+Collectives that a driver only records do not count: no rank waits in them, however many of them one
+has issued before it failed.
 """
 
 import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +43,10 @@ class Whereabouts:
         self._came_out: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.name = ""
+        # By group: what was issued before there was anything to keep together, and what has only
+        # been recorded; of the latter, ranks may have issued more or fewer.
+        self._left_out = Counter(self._counts() if store.is_shared else ())
+        self._before: dict[str, int] | None = None  # the recording that is under way
 
     def enter(self, kind: str) -> None:
         number = self.calls[kind] + 1
@@ -47,6 +55,17 @@ class Whereabouts:
 
     def leave(self) -> None:
         self._is_inside = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Leave out the collectives that the body issues, which do not run."""
+        self._before = before = self._counts()
+        try:
+            yield
+        finally:
+            now = self._counts()
+            self._left_out.update({name: now[name] - before.get(name, 0) for name in now})
+            self._before = None
 
     def come_out(self, silent_s: float) -> bool:
         """Wait for all ranks to come out of the present call with an error, as this one has.
@@ -86,7 +105,11 @@ class Whereabouts:
             self._store.put_first(_LOST, self._store.get(f"{name}/failure") or name)
 
     def _issued(self) -> dict[str, int]:
-        """Return how many collectives this rank has issued in each group of these ranks."""
+        """Return how many collectives of these ranks this one has issued, by group."""
+        counts = self._counts() if self._before is None else self._before
+        return {name: count - self._left_out[name] for name, count in counts.items()}
+
+    def _counts(self) -> dict[str, int]:
         ranks = set(self._store.ranks)
         return {
             group.group_name: int(backend._get_sequence_number_for_group())

@@ -101,7 +101,7 @@ def _gather(parts: list[NamedPart], members: Members) -> dict[str, Tensor]:
                 local = members.transfer(act, local, saved.dtype, piece.sizes)
             if members.rank == 0 and local is not None:
                 if key not in found:
-                    found[key] = torch.empty(saved.shape, dtype=saved.dtype)
+                    found[key] = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
                 found[key][box(piece.offsets, piece.sizes)].copy_(local)
     return found
 

@@ -33,7 +33,7 @@ class LoadPlan:
 
     def read_whole(self, key: str) -> Tensor:
         saved = self.manifest.tensors[key]
-        tensor = torch.empty(saved.shape, dtype=saved.dtype)
+        tensor = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
         self.parts.append((key, whole(tensor)))
         return tensor
 

@@ -79,7 +79,7 @@ class RandomState:
 
         For a rank that did not exist when the state was saved: it must not repeat another's.
         """
-        drawn = int(torch.randint(2**62, (), dtype=torch.int64))
+        drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         torch.manual_seed((drawn + rank * _STRIDE) % 2**63)
 
 

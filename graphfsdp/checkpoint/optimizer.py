@@ -246,7 +246,7 @@ class _StateReader:
         found: dict[str, Any] = {}
         self._read_main(found)
         if found:
-            found["step"] = torch.zeros(())
+            found["step"] = torch.zeros((), device="cpu")
             for key in self._optimizer.settings.state_dtypes(self._param):
                 found.setdefault(key, self._new(torch.float32).zero_())
         return found

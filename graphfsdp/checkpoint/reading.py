@@ -93,7 +93,7 @@ class CheckpointFiles:
         self.raise_damage()
         if len(saved.pieces) == 1:
             return self.piece(key, saved.pieces[0])
-        found = torch.empty(saved.shape, dtype=saved.dtype)
+        found = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
         for piece in saved.pieces:
             found[box(piece.offsets, piece.sizes)].copy_(self.piece(key, piece))
         return found

@@ -254,7 +254,9 @@ class AsyncSaver:
             local, place = part.local, (key, part.offsets)
             copy = self._memory.get(place)
             if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
-                copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                copy = torch.empty(
+                    local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
+                )
             memory[place] = copy.copy_(local, non_blocking=True)
             on_gpu = on_gpu or local.is_cuda
             copies.append((key, part.like(copy)))

@@ -150,10 +150,10 @@ def _decode_tagged(value: dict[str, Json], find: FindTensor) -> Any:
 def _decode_tensor(value: dict[str, Json]) -> Tensor:
     dtype, shape = dtype_of(value["dtype"]), value["shape"]
     if "value" in value:
-        return torch.tensor(value["value"], dtype=dtype)
+        return torch.tensor(value["value"], dtype=dtype, device="cpu")
     content = bytearray(base64.b64decode(value["base64"], validate=True))
     if not content:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)
 
 

@@ -1,6 +1,6 @@
 """How much memory and arithmetic one micro-batch takes: by running it without numbers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class Activations:
 
 def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
     """The model is on the meta device; gradients go at once, as in a unit that reduces."""
-    lives = _Lives(model)
+    lives = _Lives()
     handles = [
         param.register_post_accumulate_grad_hook(_drop_gradient)
         for param in model.parameters()
@@ -43,6 +43,14 @@ def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activati
     return Activations(saved_bytes, lives.peak_bytes)
 
 
+def peak_of(run: Callable[[], object]) -> int:
+    """Return how much, of what the operators of a run make, lives at one time."""
+    lives = _Lives()
+    with _FusedKernels(), lives:
+        run()
+    return lives.peak_bytes
+
+
 def _drop_gradient(param: Tensor) -> None:
     param.grad = None
 
@@ -50,10 +58,8 @@ def _drop_gradient(param: Tensor) -> None:
 class _Lives(TorchDispatchMode):
     """Adds up the bytes of the storages that operators have made and that are still alive."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        known = (*model.parameters(), *model.buffers())
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._total = 0
         self.peak_bytes = 0
@@ -72,16 +78,24 @@ class _Lives(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known and storage._cdata not in self._live:
-                    num_bytes = storage.nbytes()
-                    self._live[storage._cdata] = (StorageWeakRef(storage), num_bytes)
-                    self._total += num_bytes
+        given = {storage._cdata for storage in _storages((*args, *(kwargs or {}).values()))}
+        for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
+            if storage._cdata not in given and storage._cdata not in self._live:
+                num_bytes = storage.nbytes()
+                self._live[storage._cdata] = (StorageWeakRef(storage), num_bytes)
+                self._total += num_bytes
         if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
             self.peak_bytes = max(self.peak_bytes, self.now())
         return result
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of tensors, and of lists of them."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _storages(value)
+        elif isinstance(value, Tensor):
+            yield value.untyped_storage()
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -89,7 +103,11 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        # Positions before heads in memory, so that joining the heads copies nothing.
+        shape = [*query.shape[:-1], value.shape[-1]]
+        places = [*shape[:-3], shape[-2], shape[-3], shape[-1]] if len(shape) > 3 else shape
+        out = query.new_empty(places)
+        out = out.transpose(-3, -2) if len(shape) > 3 else out
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
         return out

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.planning.activations import peak_of
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.fully_shard import make_unit
 from graphfsdp.sharding.group import ShardGroup, UnitOptions
@@ -28,6 +29,7 @@ from graphfsdp.sharding.module import FSDPModule, join_units
 
 MAX_MICROBATCHES = 3  # those between the first and the last are all alike
 _MAX_ITERATIONS = 8
+_NUM_BEFORE = 2  # until all units know their order
 RunForward = Callable[[nn.Module], Tensor]
 
 
@@ -68,10 +70,15 @@ class PlannedMesh:
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """Of ``fully_shard(..., buffer_pool=True)``; the peak is what any allocator needs for it."""
+    """Of ``fully_shard(..., buffer_pool=True)``; the peak is what any allocator needs for it.
+
+    ``iteration_bytes`` is the most that an iteration without a pool takes at one time: whole
+    weights and gradients, and activations, which are most when there are few of the others.
+    """
 
     num_bytes: int
     peak_bytes: int
+    iteration_bytes: int = 0
 
 
 class PlannedRanks:
@@ -129,12 +136,7 @@ def rehearse_pool(
         overlap=replace(overlap, separate_communicators=False),
         buffer_pool=True,
     )
-    root = _on_meta(model)
-    for name in (*(name for name in units if name), ""):
-        module = root.get_submodule(name)
-        own = replace(options, mesh=_unit_mesh(meshes.get(name, meshes[""])))
-        make_unit([module], _PlannedGroup([module], own))
-    shards = join_units(root, _PlannedShards)
+    root, shards = _planned(model, units, options, meshes)
     pool = shards.units[0].schedule.pool
     for iteration in range(_MAX_ITERATIONS):
         num_plans = pool.stats.num_plans
@@ -143,7 +145,25 @@ def rehearse_pool(
         fits = pool.stats.num_plans == num_plans and not pool.stats.num_misses
         if iteration > 1 and fits:
             break
-    return PlannedPool(pool.stats.num_bytes, pool.stats.peak_bytes)
+    root, shards = _planned(model, units, replace(options, buffer_pool=False), meshes)
+    for _ in range(_NUM_BEFORE):
+        _iterate(root, shards, run, 1)
+    peak_bytes = peak_of(lambda: _iterate(root, shards, run, min(num_microbatches, 2)))
+    return PlannedPool(pool.stats.num_bytes, pool.stats.peak_bytes, peak_bytes)
+
+
+def _planned(
+    model: nn.Module,
+    units: Sequence[str],
+    options: UnitOptions,
+    meshes: Mapping[str, PlannedMesh],
+) -> tuple[nn.Module, ModelShards]:
+    root = _on_meta(model)
+    for name in (*(name for name in units if name), ""):
+        module = root.get_submodule(name)
+        own = replace(options, mesh=_unit_mesh(meshes.get(name, meshes[""])))
+        make_unit([module], _PlannedGroup([module], own))
+    return root, join_units(root, _PlannedShards)
 
 
 def _iterate(root: nn.Module, shards: ModelShards, run: RunForward, num_microbatches: int) -> None:

@@ -118,10 +118,15 @@ class TrainingPlan:
             MemoryLine("model's own buffers", model.module_buffer_bytes, True, "such as tables"),
             MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration"),
             *_pool_lines(model),
-            MemoryLine(
-                "activations", self.activations.peak_bytes, False, "peak of one micro-batch"
-            ),
+            MemoryLine("activations", self._beside_pool_bytes, False, "when all of it is most"),
         )
+
+    @property
+    def _beside_pool_bytes(self) -> int:
+        """What an iteration takes beside the pool: that is seldom full when activations are."""
+        pool = self.model.pool
+        assert pool is not None
+        return max(0, pool.iteration_bytes - pool.num_bytes)
 
     @property
     def total_bytes(self) -> int:

@@ -90,7 +90,7 @@ class ShardBuffer:
         """Return memory for main weights or main grads."""
         memory = self.memory
         if memory.pinned:
-            return torch.zeros(numel, dtype=dtype, pin_memory=True)
+            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
         return zeros_flat(numel, dtype, memory.device)
 
     @property

@@ -54,9 +54,9 @@ class Packing:
         self.groups: tuple[dist.ProcessGroup, ...] = mesh.cut_groups if plan.sharded else ()
         self._part = mesh.part if plan.sharded else 0
         self._compute = plan.dtypes.compute
-        self.main = torch.empty(0)
-        self.packed = torch.empty(0)
-        self.scales = torch.empty(0)
+        self.main = torch.empty(0, device="cpu")
+        self.packed = torch.empty(0, device="cpu")
+        self.scales = torch.empty(0, device="cpu")
 
     def move(self, main: Tensor) -> None:
         """Go on with main weights in other memory."""

@@ -77,7 +77,7 @@ class Unit:
         self.pinned = False
         self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         self._fresh = False  # the gathered weights are those that the optimizer left
-        self._cpu_token = torch.zeros((), requires_grad=True)
+        self._cpu_token = torch.zeros((), device="cpu", requires_grad=True)
         self._landed: set[int] = set()  # positions
         self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context = ExitStack()

@@ -87,7 +87,7 @@ def _with_tensor_lr(item: Any) -> Any:
     """Return a group whose own lr is a tensor, as their capturable mode needs and does not make."""
     if not isinstance(item, dict) or "lr" not in item or isinstance(item["lr"], Tensor):
         return item
-    return {**item, "lr": torch.tensor(item["lr"], dtype=torch.float32)}
+    return {**item, "lr": torch.tensor(item["lr"], dtype=torch.float32, device="cpu")}
 
 
 def _find_te() -> Callable[..., torch.optim.Optimizer]:

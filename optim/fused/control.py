@@ -54,8 +54,8 @@ class StepControl:
         self._max_grad_norm = max_grad_norm
         self._norm_type = norm_type
         self.grad_scaler = grad_scaler
-        self.skipped_steps = torch.zeros(())
-        self.grad_norm = torch.zeros(())
+        self.skipped_steps = torch.zeros((), device="cpu")
+        self.grad_norm = torch.zeros((), device="cpu")
 
     def place(self, device: torch.device | None) -> None:
         """Move to where the first parameters are. Capture: never inside, copies from the host.

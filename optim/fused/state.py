@@ -224,7 +224,7 @@ def load_groups(
             current = group.get(key)
             if isinstance(current, Tensor):
                 with torch.no_grad():
-                    current.copy_(torch.as_tensor(value))
+                    current.copy_(_tensor(value))
             elif isinstance(value, Tensor):
                 group[key] = value.item()
             else:
@@ -285,6 +285,11 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     return found
 
 
+def _tensor(value: Any) -> Tensor:
+    """Keep a tensor where it is, whatever torch's default device."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+
+
 def saved_tensor(
     entries: Mapping[str, Any],
     key: str,
@@ -294,7 +299,7 @@ def saved_tensor(
     value = entries.get(key)
     if value is None:
         raise ConfigError(f"the saved state of {name} has no {key!r}")
-    found = torch.as_tensor(value)
+    found = _tensor(value)
     if shape is not None and tuple(found.shape) != tuple(shape):
         raise ConfigError(
             f"the saved {key!r} of {name} has the shape {tuple(found.shape)}, "

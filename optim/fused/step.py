@@ -161,7 +161,7 @@ def run_cpu(args: StepArgs) -> None:
     scratch = args.scratch
     if scratch is None:
         num_bytes = 0 if as_is else scratch_bytes(args.columns, args.lane_sizes)
-        scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     # Stored as the kernel takes them, all tensors of a lane go into one call.
     whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
     rows = args.hyper.tolist()
@@ -170,9 +170,9 @@ def run_cpu(args: StepArgs) -> None:
         if not size:
             continue
         # With infinitely many steps behind it, a moment needs no correction: beta**inf is 0.
-        step = (
-            args.steps[first].view(-1)[0] if args.flags.bias_correction else torch.tensor(torch.inf)
-        )
+        step = torch.tensor(torch.inf, device="cpu")
+        if args.flags.bias_correction:
+            step = args.steps[first].view(-1)[0]
         lane = args.columns.part(start, start + size)
         start += size
         for part in [lane] if whole else _chunks(lane):

@@ -22,8 +22,13 @@ def native_dropout(x: Tensor, p: float, train: bool | None, *, draw: Draw) -> tu
     return x * mask * (0 if p == 1 else 1 / (1 - p)), mask
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """As CUDA's kernels compute: narrow floats in float32, float64 as it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class _Attention:
-    """Attention in float32, with what its gradient needs."""
+    """Attention, with what its gradient needs."""
 
     def __init__(
         self,
@@ -36,11 +41,11 @@ class _Attention:
         scale: float | None,
         draw: Draw | None,
     ) -> None:
-        self.query, self.key, self.value = query.float(), key.float(), value.float()
+        self.query, self.key, self.value = _wide(query), _wide(key), _wide(value)
         self.scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         scores = self.query @ self.key.mT * self.scale
         if bias is not None:
-            scores = scores + bias.float()
+            scores = scores + _wide(bias)
         if is_causal:
             length, size = scores.shape[-2:]
             scores = scores.masked_fill(
@@ -57,7 +62,7 @@ class _Attention:
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of query, key, value and bias."""
-        grad = grad.float()
+        grad = _wide(grad)
         grad_value = (self.weights * self.kept).mT @ grad
         grad_weights = grad @ self.value.mT * self.kept
         inner = (grad_weights * self.weights).sum(-1, keepdim=True)
@@ -229,15 +234,15 @@ def layer_norm_backward(
     grad: Tensor,
     x: Tensor,
     shape: list[int],
-    mean: Tensor,  # float32, whatever the others are; so the CPU does not take them
+    mean: Tensor,  # float32 where the others are narrower; so the CPU does not take them
     roots: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    floats = [None if tensor is None else tensor.float() for tensor in (weight, bias)]
+    wide = [None if tensor is None else _wide(tensor) for tensor in (weight, bias)]
     found = torch.ops.aten.native_layer_norm_backward(
-        grad.float(), x.float(), shape, mean.float(), roots.float(), *floats, wanted
+        _wide(grad), _wide(x), shape, _wide(mean), _wide(roots), *wide, wanted
     )
     return [tensor for tensor in found if tensor is not None]
 
@@ -251,9 +256,9 @@ def rms_norm_backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     dims = list(range(x.dim() - len(shape), x.dim()))
-    roots = roots.float().reshape(*x.shape[: dims[0]], *(1 for _ in dims))
-    normed, grad = x.float() * roots, grad.float()
-    inner = grad if weight is None else grad * weight.float()
+    roots = _wide(roots).reshape(*x.shape[: dims[0]], *(1 for _ in dims))
+    normed, grad = _wide(x) * roots, _wide(grad)
+    inner = grad if weight is None else grad * _wide(weight)
     made = []
     if wanted[0]:
         made.append(roots * (inner - normed * (inner * normed).mean(dims, keepdim=True)))

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.cannot import CANNOT, reasons_of
 from cuda_stand_in.orders import NUM_ORDERS, chosen
+from graphfsdp.optim import FusedAdam
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +66,27 @@ def test_what_an_operator_draws_follows_from_the_generator() -> None:
     again = [torch.rand(7, device=CUDA) for _ in range(2)]
     assert not torch.equal(first[0], first[1])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_what_is_computed_in_float64_is_what_a_cpu_computes() -> None:
+    """Its norms, and FusedAdam as tensor code, which copies by the driver."""
+
+    def trained(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8)).double()
+        optimizer = FusedAdam(model.to(device).parameters(), lr=0.02)
+
+        def loss_fn(model: torch.nn.Module, x: Tensor) -> Tensor:
+            return model(x).tanh().sum()
+
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, skip_nonfinite=True) as step:
+            for index in range(6):
+                generator = torch.Generator().manual_seed(index)
+                step(torch.randn(6, 4, generator=generator).double().to(device))
+        return [param.detach().cpu() for param in model.parameters()]
+
+    for got, expected in zip(trained(CUDA), trained(torch.device("cpu")), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_reasons_belong_to_tests_by_the_beginning_of_their_names() -> None:

@@ -130,7 +130,7 @@ def test_meta_parameters_get_the_values_of_the_whole_model() -> None:
     model = tensor_parallel(meta=True)
     torch.manual_seed(3 + dist.get_rank())  # the first rank's values count
     graphfsdp.materialize(model, init=set_own)
-    plain = plain_model("feed")
+    plain = plain_model("feed").to(rank_device())
     torch.manual_seed(3)
     for module in plain.modules():
         reset: Any = getattr(module, "reset_parameters", None)

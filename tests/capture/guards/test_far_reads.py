@@ -134,6 +134,12 @@ def function_of_a_torch_layer() -> Around:
     return Around(lambda model, x: model(x).square().mean(), *change, named, model)
 
 
+def behind_two_modules() -> Around:
+    loss_fn: Loss = lambda model, x: nn.functional.celu(model(x)).square().mean()  # noqa: E731
+    named = "function 'celu' of torch.nn.functional"
+    return Around(loss_fn, *sets(functional, "celu", functional.relu), named)
+
+
 def held_by_a_model(value: Any, target: Any, attribute: str, named: str) -> Around:
     return Around(None, *sets(target, attribute, 2.0), named, Reader(value))
 
@@ -442,6 +448,7 @@ READING: dict[str, Callable[[], Around]] = {
         puts(CONFIG.tables["a"], "b", 3.0), "'b' of 'a' of 'tables'"
     ),
     "function_of_a_torch_layer": function_of_a_torch_layer,
+    "behind_two_modules": behind_two_modules,
     "slots_of_a_model": lambda: object_of_a_model(Slots(), "weight"),
     "schedule_of_a_model": lambda: object_of_a_model(Schedule(), "_weight"),
     "object_in_a_list_of_a_model": object_in_a_list_of_a_model,

@@ -1,0 +1,126 @@
+"""torch's own context parallelism beside ``fully_shard``: each rank has a part of each sequence.
+
+torch has no such attention on a CPU, so this runs where there are GPUs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import graphfsdp
+from graphfsdp import GuardError
+from graphfsdp.optim import FusedAdam
+from ranks import RankPool, rank_device
+from sharding_helpers import full_parameters, hybrid_mesh, raises_on_rank
+
+NUM_STEPS = 7
+LENGTH, WIDTH, NUM_HEADS, VOCABULARY = 16, 32, 2, 17
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, P, H] -> [N, P, H]
+        heads = self.inner(x).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        out: Tensor = x + self.out(seen.transpose(1, 2).flatten(2))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Attention(), Attention()])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _model(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = Model().to(rank_device(), torch.bfloat16)  # half precision: attention's kernels
+    for module in (*model.blocks, model):
+        graphfsdp.fully_shard(module, mesh)
+    return model, FusedAdam(model.parameters(), lr=1e-2)
+
+
+def _batches() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(VOCABULARY, (NUM_STEPS, 2, 2, LENGTH), generator=generator)
+    return [[tokens.clone().to(rank_device()) for tokens in batch] for batch in drawn]
+
+
+@contextmanager
+def _parts(mesh: DeviceMesh, batch: Sequence[Tensor]) -> Iterator[None]:
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    cut = context_parallel(
+        mesh, buffers=list(batch), buffer_seq_dims=[1] * len(batch), no_restore_buffers={*batch}
+    )
+    with cut, sdpa_kernel(kernels):
+        yield
+
+
+def _trains_as_a_plain_loop() -> None:
+    mesh = hybrid_mesh((dist.get_world_size(),), ("cp",))
+    model, optimizer = _model(mesh)
+    cut, losses = [], []
+    for batch in _batches():
+        with _parts(mesh, batch):
+            loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        cut.append(batch)
+    expected = full_parameters(model)
+    for scope in ("none", "full_iteration"):
+        model, optimizer = _model(mesh)
+        # Entered once: whoever enters replaces torch's attention by a new function.
+        with (
+            _parts(mesh, [torch.zeros(1, LENGTH, device=rank_device())]),
+            graphfsdp.capture(model, optimizer, scope=scope) as step,
+        ):
+            got = [step(*batch) for batch in cut]
+            assert step.phase.value == ("eager" if scope == "none" else "replay")
+        assert all(torch.equal(a, b) for a, b in zip(got, losses, strict=True))
+        for name, weight in full_parameters(model).items():
+            assert torch.equal(weight, expected[name]), name
+
+
+def _entered_in_each_iteration() -> None:
+    mesh = hybrid_mesh((dist.get_world_size(),), ("cp",))
+    model, optimizer = _model(mesh)
+    with graphfsdp.capture(model, optimizer) as step:
+        *first, last = _batches()
+        for batch in first[:4]:
+            with _parts(mesh, batch):
+                step(*batch)
+        with _parts(mesh, last), raises_on_rank(GuardError, "scaled_dot_product_attention"):
+            step(*last)
+
+
+def test_captured_parts_of_sequences_train_as_a_plain_loop(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(_trains_as_a_plain_loop)
+
+
+def test_attention_that_is_replaced_in_each_iteration_is_refused(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(_entered_in_each_iteration)
