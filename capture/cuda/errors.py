@@ -60,9 +60,10 @@ _ERRORS = (
         901,
         "cudaErrorStreamCaptureInvalidated",
         "due to a previous error during capture",
-        "the capture was invalidated by an earlier error, by an illegal call on another thread, "
-        "or by running out of memory",
-        "look at the first error; check that the model fits with warmup_steps done",
+        "the capture was invalidated by an earlier error, by a call on another thread that waits "
+        "for the device (torch.cuda.synchronize), or by running out of memory",
+        "look at the first error; wait on other threads for an event or a stream of their own "
+        "(stream.synchronize()); check that the model fits with warmup_steps done",
         HazardKind.EXCEPTION,
     ),
     CudaCaptureError(

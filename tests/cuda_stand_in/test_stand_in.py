@@ -77,7 +77,8 @@ def test_what_is_computed_in_float64_is_what_a_cpu_computes() -> None:
         optimizer = FusedAdam(model.to(device).parameters(), lr=0.02)
 
         def loss_fn(model: torch.nn.Module, x: Tensor) -> Tensor:
-            return model(x).tanh().sum()
+            loss: Tensor = model(x).tanh().sum()
+            return loss
 
         with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, skip_nonfinite=True) as step:
             for index in range(6):

@@ -35,7 +35,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [N, P, H] -> [N, P, H]
         heads = self.inner(x).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = x + self.out(seen.transpose(1, 2).flatten(2))
         return out
 
