@@ -1,15 +1,15 @@
-"""Values as float8 e4m3 with scales, bit for bit as torchao makes them, NaN and zeros included.
+"""Values as float8 with scales, bit for bit as torchao makes them, NaN and zeros included.
+
+Numbers are e4m3, up to 448, or, where said, e5m2, up to 57344: more range, one bit less.
 
 Float8: one float32 scale for a tensor, or for each row; a number is ``value * scale`` rounded to
-nearest even and saturated at 448. The scale is 448 / amax, in float64 and then rounded; of rows it
-is rounded down to a power of two, so that scaling and its inverse are exact. An amax of 0 counts
-as 1e-12. A NaN makes its scale NaN, and so all numbers under it.
+nearest even and saturated. The scale is 448 / amax, in float64 and then rounded; of rows it is
+rounded down to a power of two, so that scaling and its inverse are exact. An amax of 0 counts as
+1e-12. A NaN makes its scale NaN, and so all numbers under it.
 
 MXFP8: one scale for 32 values that follow one another in a row, a power of two in 8 bits (E8M0:
 the exponent plus 127; 255 is NaN). It is amax / 448 rounded up to a power of two, so that nothing
-saturates ("rceil", as NVIDIA's kernels do it), or the largest power of two up to amax, divided by
-256 ("floor", OCP Microscaling Formats v1.0, 6.3), under which up to an eighth of the range
-saturates.
+saturates (torchao's RCEIL, as NVIDIA's kernels do it).
 
 Sources: torchao 0.18, float8/float8_utils.py (amax_to_scale, to_fp8_saturated) and
 prototype/mx_formats/mx_tensor.py (to_mx, to_dtype).
@@ -19,47 +19,37 @@ import torch
 from torch import Tensor
 
 NUMBER = torch.float8_e4m3fn
-LARGEST = torch.finfo(NUMBER).max  # 448
 BLOCK = 32  # values that share a scale in MXFP8
 _SMALLEST_AMAX = 1e-12
 _BIAS = 127  # of exponents in float32 and in E8M0
-_MANTISSA_BITS = 23  # of float32
-_LARGEST_POWER = 8  # 2**8 is the largest power of two in e4m3
 _NAN = 255
 _INFINITE = 254  # what amax / 448 comes to where amax is infinite
 
 
-def scales_of(amax: Tensor, *, powers_of_two: bool = False) -> Tensor:
+def scales_of(amax: Tensor, *, powers_of_two: bool = False, number: torch.dtype = NUMBER) -> Tensor:
     """Return float32 scales for largest magnitudes."""
-    scale = (LARGEST / amax.to(torch.float64).clamp(min=_SMALLEST_AMAX)).to(torch.float32)
+    amax = amax.to(torch.float64).clamp(min=_SMALLEST_AMAX)
+    scale = (torch.finfo(number).max / amax).to(torch.float32)
     return torch.exp2(torch.floor(torch.log2(scale))) if powers_of_two else scale
 
 
-def to_float8(values: Tensor, scale: Tensor) -> Tensor:
-    return (values.to(torch.float32) * scale).clamp(-LARGEST, LARGEST).to(NUMBER)
+def to_float8(values: Tensor, scale: Tensor, number: torch.dtype = NUMBER) -> Tensor:
+    return _saturated(values.to(torch.float32) * scale, number)
 
 
 def from_float8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (numbers.to(dtype) / scale).to(dtype)
 
 
-def to_mxfp8(values: Tensor, *, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
+def to_mxfp8(values: Tensor, number: torch.dtype = NUMBER) -> tuple[Tensor, Tensor]:
     """Return numbers [..., K] and, as uint8, exponents [..., K / 32] for values [..., K]."""
     blocks = values.unflatten(-1, (-1, BLOCK)).to(torch.float32)
     amax = blocks.abs().amax(-1, keepdim=True)
-    if rounding == "rceil":
-        exponent = _rounded_up(amax / LARGEST)
-        # A block of nothing but zeros and denormals of float32 stays as it is.
-        factor = torch.exp2(_BIAS - exponent.to(torch.float32)).masked_fill(exponent == 0, 1.0)
-        scaled = blocks * torch.where(exponent == _NAN, amax, factor)
-    else:
-        exponent = _rounded_down(amax)
-        bits = exponent.to(torch.int32) << _MANTISSA_BITS
-        # Exponent 0 is a denormal of float32, which some compilers flush to zero.
-        smallest = torch.finfo(torch.float32).tiny
-        scaled = blocks / bits.view(torch.float32).clamp(min=smallest)
-    numbers = scaled.clamp(-LARGEST, LARGEST).to(NUMBER)
-    return numbers.flatten(-2), exponent.squeeze(-1)
+    exponent = _rounded_up(amax / torch.finfo(number).max)
+    # A block of nothing but zeros and denormals of float32 stays as it is.
+    factor = torch.exp2(_BIAS - exponent.to(torch.float32)).masked_fill(exponent == 0, 1.0)
+    scaled = blocks * torch.where(exponent == _NAN, amax, factor)
+    return _saturated(scaled, number).flatten(-2), exponent.squeeze(-1)
 
 
 def from_mxfp8(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,12 +59,12 @@ def from_mxfp8(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     return (blocks * scale.unsqueeze(-1)).flatten(-2)
 
 
+def _saturated(scaled: Tensor, number: torch.dtype) -> Tensor:
+    largest = torch.finfo(number).max
+    return scaled.clamp(-largest, largest).to(number)
+
+
 def _rounded_up(ratio: Tensor) -> Tensor:
     power = torch.ceil(torch.log2(ratio)).clamp(-_BIAS, _BIAS) + _BIAS
     power = power.masked_fill(ratio.isinf(), _INFINITE).masked_fill(ratio.isnan(), _NAN)
     return power.to(torch.uint8)
-
-
-def _rounded_down(amax: Tensor) -> Tensor:
-    power = (amax.view(torch.int32) >> _MANTISSA_BITS) & 0xFF
-    return (power - _LARGEST_POWER).clamp(min=0).to(torch.uint8).masked_fill(amax.isnan(), _NAN)

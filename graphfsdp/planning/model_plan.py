@@ -123,6 +123,7 @@ class ModelPlan:
             buffer.full_bytes
             for buffer in self.buffers
             if not buffer.sharded
+            and not buffer.stays_packed
             and (buffer.gather_format or buffer.dtypes.compute != buffer.dtypes.main)
         )
         casts += sum(buffer.packed_bytes for buffer in self.buffers)
@@ -297,15 +298,7 @@ def _plan_units(
             if id(param) not in taken
         }
         taken |= {id(param) for param in params.values()}
-        kinds = {
-            inner: ParameterKind(
-                tuple(param.shape),
-                param.dtype,
-                param.requires_grad,
-                is_linear=id(param) in linear and param.is_floating_point(),
-            )
-            for inner, param in params.items()
-        }
+        kinds = {inner: ParameterKind.of(param, linear) for inner, param in params.items()}
         mesh = meshes.get(name, meshes[""])
         buffers = plan_buffers(kinds, policy=policy, strategy=strategy, num_ranks=mesh.num_parts)
         plans.append(UnitPlan(name, tuple(buffers), mesh))

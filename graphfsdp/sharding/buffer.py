@@ -164,6 +164,13 @@ class ShardBuffer:
     def full_view(flat: Tensor, slot: Slot) -> Tensor:
         return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
 
+    def whole_weight(self, slot: Slot) -> Tensor:
+        """Return a parameter as modules compute with it, while it is gathered."""
+        assert self.full is not None
+        if self.packing is not None and self.plan.stays_packed:
+            return self.packing.weight(self.full, slot)
+        return self.full_view(self.full, slot)
+
     def placements(self, slot: Slot) -> list[Placement]:
         return self.mesh.placements(self.layout, slot, sharded=self.sharded)
 
@@ -269,6 +276,8 @@ class ShardBuffer:
     def _as_weights(self, whole: Tensor) -> Tensor:
         if self.packing is None:
             return whole
+        if self.plan.stays_packed:
+            return self.packing.in_order(whole)
         full = self._new_full()
         self.packing.unpack(whole, full)
         return full

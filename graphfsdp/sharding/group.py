@@ -143,14 +143,8 @@ class ShardGroup:
         }
         linear = linear_weights(inner for module in modules for inner in module.modules())
         kinds = {
-            name: ParameterKind(
-                tuple(local_part(p).shape),
-                p.dtype,
-                p.requires_grad,
-                str(p.device),
-                is_linear=id(p) in linear and p.is_floating_point(),
-            )
-            for name, (p, _) in found.items()
+            name: ParameterKind.of(param, linear, str(param.device))
+            for name, (param, _) in found.items()
         }
         if options.policy.gather_format is not None:
             refuse_packing(options.offload, self._axes)
@@ -289,8 +283,7 @@ class ShardGroup:
         for buffer in self.buffers:
             buffer.unshard()
         for item in self.managed:
-            assert item.buffer.full is not None
-            yield item, item.buffer.full_view(item.buffer.full, item.slot)
+            yield item, item.buffer.whole_weight(item.slot)
 
     def reshard(self, *, outside: bool = False) -> None:
         for buffer in self.buffers:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.formats import BLOCK
+from graphfsdp.eight_bit.linear import EightBitLinear
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot, plan_blocks, plan_unit
 
@@ -22,6 +24,17 @@ class ParameterKind:
     trainable: bool
     device: str = "cpu"
     is_linear: bool = False  # the weight of nn.Linear and of nothing else
+    multiplied_as: GatherFormat | None = None  # what EightBitLinear, and nothing else, makes of it
+
+    @classmethod
+    def of(
+        cls, param: nn.Parameter, linear: Mapping[int, GatherFormat | None], device: str = "cpu"
+    ) -> "ParameterKind":
+        """``linear``: what ``linear_weights`` has found."""
+        key = id(param) if param.is_floating_point() else None
+        shape = tuple(local_part(param).shape)
+        kind = key in linear, None if key is None else linear.get(key)
+        return cls(shape, param.dtype, param.requires_grad, device, *kind)
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class BufferPlan:
     strategy: ShardingStrategy
     trainable: bool
     gather_format: GatherFormat | None = None
+    stays_packed: bool = False  # layers compute with the 8-bit numbers themselves
 
     @property
     def sharded(self) -> bool:
@@ -67,6 +81,8 @@ class BufferPlan:
 
     @property
     def full_bytes(self) -> int:
+        if self.stays_packed:
+            return self.gather_bytes
         return self.layout.total_numel * self.dtypes.compute.itemsize
 
     @property
@@ -96,15 +112,22 @@ class BufferPlan:
         return self.layout.total_numel * self.dtypes.comm.itemsize if self.trainable else 0
 
 
-def linear_weights(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the identities of weights that ``nn.Linear`` alone holds, in the modules given."""
-    linear: set[int] = set()
-    others: set[int] = set()
+def linear_weights(modules: Iterable[nn.Module]) -> dict[int, GatherFormat | None]:
+    """Return the identities of weights that ``nn.Linear`` alone holds, in the modules given.
+
+    With the format of those that ``EightBitLinear`` alone holds, else None.
+    """
+    holders: dict[int, list[nn.Module | None]] = {}
     for module in modules:
         for name, param in module._parameters.items():
             fits = isinstance(module, nn.Linear) and name == "weight"
-            (linear if fits else others).add(id(param))
-    return linear - others
+            holders.setdefault(id(param), []).append(module if fits else None)
+    return {key: _one_format(found) for key, found in holders.items() if None not in found}
+
+
+def _one_format(holders: Iterable[nn.Module | None]) -> GatherFormat | None:
+    formats = {each.number_format if isinstance(each, EightBitLinear) else None for each in holders}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def plan_buffers(
@@ -114,14 +137,15 @@ def plan_buffers(
     strategy: ShardingStrategy,
     num_ranks: int,
 ) -> list[BufferPlan]:
-    kinds: dict[tuple[torch.dtype, str, bool, bool, GatherFormat | None], list[str]] = {}
+    kinds: dict[tuple[torch.dtype, str, bool, bool, GatherFormat | None, bool], list[str]] = {}
     for name, param in params.items():
         # A scalar has no rows to share out: every rank holds it.
         packs = _gather_format(name, param, policy)
-        kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0, packs)
+        stays = packs is not None and param.multiplied_as is packs
+        kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0, packs, stays)
         kinds.setdefault(kind, []).append(name)
     plans = []
-    for (dtype, _, trainable, has_rows, packs), names in kinds.items():
+    for (dtype, _, trainable, has_rows, packs, stays), names in kinds.items():
         used = strategy if has_rows else ShardingStrategy.NO_SHARD
         dtypes = BufferDtypes.of(dtype, policy)
         shapes = [params[name].shape for name in names]
@@ -134,7 +158,7 @@ def plan_buffers(
             layouts = plan_unit(shapes, num_ranks=parts, itemsize=min(itemsizes))
         for layout in layouts:
             members = tuple(names[slot.index] for slot in layout.slots)
-            plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs))
+            plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs, stays))
     return plans
 
 

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from graphfsdp.base.dtensors import as_dtensor
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer
 
@@ -22,12 +20,15 @@ class _Place(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    dtype: torch.dtype  # of a buffer of bytes each weight is read in its own
 
 
-class _DTensorPlace(NamedTuple):
-    local: _Place
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
+class _Wrapped(NamedTuple):
+    """A saved wrapper (DTensor, 8-bit numbers with scales) some of whose tensors are places."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -42,18 +43,18 @@ class _Pack:
         self._storages = storages  # index of the buffer by identity of its storage
 
     def __call__(self, tensor: Tensor) -> Any:
-        if type(tensor) is DTensor:
-            local = self(tensor._local_tensor)
-            if not isinstance(local, _Place):
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self(getattr(tensor, name)) for name in names}
+            if not any(isinstance(part, _Place | _Wrapped) for part in parts.values()):
                 return tensor
-            mesh, places = tensor.device_mesh, tensor.placements
-            return _DTensorPlace(local, mesh, places, tensor.shape, tensor.stride())
+            return _Wrapped(type(tensor), parts, context, tensor.shape, tensor.stride())
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         index = self._storages.get(tensor.untyped_storage()._cdata)
         if index is None:
             return tensor
-        return _Place(index, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Place(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
 
 def saving_places(
@@ -71,9 +72,11 @@ def saving_places(
     moments = [buffer.moment() for buffer in buffers]
 
     def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, _DTensorPlace):
-            local, mesh, places, shape, stride = saved
-            whole: Tensor = as_dtensor(unpack(local), mesh, places, shape, stride)
+        if isinstance(saved, _Wrapped):
+            parts = {name: unpack(part) for name, part in saved.parts.items()}
+            whole: Tensor = saved.kind.__tensor_unflatten__(
+                parts, saved.context, saved.shape, saved.stride
+            )
             return whole
         if not isinstance(saved, _Place):
             return saved  # type: ignore[no-any-return]
@@ -86,7 +89,10 @@ def saving_places(
                 "Remedy: optimizer.step() and other writes after the last backward; or clone() "
                 "what backward needs"
             )
-        return gather(buffer).as_strided(saved.shape, saved.stride, saved.offset)
+        full = gather(buffer)
+        if full.dtype != saved.dtype:
+            full = full.view(saved.dtype)
+        return full.as_strided(saved.shape, saved.stride, saved.offset)
 
     return saved_tensors_hooks(_Pack(storages), unpack)
 

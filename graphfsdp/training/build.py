@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.eight_bit import convert_linears
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
@@ -256,6 +257,8 @@ def make_model(
     # Parameters alone: buffers such as RoPE's tables stay in float32.
     for param in model.parameters():
         param.data = param.data.to(dtype)
+    if config.fp8_format is not None:
+        convert_linears(model.blocks, config.number_format, fp8_format=config.fp8_format)
     return model.to(device)
 
 

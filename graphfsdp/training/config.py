@@ -15,6 +15,7 @@ from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
 DtypeName = Literal["fp32", "bf16"]
+Fp8FormatName = Literal["e4m3", "hybrid"]
 Fp8RecipeName = Literal["tensorwise", "rowwise", "mxfp8"]
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -194,14 +195,19 @@ class TrainConfig:
     use_precision_aware_optimizer: Annotated[
         bool, "the optimizer reads decoupled gradients, whose dtype need not be that of the weights"
     ] = False
+    fp8_format: Annotated[
+        Fp8FormatName | None,
+        "multiply in 8 bits in the linear layers of blocks: e4m3, or e4m3 with gradients in e5m2",
+    ] = None
     fp8_param_gather: Annotated[
         bool,
-        "gather the weights of linear layers as 8-bit numbers with scales; layers compute with "
-        "what these stand for in the dtype of the model weights",
+        "gather the weights of linear layers as 8-bit numbers with scales; without --fp8-format "
+        "layers compute with what these stand for in the dtype of the model weights",
     ] = False
     fp8_recipe: Annotated[
         Fp8RecipeName,
-        "one scale for a weight, for each row, or for 32 values of a row; needs --fp8-param-gather",
+        "one scale for a tensor, for each row, or for 32 values of a row; needs --fp8-format or "
+        "--fp8-param-gather",
     ] = "tensorwise"
     # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
     # ``numbers``. Capture.
@@ -394,13 +400,12 @@ class TrainConfig:
             main_params_dtype=_dtype(self.main_params_dtype),
             main_grads_dtype=_dtype(self.main_grads_dtype),
             use_decoupled_grad=self.use_precision_aware_optimizer,
-            gather_format=self.gather_format,
+            gather_format=self.number_format if self.fp8_param_gather else None,
         )
 
     @property
-    def gather_format(self) -> GatherFormat | None:
-        if not self.fp8_param_gather:
-            return None
+    def number_format(self) -> GatherFormat:
+        """Of gathers and products, where these are in 8 bits."""
         return {
             "tensorwise": GatherFormat.FLOAT8,
             "rowwise": GatherFormat.FLOAT8_ROWWISE,
@@ -460,15 +465,16 @@ class TrainConfig:
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
             )
         self._check_experts()
-        if self.fp8_recipe != "tensorwise" and not self.fp8_param_gather:
+        in_8_bits = self.fp8_param_gather or self.fp8_format is not None
+        if self.fp8_recipe != "tensorwise" and not in_8_bits:
             raise ConfigError(
-                f"--fp8-recipe {self.fp8_recipe} says how weights are gathered in 8 bits; add "
-                "--fp8-param-gather"
+                f"--fp8-recipe {self.fp8_recipe} says how scales are shared in 8 bits; add "
+                "--fp8-format e4m3, --fp8-param-gather, or both"
             )
-        if self.fp8_param_gather and self.mllog is not None:
+        if in_8_bits and self.mllog is not None:
             raise ConfigError(
-                "--mllog has no word for weights that are gathered in 8 bits; leave out "
-                "--fp8-param-gather"
+                "--mllog has no word for products and gathers in 8 bits; leave out "
+                "--fp8-format and --fp8-param-gather"
             )
         if self.mllog is not None and self.load is not None:
             raise ConfigError(

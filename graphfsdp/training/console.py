@@ -86,8 +86,10 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     precision += f", {config.main_params_dtype} main weights, {config.main_grads_dtype} main grads"
     if config.use_precision_aware_optimizer:
         precision += ", decoupled"
-    if config.gather_format is not None:
-        precision += f", gathered as {config.gather_format.value}"
+    if config.fp8_format is not None:
+        precision += f", multiplied as {config.number_format.value} ({config.fp8_format})"
+    if config.fp8_param_gather:
+        precision += f", gathered as {config.number_format.value}"
     batch = f"{run.batch.num_sequences} x {config.seq_length} tokens"
     if run.batch.num_microbatches > 1:
         batch += f" in {run.batch.num_microbatches} micro-batches"

@@ -26,6 +26,7 @@ torchao = pytest.mark.skipif(
 TINY = torch.finfo(torch.float32).tiny
 KINDS = ("normal", "wide", "zeros", "denormal", "nan", "infinite", "largest", "ties", "powers")
 DTYPES = (torch.float32, torch.bfloat16)
+NUMBERS = (NUMBER, torch.float8_e5m2)
 
 
 def values(kind: str, dtype: torch.dtype) -> Tensor:  # [6, 64]
@@ -57,7 +58,7 @@ def values(kind: str, dtype: torch.dtype) -> Tensor:  # [6, 64]
 def bits(x: Tensor) -> Tensor:
     """Bit patterns, of numbers with one for all NaNs: their sign comes from the vector unit."""
     patterns = x.contiguous().view(torch.uint8)
-    return patterns.masked_fill(x.float().isnan(), 127) if x.dtype == NUMBER else patterns
+    return patterns.masked_fill(x.float().isnan(), 127) if x.dtype in NUMBERS else patterns
 
 
 def same_numbers(left: Tensor, right: Tensor) -> bool:
@@ -66,27 +67,27 @@ def same_numbers(left: Tensor, right: Tensor) -> bool:
     return bool(alike.all()) and left.dtype == right.dtype
 
 
-def rows(x: Tensor) -> Tensor:
-    return scales_of(x.abs().amax(-1, keepdim=True), powers_of_two=True)
+def rows(x: Tensor, number: torch.dtype = NUMBER) -> Tensor:
+    return scales_of(x.abs().amax(-1, keepdim=True), powers_of_two=True, number=number)
 
 
 @torchao
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_float8_is_torchaos(kind: str, dtype: torch.dtype) -> None:
+def test_float8_is_torchaos(kind: str, dtype: torch.dtype, number: torch.dtype) -> None:
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import LinearMMConfig
 
     x = values(kind, dtype)
-    for how, scale in (("TENSORWISE", scales_of(x.abs().amax())), ("AXISWISE", rows(x))):
+    tensorwise = scales_of(x.abs().amax(), number=number)
+    for how, scale in (("TENSORWISE", tensorwise), ("AXISWISE", rows(x, number))):
         options: dict[str, Any] = {"scaling_granularity": ScalingGranularity[how]}
         if how == "AXISWISE":
             options |= {"axiswise_dim": -1, "round_scales_to_power_of_2": True}
-        theirs: Any = hp_tensor_to_float8_dynamic(
-            x, torch.float8_e4m3fn, LinearMMConfig(), **options
-        )
-        ours = to_float8(x, scale)
+        theirs: Any = hp_tensor_to_float8_dynamic(x, number, LinearMMConfig(), **options)
+        ours = to_float8(x, scale, number)
         assert same_numbers(theirs._scale, scale)
         assert torch.equal(bits(theirs._data), bits(ours))
         assert same_numbers(
@@ -95,20 +96,19 @@ def test_float8_is_torchaos(kind: str, dtype: torch.dtype) -> None:
 
 
 @torchao
-@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_mxfp8_is_torchaos(kind: str, dtype: torch.dtype, rounding: str) -> None:
+def test_mxfp8_is_torchaos(kind: str, dtype: torch.dtype, number: torch.dtype) -> None:
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 
     x = values(kind, dtype)
-    mode = ScaleCalculationMode(rounding)
-    scale, data = to_mx(x, torch.float8_e4m3fn, 32, mode)
-    numbers, exponents = to_mxfp8(x, rounding=rounding)
+    scale, data = to_mx(x, number, 32, ScaleCalculationMode.RCEIL)
+    numbers, exponents = to_mxfp8(x, number)
     assert torch.equal(bits(scale), exponents)
     assert torch.equal(bits(data), bits(numbers))
-    theirs = to_dtype(data, scale, torch.float8_e4m3fn, 32, dtype)
+    theirs = to_dtype(data, scale, number, 32, dtype)
     assert same_numbers(theirs, from_mxfp8(numbers, exponents, dtype))
 
 
@@ -138,18 +138,19 @@ def test_numbers_are_rounded_to_nearest_even_and_saturate(kind: str) -> None:
         assert to_float8(x, scale).float().flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "denormal", "ties", "powers"])
-def test_blocks_have_the_power_of_two_that_their_definition_gives(kind: str) -> None:
+def test_blocks_have_the_power_of_two_that_their_definition_gives(
+    kind: str, number: torch.dtype
+) -> None:
     x = values(kind, torch.float32)
     amax = x.view(-1, 32).abs().amax(-1).tolist()
-    _, up = to_mxfp8(x)
-    _, down = to_mxfp8(x, rounding="floor")
-    for value, high, low in zip(amax, up.flatten().tolist(), down.flatten().tolist(), strict=True):
+    _, exponents = to_mxfp8(x, number)
+    largest = int(torch.finfo(number).max)
+    for value, exponent in zip(amax, exponents.flatten().tolist(), strict=True):
         exact = Fraction(value)
-        smallest = next(e for e in range(-127, 128) if exact <= 448 * Fraction(2) ** e)
-        largest = [e for e in range(-126, 128) if Fraction(2) ** e <= exact]
-        assert high == smallest + 127
-        assert low == max(largest[-1] + 119 if largest else 0, 0)
+        smallest = next(e for e in range(-127, 128) if exact <= largest * Fraction(2) ** e)
+        assert exponent == smallest + 127
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "powers"])

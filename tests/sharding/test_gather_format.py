@@ -12,9 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
-from graphfsdp import ConfigError
+from graphfsdp import ConfigError, PhaseError
 from graphfsdp.config import MixedPrecisionPolicy
-from graphfsdp.eight_bit.formats import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
+from graphfsdp.eight_bit import convert_linears
+from graphfsdp.eight_bit.formats import (
+    NUMBER,
+    from_float8,
+    from_mxfp8,
+    scales_of,
+    to_float8,
+    to_mxfp8,
+)
+from graphfsdp.eight_bit.weight import EightBitWeight
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -62,6 +71,8 @@ class Layers(nn.Module):
 def make(gather_format: str | None, strategy: str = "optim_grads_params", **options: Any) -> Any:
     torch.manual_seed(0)
     model = Layers(options.pop("width", WIDTH), options.pop("recompute", False)).to(rank_device())
+    if layers := options.pop("layers", None):
+        convert_linears(model.blocks, layers, fp8_format=options.pop("fp8_format", "e4m3"))
     policy = MixedPrecisionPolicy(
         gather_format=gather_format, **options.pop("policy", {"param_dtype": torch.bfloat16})
     )
@@ -113,6 +124,63 @@ def test_replays_equal_eager_on_one_rank(gather_format: str) -> None:
 @on_ranks("ranks2")
 def test_replays_equal_eager_with_recomputation() -> None:
     replayed_as_eager(gather_format="float8", recompute=True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "gather_format", "options"),
+    [
+        ("float8", "float8", {}),
+        ("float8_rowwise", "float8_rowwise", {"recompute": True}),
+        ("mxfp8", "mxfp8", {"fp8_format": "hybrid", "buffer_pool": True}),
+        ("float8", "float8", {"strategy": "optim", "fp8_format": "hybrid", "policy": {}}),
+        ("mxfp8", "mxfp8", {"strategy": "no_shard"}),
+        ("float8", None, {}),
+        ("float8", "mxfp8", {"recompute": True}),
+    ],
+)
+@on_ranks("ranks2")
+def test_layers_that_multiply_in_8_bits_replay_as_eager(
+    layers: str, gather_format: str | None, options: dict[str, Any]
+) -> None:
+    replayed_as_eager(2, gather_format=gather_format, layers=layers, **options)
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
+    """Weights are nowhere in full, are not quantised again, and read as what they stand for."""
+    model = make(gather_format, layers=gather_format)
+    plain = make(gather_format)
+    seen, quantised_shapes = [], []
+
+    def look(layer: Any, args: Any) -> None:
+        seen.append(layer.weight)
+
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(look)
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if EightBitWeight in types:
+                return NotImplemented
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and result.dtype == NUMBER:
+                quantised_shapes.append(tuple(result.shape))
+            return result
+
+    loss = model(data(0))
+    with Shapes():  # type: ignore[no-untyped-call]
+        loss.backward()
+    assert len(quantised_shapes) >= 8  # a gradient for each product, of two layers in two blocks
+    assert not {(3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)} & set(quantised_shapes)
+    plain.blocks[0].unshard()
+    assert type(seen[0]) is EightBitWeight
+    with torch.no_grad():
+        assert torch.equal(seen[0].to(torch.float32), plain.blocks[0].up.weight.float())
+        with pytest.raises(PhaseError, match="the write would be lost"):
+            seen[0].mul_(2)
 
 
 @pytest.mark.parametrize("gather_format", ["float8", "mxfp8"])

@@ -100,6 +100,9 @@ def test_precision_flags_become_a_policy() -> None:
         assert config.mp_policy.gather_format is GatherFormat(gathered)
     config = parse("--fp8-param-gather --fp8-recipe mxfp8")
     assert config.mp_policy.gather_format is GatherFormat.MXFP8
+    config = parse("--fp8-format hybrid --fp8-recipe mxfp8")
+    assert config.mp_policy.gather_format is None
+    assert config.number_format is GatherFormat.MXFP8
     assert not parse("--bf16 --main-params-dtype bf16").master_weights
     assert not parse("").master_weights
 
@@ -108,8 +111,9 @@ def test_precision_flags_become_a_policy() -> None:
     ("line", "message"),
     [
         ("--preset huge", "--preset huge: there is no such preset; choose one of default, tiny"),
-        ("--fp8-recipe mxfp8", "--fp8-recipe mxfp8 says how weights are gathered in 8 bits"),
-        ("--fp8-param-gather --mllog x.log", "--mllog has no word for weights that are gathered"),
+        ("--fp8-recipe mxfp8", "--fp8-recipe mxfp8 says how scales are shared in 8 bits"),
+        ("--fp8-param-gather --mllog x.log", "--mllog has no word for products and gathers in 8"),
+        ("--fp8-format e5m2", "argument --fp8-format: invalid choice"),
         ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
         ("--micro-batch-size 4 --global-batch-size 6", "--global-batch-size 6 is not divisible"),
         ("--cuda-graph-scope none --cuda-graph-impl full_iteration", "two spellings"),
