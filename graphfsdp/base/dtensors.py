@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp.base.flat_buffer import contiguous_stride
 
+# What the class of a wrapper has that says itself what is gathered of it.
+EXTENSION = "fsdp_pre_all_gather"
 # One group for each mesh axis that a tensor is sharded over; () where each rank holds all of it.
 RankGroups = tuple[dist.ProcessGroup, ...]
 
@@ -20,12 +22,17 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a DTensor, detached; a plain tensor is returned as it is."""
-    if not is_dtensor(tensor):
-        return tensor
-    dtensor: Any = tensor.detach()
-    local: Tensor = dtensor.to_local()
-    return local
+    """Return what this rank holds of a DTensor, detached; a plain tensor is returned as it is.
+
+    Of a wrapper that FSDP2 would ask what to gather (sharding/extension.py), what it wraps.
+    """
+    if is_dtensor(tensor):
+        dtensor: Any = tensor.detach()
+        tensor = dtensor.to_local()
+    if hasattr(tensor, EXTENSION):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        tensor = getattr(tensor, names[0]).detach()
+    return tensor
 
 
 def sharding_groups(tensor: Tensor) -> RankGroups:

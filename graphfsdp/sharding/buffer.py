@@ -6,7 +6,7 @@ cut over an outer axis as well.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,9 @@ from torch.distributed.tensor.placement_types import Placement
 from graphfsdp.base.collectives import Transfer, all_gather_
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.streams import Lane
-from graphfsdp.config import ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.sharding.buffer_pool import BufferPool, take
+from graphfsdp.sharding.extension import Extension
 from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.layout import LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
@@ -70,6 +71,8 @@ class ShardBuffer:
         if plan.gather_format is not None:
             self.packing = Packing(plan, mesh, lambda: self.moment()[0])
             self.packing.move(self.main)
+        self.extension: Extension | None = None
+        self.policy = MixedPrecisionPolicy()  # what the extension is told
         self.gradients: Gradients | None = None
         if plan.trainable:
             self.make_gradients()
@@ -167,12 +170,20 @@ class ShardBuffer:
     def whole_weight(self, slot: Slot) -> Tensor:
         """Return a parameter as modules compute with it, while it is gathered."""
         assert self.full is not None
+        if self.extension is not None:
+            assert self.extension.weight is not None
+            return self.extension.weight
         if self.packing is not None and self.plan.stays_packed:
             return self.packing.weight(self.full, slot)
         return self.full_view(self.full, slot)
 
     def placements(self, slot: Slot) -> list[Placement]:
         return self.mesh.placements(self.layout, slot, sharded=self.sharded)
+
+    def wrapped_view(self, slot: Slot) -> Tensor:
+        """Return this rank's main weight of a parameter as the parameter holds it."""
+        view = self.local_view(self.main, slot)
+        return view if self.extension is None else self.extension.wrap(view)
 
     def load(self, slot: Slot, value: Tensor) -> None:
         """Copy one parameter's whole value, the same on every rank, into the main weights."""
@@ -196,7 +207,7 @@ class ShardBuffer:
             self.full = self._as_weights(self._source())
         else:
             source = self._unshard_outside()
-            whole = self._new_whole()
+            whole = self._new_whole(source)
             if whole.numel():
                 all_gather_(whole, source, self.gather_group)
             self.full = self._as_weights(whole)
@@ -208,9 +219,11 @@ class ShardBuffer:
             return
         if self.layout.total_numel:
             packs_first = self.packing is not None and self.packing.is_old
-            if packs_first or (self.mesh.cuts_outside and self._inner is None):
-                lane.join()  # that collective is on the current stream
-            source, whole = self._unshard_outside(), self._new_whole()
+            gathers_outside = self.mesh.cuts_outside and self._inner is None
+            if packs_first or gathers_outside or self.extension is not None:
+                lane.join()  # those collectives are on the current stream
+            source = self._unshard_outside()
+            whole = self._new_whole(source)
             transfer = Transfer(whole, source)
             with lane.begun():
                 all_gather_(whole, source, self.gather_group, transfer)
@@ -260,20 +273,25 @@ class ShardBuffer:
         numel, dtype = self.layout.total_numel, self.dtypes.compute
         return take(self._pool, self, numel, dtype, self.device)
 
-    def _new_whole(self) -> Tensor:
+    def _new_whole(self, source: Tensor) -> Tensor:
         """Return memory for what an all-gather brings: weights, or their bytes."""
-        if self.packing is None:
+        if self.packing is None and self.extension is None:
             return self._new_full()
-        return self.main.new_empty(self.plan.gather_bytes, dtype=torch.uint8)
+        return source.new_empty(self.mesh.inner.size() * source.numel())
 
     def _source(self) -> Tensor:
         """Return this rank's part of it: the main weights themselves, if they fit."""
+        if self.extension is not None:
+            param: Any = self.params[0]
+            return self.extension.before_gather(param._local_tensor, self.policy)
         if self.packing is None:
             return self.main.to(self.device, self.dtypes.compute)
         self.packing.refresh()
         return self.packing.packed
 
     def _as_weights(self, whole: Tensor) -> Tensor:
+        if self.extension is not None:
+            self.extension.after_gather(whole, self.layout.num_ranks)
         if self.packing is None:
             return whole
         if self.plan.stays_packed:
@@ -305,6 +323,8 @@ class ShardBuffer:
         """Drop gathered weights, also those on their way; ``outside``: the outer axis's, too."""
         self.drop_prefetched()
         was_whole, self.full = self.full is not None, None
+        if self.extension is not None:
+            self.extension.weight = None
         if was_whole and self._pool is not None:
             self._pool.dropped(self)
         if outside:

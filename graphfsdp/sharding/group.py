@@ -24,6 +24,7 @@ from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrate
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.extension import Extension, forget_values, is_extended, parts_of
 from graphfsdp.sharding.gradients import Reduction
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
@@ -161,12 +162,23 @@ class ShardGroup:
         whole = found[plan.names[0]].param
         buffer = ShardBuffer(plan, self.options.mesh, whole.device, self.options.offload)
         self.buffers.append(buffer)
+        if is_extended(whole):
+            name, owner = plan.names[0], found[plan.names[0]].owners[0][0]
+            mesh, dtype = self.options.mesh.mesh, plan.dtypes.compute
+            if self.options.offload is not None or name in self._axes:
+                raise ConfigError(
+                    f"{name!r} is a {type(whole).__name__}, with fsdp_pre_all_gather, which goes "
+                    "neither with CPUOffloadPolicy nor with tensor or expert parallelism yet. "
+                    "Remedy: a plain parameter there"
+                )
+            buffer.extension = Extension(name, whole, owner, mesh, dtype)
+            buffer.policy = self.options.policy
         with torch.no_grad():
             for name, slot in zip(plan.names, plan.layout.slots, strict=True):
                 buffer.load(slot, local_part(found[name].param))
         for name, slot in zip(plan.names, plan.layout.slots, strict=True):
             whole, owners = found[name].param, found[name].owners
-            view = self._as_dtensor(buffer.local_view(buffer.main, slot), name, buffer, slot)
+            view = self._as_dtensor(buffer.wrapped_view(slot), name, buffer, slot)
             param = _replacement(whole, view, name)
             setattr(whole, _TAKEN_AS, name)
             for owner, attribute in owners:
@@ -189,7 +201,7 @@ class ShardGroup:
     def bind_views(self) -> None:
         """Point every parameter at where the main weights lie now, and make its gradient view."""
         for item in self.managed:
-            local = item.buffer.local_view(item.buffer.main, item.slot)
+            local = item.buffer.wrapped_view(item.slot)
             dtensor: Any = item.param
             if dtensor.device == local.device:
                 dtensor._local_tensor = local
@@ -236,7 +248,7 @@ class ShardGroup:
                     "model), before the first forward pass"
                 )
             _refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
-            local: Tensor = item.param._local_tensor  # type: ignore[attr-defined]
+            local = local_part(item.param)
             if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
                 raise ConfigError(
                     f"parameter {self.full_name(item)!r} does not lie in the "
@@ -273,7 +285,7 @@ class ShardGroup:
         self.bind_views()
 
     def _become(self, item: ManagedParameter) -> None:
-        local = item.buffer.local_view(item.buffer.main, item.slot)
+        local = item.buffer.wrapped_view(item.slot)
         new = self._as_dtensor(local, item.name, item.buffer, item.slot)
         become(item.param, nn.Parameter(new, item.param.requires_grad), self.full_name(item))
         _watch_gradient(item.param, self.full_name(item))
@@ -422,14 +434,18 @@ def _named_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Modul
 def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:
     """Return the parameter that takes the place of a whole one, with all its attributes."""
     sharded = nn.Parameter(view, requires_grad=param.requires_grad)
+    inner = parts_of(param) if is_extended(param) else ()
     for attribute, value in vars(param).items():
-        setattr(sharded, attribute, value)
+        if attribute not in inner:
+            setattr(sharded, attribute, value)
     setattr(sharded, _IS_SHARDED, True)
     _watch_gradient(sharded, name)
     # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
     # nor go on training a copy that nobody uses.
     param.grad = None
-    if isinstance(param, DTensor):
+    if is_extended(param):
+        forget_values(param)
+    elif isinstance(param, DTensor):
         param._local_tensor = param._local_tensor.new_empty(0)
     elif not param.is_meta:  # which has none, and is still asked for its shape
         param.data = param.data.new_empty(0)

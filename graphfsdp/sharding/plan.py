@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.dtensors import EXTENSION, local_part
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.eight_bit.linear import EightBitLinear
@@ -25,6 +25,7 @@ class ParameterKind:
     device: str = "cpu"
     is_linear: bool = False  # the weight of nn.Linear and of nothing else
     multiplied_as: GatherFormat | None = None  # what EightBitLinear, and nothing else, makes of it
+    extended: bool = False  # its class says what is gathered of it, see extension.py
 
     @classmethod
     def of(
@@ -34,7 +35,9 @@ class ParameterKind:
         key = id(param) if param.is_floating_point() else None
         shape = tuple(local_part(param).shape)
         kind = key in linear, None if key is None else linear.get(key)
-        return cls(shape, param.dtype, param.requires_grad, device, *kind)
+        return cls(
+            shape, param.dtype, param.requires_grad, device, *kind, hasattr(param, EXTENSION)
+        )
 
 
 @dataclass(frozen=True)
@@ -138,13 +141,19 @@ def plan_buffers(
     num_ranks: int,
 ) -> list[BufferPlan]:
     kinds: dict[tuple[torch.dtype, str, bool, bool, GatherFormat | None, bool], list[str]] = {}
+    plans = []
     for name, param in params.items():
+        if param.extended:
+            dtypes = BufferDtypes.of(param.dtype, policy)
+            parts = 1 if strategy is ShardingStrategy.NO_SHARD else num_ranks
+            layout = _equal_rows(name, param.shape, parts)
+            plans.append(BufferPlan(layout, (name,), dtypes, strategy, param.trainable))
+            continue
         # A scalar has no rows to share out: every rank holds it.
         packs = _gather_format(name, param, policy)
         stays = packs is not None and param.multiplied_as is packs
         kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0, packs, stays)
         kinds.setdefault(kind, []).append(name)
-    plans = []
     for (dtype, _, trainable, has_rows, packs, stays), names in kinds.items():
         used = strategy if has_rows else ShardingStrategy.NO_SHARD
         dtypes = BufferDtypes.of(dtype, policy)
@@ -160,6 +169,17 @@ def plan_buffers(
             members = tuple(names[slot.index] for slot in layout.slots)
             plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs, stays))
     return plans
+
+
+def _equal_rows(name: str, shape: tuple[int, ...], num_ranks: int) -> BufferLayout:
+    """ConfigError: ranks would have other numbers of rows."""
+    if not shape or shape[0] % num_ranks:
+        raise ConfigError(
+            f"{name!r} of shape {shape} has fsdp_pre_all_gather, for which each of the {num_ranks} "
+            "ranks must have as many rows. Remedy: a number of rows that the ranks divide, or a "
+            "plain parameter"
+        )
+    return BufferLayout(num_ranks, 1, math.prod(shape) // num_ranks, (Slot(0, 0, shape),))
 
 
 def _gather_format(
