@@ -97,8 +97,8 @@ def _find_te() -> Callable[..., torch.optim.Optimizer]:
     except (ImportError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"backend='te' needs Transformer Engine, which cannot be imported here ({error}). "
-            "Remedy: pip install --no-build-isolation transformer-engine[pytorch], on a machine "
-            "with CUDA; or backend='native'"
+            "Remedy: pip install --no-build-isolation 'graphfsdp[te]', on a machine with CUDA; or "
+            "backend='native'"
         ) from error
     found: Callable[..., torch.optim.Optimizer] = module.FusedAdam
     return found

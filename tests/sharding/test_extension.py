@@ -207,6 +207,13 @@ class Doubled(Tensor):
         return made, (made,)
 
 
+class Scaled(Doubled):
+    """Wraps two tensors, as Transformer Engine's quantised parameters do."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held", "held"], None
+
+
 @pytest.mark.parametrize("options", [{}, {"outer_strategy": "optim"}])
 @on_ranks("ranks4")
 def test_several_tensors_are_gathered_on_two_mesh_axes(options: dict[str, Any]) -> None:
@@ -230,6 +237,9 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'weight' of shape \(9, 3\) has fsdp_pre_all_gather"):
         graphfsdp.fully_shard(linear)
     linear = nn.Linear(3, 8)
-    linear.weight = nn.Parameter(Doubled(linear.weight.detach()))
+    linear.weight = nn.Parameter(Scaled(linear.weight.detach()))
+    with pytest.raises(ConfigError, match=r"is a Scaled, .* this one wraps \['held', 'held'\] on"):
+        graphfsdp.fully_shard(linear)
+    linear.weight = nn.Parameter(Doubled(torch.ones(8, 3)))
     with pytest.raises(ConfigError, match=r"is a Doubled, .* goes neither with CPUOffloadPolicy"):
         graphfsdp.fully_shard(linear, offload_policy=graphfsdp.CPUOffloadPolicy())
