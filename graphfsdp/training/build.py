@@ -258,7 +258,12 @@ def make_model(
     for param in model.parameters():
         param.data = param.data.to(dtype)
     if config.fp8_format is not None:
-        convert_linears(model.blocks, config.number_format, fp8_format=config.fp8_format)
+        convert_linears(
+            model.blocks,
+            config.number_format,
+            fp8_format=config.fp8_format,
+            where=lambda name, linear: not name.endswith("router.gate"),  # chooses experts
+        )
     return model.to(device)
 
 
