@@ -178,7 +178,7 @@ class Doubled(Tensor):
 
         result = func(*map(bare, args), **{k: bare(v) for k, v in (kwargs or {}).items()})
         keeps = func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-        return Doubled(result) if keeps else result
+        return cls(result) if keeps else result
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["held"], None
