@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.regions import CompiledRegions
@@ -11,6 +12,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.hooks import users_hooks
 from graphfsdp._capture.iteration import AnyIteration
+from graphfsdp._capture.messages import messages_as_operators
 from graphfsdp._capture.python.places import Snapshot
 from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import Recording
@@ -102,7 +104,7 @@ class Engine:
         self._replayed = None
         output = None
         try:
-            with watch or nullcontext():
+            with messages_as_operators(), self._prepared(recording, watch, trains=True):
                 output = self._iteration.forward_backward(
                     recording.inputs, recording.num_microbatches
                 )
@@ -118,6 +120,12 @@ class Engine:
             grad_norm = self._iteration.optimizer_step()
             results += [] if grad_norm is None else [grad_norm]
         return results
+
+    def _prepared(
+        self, recording: Recording, watch: AbstractContextManager[None] | None, *, trains: bool
+    ) -> AbstractContextManager[None]:
+        self._iteration.prepare(recording.inputs, trains=trains)
+        return watch or nullcontext()
 
     def _make_room(self) -> None:
         """Give back what the first activations have left, before the optimizer makes its state.
@@ -147,7 +155,7 @@ class Engine:
     ) -> list[Tensor]:
         """Run the forward pass alone, all of it captured; return its results as a flat list."""
         self._replayed = None
-        with watch or nullcontext():
+        with messages_as_operators(), self._prepared(recording, watch, trains=False):
             output = self._iteration.forward(recording.inputs, recording.num_microbatches)
         return recording.results.flatten(output)
 
@@ -160,6 +168,12 @@ class Engine:
     @property
     def steps_inside(self) -> bool:
         return self._iteration.steps_inside
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of ranks that make an iteration together."""
+        of_shards = [g for root in sharded_roots(self.model) for g in root.process_groups()]
+        return [*of_shards, *self._iteration.groups]
 
     def constant_watch(self, *, trains: bool = True) -> ConstantWatch:
         """Return what compares the numbers of a warm-up and of the capture after it."""

@@ -15,7 +15,7 @@ from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.functions import without_looks
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
-from graphfsdp.base.dtensors import num_meshes
+from graphfsdp.base.dtensors import RankGroups, num_meshes
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.norms import clip_coefficient, global_norm
 from graphfsdp.base.nvtx import nvtx_range
@@ -40,22 +40,28 @@ class AnyIteration(abc.ABC):
     Attributes:
         steps_inside: ``forward_backward`` steps the optimizer, too.
         functions: The user's functions that it runs.
+        groups: The ranks of a pipeline, which have other parts of the model; none without one.
     """
 
     steps_inside: bool
     functions: tuple[Callable[..., Any], ...]
+    groups: RankGroups = ()
 
-    def __init__(self, models: Any, gradients: PersistentGradients, loss_fn: LossFunction) -> None:
+    def __init__(
+        self,
+        models: Any,
+        gradients: PersistentGradients,
+        loss_fn: LossFunction,
+        module: nn.Module,
+    ) -> None:
+        """``module`` holds all models."""
         self._models = models
         self._gradients = gradients
         self._loss_fn = loss_fn
-        several = [models] if isinstance(models, nn.Module) else models
-        self._parts = [
-            module
-            for model in several
-            for module in model.modules()
-            if isinstance(module, IterationPart)
-        ]
+        self._parts = [part for part in module.modules() if isinstance(part, IterationPart)]
+
+    def prepare(self, inputs: StaticInputs, *, trains: bool) -> None:  # noqa: B027 (an option)
+        """Do what comes once, before the first iteration of a kind, and is no part of it."""
 
     @abc.abstractmethod
     def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
@@ -72,7 +78,7 @@ class AnyIteration(abc.ABC):
         """
         outputs = []
         with torch.no_grad(), nvtx_range("forward"), without_looks():
-            _clear_autocast_cache()
+            clear_autocast_cache()
             for index in range(num_microbatches):
                 args, kwargs = microbatch(inputs, index, num_microbatches)
                 output = self._loss_fn(self._models, *args, **kwargs)
@@ -106,7 +112,7 @@ class Iteration(AnyIteration):
         max_grad_norm: float | None,
         skip_nonfinite: bool = False,
     ) -> None:
-        super().__init__(model, gradients, loss_fn)
+        super().__init__(model, gradients, loss_fn, model)
         self._roots = sharded_roots(model)  # looking through all modules takes a while
         self._optimizer = optimizer
         self.functions = (loss_fn,)
@@ -122,7 +128,7 @@ class Iteration(AnyIteration):
         Capture: no host sync; gradients land in the persistent buffers.
         """
         self._gradients.begin()
-        _clear_autocast_cache()
+        clear_autocast_cache()
         outputs = []
         for index in range(num_microbatches):
             for root in self._roots:
@@ -142,6 +148,9 @@ class Iteration(AnyIteration):
             grad_norm = coefficient = found_inf = None
             if self._max_grad_norm is not None or self._skip_nonfinite:
                 whole, sharded = self._gradients.landed_views()
+                if self.groups:  # of a pipeline each rank has a part of everything
+                    sharded = {(*self.groups, *cut): held for cut, held in sharded.items()}
+                    whole, sharded = [], {self.groups: whole, **sharded}
                 device = next(self._models.parameters()).device
                 grad_norm = global_norm(whole, sharded, device)
                 if self._skip_nonfinite:
@@ -191,18 +200,22 @@ class CustomIteration(AnyIteration):
     def __init__(
         self,
         function: Callable[..., Any],
-        models: nn.Module | Sequence[nn.Module],
+        models: object,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         gradients: PersistentGradients,
         *,
         loss_fn: LossFunction,
+        module: nn.Module,
+        groups: RankGroups = (),
         stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them.
 
-        ``stepping``: see ``CapturableOptimizer``.
+        ``module`` holds all of them; ``stepping``: see ``CapturableOptimizer``.
         """
-        super().__init__(models, gradients, loss_fn)
+        super().__init__(models, gradients, loss_fn, module)
+        self._module = module
+        self.groups = groups
         self._stepping = stepping
         self._function = function
         self.functions = (function, loss_fn)
@@ -217,7 +230,7 @@ class CustomIteration(AnyIteration):
         find them there at once.
         """
         self._gradients.begin(bind_at_once=True)
-        _clear_autocast_cache()
+        clear_autocast_cache()
         with torch.enable_grad(), nvtx_range("iteration"), self._stepping(), without_looks():
             output = self._run(inputs)
         self._end()
@@ -239,15 +252,14 @@ class CustomIteration(AnyIteration):
             raise
 
     def _has_several_meshes(self) -> bool:
-        models = [self._models] if isinstance(self._models, nn.Module) else self._models
-        return num_meshes(param for model in models for param in model.parameters()) > 1
+        return num_meshes(self._module.parameters()) > 1
 
     def optimizer_step(self) -> Tensor | None:
         """Do nothing: the function has stepped."""
         return None
 
 
-def _clear_autocast_cache() -> None:
+def clear_autocast_cache() -> None:
     # The cache of casted weights outlives an iteration if autocast does: stale weights.
     torch.clear_autocast_cache()
 

@@ -25,7 +25,6 @@ from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.progress import shown_when_slow
-from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import PhaseError, VerificationError
 
@@ -61,7 +60,7 @@ class StepRunner:
         self._engine = engine
         self._backend = engine.backend
         self._options = options
-        self.groups = [g for root in sharded_roots(engine.model) for g in root.process_groups()]
+        self.groups = engine.groups
         self._ranks = Ranks(self.groups)
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs, self.device, options.on_change)

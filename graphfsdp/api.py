@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
+from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
@@ -26,6 +27,7 @@ from graphfsdp.preconditions import (
     only_device,
     precision_of,
     refuse_beside_iteration,
+    refuse_beside_pipeline,
     refuse_clipping_of_scaled_gradients,
     refuse_compiled_modules,
     refuse_compiling_nothing,
@@ -38,6 +40,9 @@ from graphfsdp.preconditions import (
     refuse_unskipped_steps,
     trainable_of_all,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +75,7 @@ def _answerable(function: Callable[P, R]) -> Callable[P, R]:
 
 @_answerable
 def capture(
-    model: nn.Module | Sequence[nn.Module],
+    model: "nn.Module | Sequence[nn.Module] | PipelineSchedule",
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     loss_fn: Callable[..., Any] | None = None,
@@ -98,7 +103,10 @@ def capture(
     ``.decoupled_grad``) is a view of one persistent buffer, and ``zero_grad`` is not needed.
 
     Args:
-        model: Any module, on one CPU or CUDA device; with ``iteration``, maybe a sequence.
+        model: Any module, on one CPU or CUDA device; with ``iteration``, maybe a sequence. Or a
+            schedule of ``torch.distributed.pipelining`` with this rank's stages: each call of the
+            step is then one of ``schedule.step``, with the same arguments on all ranks, and
+            returns the loss of the last stage on all of them (docs/pipelines.md).
         optimizer: FusedAdam, or one of ``torch.optim`` as it is: what it needs to be captured is
             turned on while it steps, and lr stays live; likewise.
         loss_fn: ``loss_fn(model, *args, **kwargs)`` returns the scalar loss, or ``(loss, aux)``
@@ -157,9 +165,13 @@ def capture(
     )
     compiles = Compile.parse(compile)
     refuse_compiling_nothing(options.scope, compiles)
-    together = one_module(model)
+    pipeline = pipeline_of(model)
+    models: Any = model if pipeline is None else pipeline.module
+    together = one_module(models)
     inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]
     refuse_other_types(loss_fn, mp_policy)
+    if pipeline is not None:
+        refuse_beside_pipeline(pipeline, inner, options, loss_fn if iteration is None else None)
     if iteration is None:
         refuse_several(model, optimizer)
     else:
@@ -197,7 +209,17 @@ def capture(
                 optimizer,
                 gradients,
                 loss_fn=loss,
+                module=together,
+                groups=() if pipeline is None else (pipeline.group,),
                 stepping=adapted.stepping,
+            )
+        if pipeline is not None:
+            return PipelineIteration(
+                pipeline,
+                adapted,
+                gradients,
+                max_grad_norm=options.max_grad_norm,
+                skip_nonfinite=options.skip_nonfinite,
             )
         return Iteration(
             together,

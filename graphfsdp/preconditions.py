@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from graphfsdp._capture.pipelines import Pipeline
 from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.sharded import IGNORED, sharded_roots
@@ -279,6 +280,42 @@ def refuse_several(model: object, optimizer: object) -> None:
                 f"{name} is a sequence, and the default iteration trains one model with one "
                 "optimizer. Remedy: iteration=fn, where fn(models, optimizers, *batch) does the "
                 "whole iteration"
+            )
+
+
+def refuse_beside_pipeline(
+    pipeline: Pipeline,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: CaptureOptions,
+    loss_fn: object,
+) -> None:
+    """Refuse what would be of one stage and not of the pipeline, or has no meaning in one."""
+    name = pipeline.name
+    if loss_fn is not None:
+        raise ConfigError(f"the {name} has a loss_fn of its own. Remedy: capture without loss_fn")
+    if options.microbatches != 1:
+        raise ConfigError(
+            f"the {name} splits the batch into {pipeline.num_microbatches} microbatches by itself. "
+            f"Remedy: n_microbatches of the {name}, and capture without microbatches"
+        )
+    shares = bool(sharded_roots(pipeline.module))
+    for optimizer in optimizers:
+        if isinstance(optimizer, DeviceOptimizer):
+            control, skips = optimizer.control, options.skip_nonfinite
+            if control.grad_scaler is not None or control.needs_norm(
+                torch.zeros(()) if skips else None
+            ):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} clips, skips or scales by what one stage knows of "
+                    "its gradients, and the stages of a pipeline must do the same. Remedy: "
+                    "max_grad_norm and skip_nonfinite of graphfsdp.capture, which ask all stages, "
+                    "and no grad_scaler"
+                )
+        if pipeline.splits_backward and (shares or getattr(optimizer, "use_decoupled_grad", False)):
+            raise ConfigError(
+                f"the {name} computes gradients of weights apart and adds them to .grad, where "
+                f"{'fully_shard' if shares else 'use_decoupled_grad'} does not have them. Remedy: "
+                "Schedule1F1B or ScheduleInterleaved1F1B"
             )
 
 

@@ -85,11 +85,11 @@ class Ranks:
 
     @contextmanager
     def _calling(self, kind: str) -> Iterator[None]:
-        self._whereabouts.enter(kind)
         self._num_settled = 0
         try:
-            self._listen()
-            with interruptible(self.check):
+            with interruptible(self.check) as waits:
+                self._whereabouts.enter(kind, waits)
+                self._listen()
                 self.check()
                 yield
         except BaseException as error:

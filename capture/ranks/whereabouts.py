@@ -7,6 +7,10 @@ collectives than the one that failed, and so waits for it in one, or if it has l
 an error, it says at once that all is lost. If not, it gives a sign of life. Given up is also who
 gives none, or has not even begun the call, for a while.
 
+Messages between two ranks are counted by pair, since the ranks of a pipeline send and receive
+unequal numbers of them; one that its rank did not wait for before it failed does not count, since
+the other may never get it.
+
 Collectives that a driver only records do not count: no rank waits in them, however many of them one
 has issued before it failed.
 """
@@ -21,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphfsdp.base.collectives import Interruptible
 from graphfsdp.base.rank_agreement import RankStore
 
 _PAUSE_S = 0.01
@@ -46,15 +51,20 @@ class Whereabouts:
         # By group: what was issued before there was anything to keep together, and what has only
         # been recorded; of the latter, ranks may have issued more or fewer.
         self._left_out = Counter(self._counts() if store.is_shared else ())
+        self._waits: Interruptible | None = None
         self._before: dict[str, int] | None = None  # the recording that is under way
 
-    def enter(self, kind: str) -> None:
+    def enter(self, kind: str, waits: Interruptible) -> None:
+        self._waits = waits
         number = self.calls[kind] + 1
         self.name, self._is_inside = f"{kind} {number}", True
         self.calls[kind] = number  # last: from now on the listening thread answers for this call
 
     def leave(self) -> None:
         self._is_inside = False
+        if self._waits is not None:
+            sent, self._waits.by_gloo = self._waits.by_gloo, Counter()
+            self._left_out.update(sent)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -72,10 +82,10 @@ class Whereabouts:
 
         False if some rank does not, or has issued other collectives; see Note [Out of reach].
         """
-        store, issued = self._store, self._issued()
+        store, issued = self._store, self._issued(has_failed=True)
         self._came_out.add(self.name)
         store.put(f"{self.name}/out/{dist.get_rank()}", json.dumps(issued))
-        store.put(_ASKED, json.dumps([self.name, issued]))
+        store.put(_ASKED, json.dumps([self.name, dist.get_rank(), issued]))
         outs = [f"{self.name}/out/{rank}" for rank in store.ranks]
         num_signs, since = 0, time.monotonic()
         while not store.has(outs):
@@ -91,7 +101,7 @@ class Whereabouts:
         asked = self._store.get(_ASKED)
         if asked is None:
             return
-        name, theirs = json.loads(asked)
+        name, failed, theirs = json.loads(asked)
         kind, _, number = name.rpartition(" ")
         if self.calls[kind] < int(number):
             return
@@ -99,15 +109,25 @@ class Whereabouts:
         if name in self._came_out:  # asked for last: it comes before the end of the call
             return
         mine = self._issued()
+        # Of messages that it has not begun it tells nothing.
+        pairs = [] if self._waits is None else self._waits.begun.copy()
+        theirs = {_key(*pair): 0 for pair in pairs if failed in pair[1:]} | theirs
         if is_inside and all(mine.get(group, 0) <= count for group, count in theirs.items()):
             self._store.count(_SIGNS, 1)
         else:
             self._store.put_first(_LOST, self._store.get(f"{name}/failure") or name)
 
-    def _issued(self) -> dict[str, int]:
-        """Return how many collectives of these ranks this one has issued, by group."""
+    def _issued(self, *, has_failed: bool = False) -> dict[str, int]:
+        """Return how many collectives of these ranks this one has issued, by group.
+
+        And how many messages it has exchanged with each other rank in this call.
+        """
         counts = self._counts() if self._before is None else self._before
-        return {name: count - self._left_out[name] for name, count in counts.items()}
+        waits = self._waits or Interruptible(lambda: None)
+        sent = self._left_out + waits.by_gloo
+        issued = {name: count - sent[name] for name, count in counts.items()}
+        messages = (waits.ended if has_failed else waits.begun).copy()
+        return issued | {_key(*pair): count for pair, count in messages.items()}
 
     def _counts(self) -> dict[str, int]:
         ranks = set(self._store.ranks)
@@ -117,6 +137,10 @@ class Whereabouts:
             if ranks.issuperset(dist.get_process_group_ranks(group))
             for backend in backends_of(group)
         }
+
+
+def _key(group: str, one: int, other: int) -> str:
+    return f"{group}/{one}/{other}"
 
 
 def _are_in_step(told: Iterator[str | None]) -> bool:

@@ -23,6 +23,7 @@ from graphfsdp.base.op_tensors import OpCall
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVES = frozenset(  # ours
     {"all_gather_", "reduce_scatter_", "all_reduce_", "all_to_all_", "broadcast_", "wait_"}
+    | {"exchange_", "wait_exchange_"}
 )
 _COPIES = frozenset({"_to_copy", "cat", "clone", "contiguous", "copy_", "stack", "lift_fresh"})
 _FILLS = frozenset({"arange", "fill_", "full", "full_like", "ones", "ones_like", "zero_", "zeros"})

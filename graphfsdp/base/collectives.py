@@ -16,13 +16,22 @@ Note [Waiting for gloo]: nothing ends a collective of gloo from inside the proce
 that waits for it runs no Python. So inside ``interruptible`` the wait is made in slices: after
 each one somebody is asked who may raise. The collective itself stays under way.
 
+Note [Messages]: what one rank sends to another (isend, irecv) is one operator for each call or
+batch, ``exchange_``, and another that waits. gloo takes a wait for a message that ends early for
+the end of the connection, and tells of none whether it has arrived. So inside ``interruptible``
+another thread waits for messages. If one is given up, just that end of the connection frees the
+thread: one that still waited when Python ends would take the process with it (SIGABRT).
+
 Shapes: R = ranks of the group; S = elements of one rank's shard.
 """
 
 import datetime
+import queue
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -36,7 +45,7 @@ from graphfsdp.errors import ConfigError, PhaseError
 
 _REDUCTIONS = ("sum", "mean", "max")
 _SLICE_S = 0.1
-_asked: ContextVar[Callable[[], None] | None] = ContextVar("asked", default=None)
+_JOIN_S = 5.0
 
 # A registration lives as long as its library object.
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")
@@ -49,6 +58,11 @@ _LIBRARY.define(f"all_reduce_(Tensor(a!) tensor, str group, str reduction, {_TIC
 _LIBRARY.define("all_to_all_(Tensor(a!) output, Tensor input, str group) -> ()")
 _LIBRARY.define("broadcast_(Tensor(a!) tensor, str group, int source) -> ()")
 _LIBRARY.define("wait_(Tensor(a!) output, Tensor input, Tensor(b!) ticket) -> ()")
+_LIBRARY.define(
+    "exchange_(Tensor(a!)[] received, Tensor[] sent, int[] sources, int[] targets, int tag, "
+    "str group, Tensor(b!) ticket) -> ()"
+)
+_LIBRARY.define("wait_exchange_(Tensor(a!)[] received, Tensor[] sent, Tensor(b!) ticket) -> ()")
 
 
 def _renamed(new: str, old: str) -> Callable[..., Any]:
@@ -112,31 +126,102 @@ def _issue(collective: partial[Any], ticket: Tensor | None) -> None:
 
 
 def _wait(output: Tensor, input: Tensor, ticket: Tensor) -> None:  # noqa: A002
-    under_way = vars(ticket).pop("under_way", None)
-    if under_way is None:
-        raise PhaseError("a collective was waited for that is not under way")
+    under_way = _taken_off(ticket)
     if ticket.is_cuda:
         torch.cuda.current_stream(ticket.device).wait_event(under_way)
     else:
         _wait_for(under_way)
 
 
+def _taken_off(ticket: Tensor) -> Any:
+    under_way = vars(ticket).pop("under_way", None)
+    if under_way is None:
+        raise PhaseError("a collective was waited for that is not under way")
+    return under_way
+
+
+class Interruptible:
+    """What is known of the waits inside ``interruptible``.
+
+    Attributes:
+        ask: May raise; called now and then.
+        begun: How many messages, by process group and two ranks, by number in the world.
+        ended: How many of them were waited for.
+        by_gloo: How many of them gloo has counted among its collectives, by process group.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self.ask = ask
+        self.begun: Counter[tuple[str, int, int]] = Counter()
+        self.ended: Counter[tuple[str, int, int]] = Counter()
+        self.by_gloo: Counter[str] = Counter()
+        self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait_for_message(self, work: Any) -> None:
+        """Wait for a message of gloo; see Note [Messages]."""
+        if self._thread is None:
+            queues = (self._works, self._ended)
+            self._thread = threading.Thread(
+                target=_await, args=queues, name="graphfsdp messages", daemon=True
+            )
+            self._thread.start()
+        self._works.put(work)
+        try:
+            error = self._next_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the timeout itself
+                work.wait(datetime.timedelta(milliseconds=1))
+            raise
+        if error is not None:
+            self.ask()
+            raise error
+
+    def _next_end(self) -> Exception | None:
+        while True:
+            try:
+                return self._ended.get(timeout=_SLICE_S)
+            except queue.Empty:
+                self.ask()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._works.put(None)
+            self._thread.join(_JOIN_S)
+
+
+def _await(works: "queue.SimpleQueue[Any]", ended: "queue.SimpleQueue[Exception | None]") -> None:
+    while (work := works.get()) is not None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+
+_asked: ContextVar[Interruptible | None] = ContextVar("asked", default=None)
+
+
 @contextmanager
-def interruptible(ask: Callable[[], None]) -> Iterator[None]:
+def interruptible(ask: Callable[[], None]) -> Iterator[Interruptible]:
     """Call ``ask`` now and then while the body waits on a CPU; see Note [Waiting for gloo].
 
     It may raise; then the wait ends, and what was waited for is lost.
     """
-    token = _asked.set(ask)
+    waits = Interruptible(ask)
+    token = _asked.set(waits)
     try:
-        yield
+        yield waits
     finally:
         _asked.reset(token)
+        waits.close()
 
 
 def _wait_for(work: Any) -> None:
-    ask = _asked.get()
-    if ask is None or work is None:
+    waits = _asked.get()
+    if waits is None or work is None:
         if work is not None:
             work.wait()
         return
@@ -149,11 +234,60 @@ def _wait_for(work: Any) -> None:
                 work.wait()
                 return
             if time.monotonic() - started < _SLICE_S:  # not this slice's end, but a failure
-                ask()
+                waits.ask()
                 raise
         else:
             return
-        ask()
+        waits.ask()
+
+
+def _exchange(
+    received: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    tag: int,
+    group: str,
+    ticket: Tensor,
+) -> None:
+    process_group = _group_of(group)
+    backend: Any = process_group._get_backend(ticket.device)
+
+    def begin() -> list[Any]:
+        works = [process_group.send([t], rank, tag) for t, rank in zip(sent, targets, strict=True)]
+        for tensor, rank in zip(received, sources, strict=True):
+            works.append(process_group.recv([tensor], rank, tag))
+        return works
+
+    ranks = dist.get_process_group_ranks(process_group)
+    me = ranks[process_group.rank()]
+    peers = [ranks[peer] for peer in (*sources, *targets)]
+    pairs = [(group, min(me, peer), max(me, peer)) for peer in peers]
+    waits = _asked.get()
+    if waits is not None:
+        waits.begun.update(pairs)
+        waits.by_gloo[group] += len(pairs) if backend.name() == "gloo" else 0
+    if len(sources) + len(targets) > 1 and backend.supports_coalescing:
+        coalescing: Any = dist.distributed_c10d._coalescing_manager
+        with coalescing(process_group, ticket.device, async_ops=True) as together:
+            begin()
+        works = together.works
+    else:
+        works = begin()
+    handle: Any = ticket
+    handle.under_way = works, pairs
+
+
+def _wait_exchange(received: Sequence[Tensor], sent: Sequence[Tensor], ticket: Tensor) -> None:
+    waits = _asked.get()
+    works, pairs = _taken_off(ticket)
+    for work in works:
+        if waits is None or ticket.is_cuda:
+            work.wait()  # on CUDA the current stream waits
+        else:
+            waits.wait_for_message(work)
+    if waits is not None:
+        waits.ended.update(pairs)
 
 
 def _all_to_all(output: Tensor, input: Tensor, group: str) -> None:  # noqa: A002
@@ -171,6 +305,8 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("all_to_all_", _all_to_all, _key)
     _LIBRARY.impl("broadcast_", _broadcast, _key)
     _LIBRARY.impl("wait_", _wait, _key)
+    _LIBRARY.impl("exchange_", _exchange, _key)
+    _LIBRARY.impl("wait_exchange_", _wait_exchange, _key)
 
 
 def _nothing(*_args: Any) -> None:
@@ -180,6 +316,41 @@ def _nothing(*_args: Any) -> None:
 _NAMES = ("all_gather_", "reduce_scatter_", "all_reduce_", "all_to_all_", "broadcast_", "wait_")
 for _name in _NAMES:
     _LIBRARY.impl(_name, _nothing, "Meta")
+
+
+class Exchange:
+    """Messages between this rank and others that are under way, as torch's Work is waited for."""
+
+    def __init__(
+        self,
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        sources: Sequence[int],
+        targets: Sequence[int],
+        group: dist.ProcessGroup,
+        tag: int = 0,
+    ) -> None:
+        """Begin them; ``sources`` and ``targets`` are ranks of the group.
+
+        Capture: one node; ``wait`` is another one.
+        """
+        self._received = [tensor.detach() for tensor in received]
+        self._sent = [tensor.detach() for tensor in sent]
+        self._ticket: Tensor | None = [*received, *sent][0].new_empty(0)
+        torch.ops.graphfsdp.exchange_(
+            self._received, self._sent, sources, targets, tag, group.group_name, self._ticket
+        )
+
+    def is_completed(self) -> bool:
+        return self._ticket is None
+
+    def wait(self, timeout: object = None) -> bool:
+        """On CUDA the current stream waits, on a CPU the host; ``timeout`` is the group's."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            torch.ops.graphfsdp.wait_exchange_(self._received, self._sent, ticket)
+            self._received, self._sent = [], []
+        return True
 
 
 class Transfer:

@@ -1,8 +1,12 @@
-"""What a capture asks of a model whose parameters are sharded; `fully_shard` answers it."""
+"""What a capture asks of a model whose parameters are sharded; `fully_shard` answers it.
 
+And the stages of a pipeline that are on this rank.
+"""
+
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,6 +58,17 @@ def sharded_roots(model: nn.Module) -> list[ShardedModule]:
     if isinstance(model, ShardedModule):
         return [model]
     return [root for child in model.children() for root in sharded_roots(child)]
+
+
+def pipeline_stages(model: object) -> list[Any]:
+    """Return the stages on this rank if the model is a schedule of torch's pipelines, else none."""
+    # Whoever has a schedule has imported it.
+    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+    if schedules is None or not isinstance(model, schedules._PipelineSchedule):
+        return []
+    schedule: Any = model
+    stage = getattr(schedule, "_stage", None)
+    return list(schedule._stages) if stage is None else [stage]
 
 
 def main_grads_of(model: nn.Module) -> dict[nn.Parameter, MainGrad]:

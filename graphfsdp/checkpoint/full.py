@@ -8,7 +8,7 @@ not serve here: it steps an optimizer that has no state yet, and takes uneven ro
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,19 @@ from graphfsdp.checkpoint.optimizer import optimizer_facts
 from graphfsdp.checkpoint.parts import NamedPart, box
 from graphfsdp.checkpoint.safetensors_file import once_each, read_state
 from graphfsdp.checkpoint.saving import describe_state
+from graphfsdp.checkpoint.stages import Stages, as_module, joined_facts, names_elsewhere
 from graphfsdp.checkpoint.values import Json, decode, encode, tensor_under
 from graphfsdp.checkpoint.writing import describe_part, share_out
 from graphfsdp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 
 FullState = dict[str, Any]
 
 
 def full_state_dict(
-    model: nn.Module,
+    model: "nn.Module | PipelineSchedule",
     optimizer: torch.optim.Optimizer | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -48,14 +52,18 @@ def full_state_dict(
         CheckpointError: a unit holds whole weights at the moment.
     """
     members = Members.find(process_group)
+    module: nn.Module = as_module(model)
+    names_elsewhere(module, members)  # which refuses names that two stages use
 
     def describe() -> tuple[list[NamedPart], dict[str, Json]]:
-        named = name_model(model)
+        named = name_model(module)
         sink = TensorSink(named)
-        parts, facts = describe_state(named, optimizer, sink, with_buffers=members.rank == 0)
+        with_buffers = isinstance(module, Stages) or members.rank == 0
+        parts, facts = describe_state(named, optimizer, sink, with_buffers=with_buffers)
         return parts + sink.parts, facts
 
     parts, facts = members.together(describe)
+    facts = joined_facts(module, facts, members)
     tensors = _gather(parts, members)
     return {} if members.rank else full_state(facts, tensors, tensors.__getitem__)
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,14 @@ from graphfsdp.checkpoint.optimizer import plan_optimizer
 from graphfsdp.checkpoint.parts import FusedWeight, NamedPart, Part
 from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
+from graphfsdp.checkpoint.stages import as_module, names_elsewhere, narrowed
 from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writing import objects_file
 from graphfsdp.errors import CheckpointDamagedError
 from graphfsdp.sharding.materialize.materialize import memory_for_values
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Loaded:
 
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: "nn.Module | PipelineSchedule",
     optimizer: torch.optim.Optimizer | None = None,
     *,
     objects: Mapping[str, Stateful] | None = None,
@@ -77,7 +81,8 @@ def load(
         path: A folder of checkpoints, or one checkpoint in it; or a full state in a file that
             rank 0 reads, a safetensors file or a state dict of ``torch.save``, which has neither
             step nor objects.
-        model: Whose parameters and buffers are filled.
+        model: Whose parameters and buffers are filled; or a schedule of torch's pipelines, each
+            rank of which loads what its stages have.
         optimizer: Its state and hyper-parameters too; None leaves the saved ones unread.
         objects: As for ``save``.
         step: Which checkpoint of the folder; None is the latest.
@@ -130,7 +135,7 @@ def load(
 
 
 def load_full_state_dict(
-    model: nn.Module,
+    model: "nn.Module | PipelineSchedule",
     state: Mapping[str, Any] | None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -173,7 +178,7 @@ def load_full_state_dict(
 
 def _load(
     manifest: Manifest,
-    model: nn.Module,
+    model: "nn.Module | PipelineSchedule",
     optimizer: torch.optim.Optimizer | None,
     members: Members,
     *,
@@ -183,9 +188,11 @@ def _load(
     fused: Sequence[FusedWeight] = (),
 ) -> tuple[str, ...]:
     """Plan, compare, read and act; ``refused`` is what has problems then, and the remedy."""
+    module: nn.Module = as_module(model)
+    manifest = narrowed(manifest, names_elsewhere(module, members, fused))
 
     def make_plan() -> LoadPlan:
-        plan = LoadPlan(manifest, name_model(model, fused))
+        plan = LoadPlan(manifest, name_model(module, fused))
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
@@ -194,14 +201,14 @@ def _load(
             plan.refuse_problems(*refused)
         return plan
 
-    with memory_for_values(model) as have_values:
+    with memory_for_values(module) as have_values:
         plan = members.together(make_plan)
         with torch.no_grad():
             read(plan.parts)
             for action in plan.afterwards:
                 action()
         have_values(plan.filled())
-    _forget_gathered(model)
+    _forget_gathered(module)
     return tuple(plan.problems)
 
 

@@ -4,8 +4,9 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,13 @@ from graphfsdp.checkpoint.objects import (
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
 from graphfsdp.checkpoint.parts import FusedWeight, NamedPart
+from graphfsdp.checkpoint.stages import Stages, as_module, joined_facts, names_elsewhere
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.checkpoint.writing import Snapshot, write_snapshot
 from graphfsdp.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 
 # Names among the objects.
 RANDOM = "random"
@@ -35,7 +40,7 @@ BUFFERS = "buffers"
 
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: "nn.Module | PipelineSchedule",
     optimizer: torch.optim.Optimizer | None = None,
     *,
     objects: Mapping[str, Stateful] | None = None,
@@ -52,7 +57,8 @@ def save(
 
     Args:
         path: Folder of this run's checkpoints, made if need be; one job at a time saves there.
-        model: Sharded by ``fully_shard`` or by torch, replicated, or on one device.
+        model: Sharded by ``fully_shard`` or by torch, replicated, or on one device; or a schedule
+            of torch's pipelines, whose stages name their parts as the whole model does.
         optimizer: Any torch optimizer; its state is kept by parameter name.
         objects: More things with ``state_dict`` and ``load_state_dict``, by name: a scheduler, a
             position in the data. Each rank's state is kept; where the number of ranks changes,
@@ -84,7 +90,7 @@ def save(
 
 def _begin(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: "nn.Module | PipelineSchedule",
     optimizer: torch.optim.Optimizer | None,
     members: Members,
     *,
@@ -108,16 +114,22 @@ def _begin(
     if rng:
         things[RANDOM] = RandomState()
 
+    module: nn.Module = as_module(model)
+    has_stages = isinstance(module, Stages)
+    names_elsewhere(module, members, fused)  # which refuses names that two stages use
+
     def take_snapshot() -> Snapshot:
-        named = name_model(model, fused)
+        named = name_model(module, fused)
         sink = TensorSink(named)
-        parts, facts = describe_state(named, optimizer, sink, with_buffers=members.rank == 0)
-        if members.size > 1 and named.buffers():
+        with_buffers = has_stages or members.rank == 0
+        parts, facts = describe_state(named, optimizer, sink, with_buffers=with_buffers)
+        if members.size > 1 and named.buffers() and not has_stages:
             things[BUFFERS] = BufferState(named)
         encoded = encode_objects(things, sink)
         return keep(Snapshot((*parts, *sink.parts), facts, encoded))
 
     snapshot, root = members.together(take_snapshot), Path(path)
+    snapshot = replace(snapshot, facts=joined_facts(module, snapshot.facts, members))
     number, folder = members.first(lambda: begin(root, step))
     return functools.partial(write_snapshot, snapshot, root, folder, number, keep_last=keep_last)
 
@@ -172,7 +184,7 @@ class AsyncSaver:
     def save(
         self,
         path: str | os.PathLike[str],
-        model: nn.Module,
+        model: "nn.Module | PipelineSchedule",
         optimizer: torch.optim.Optimizer | None = None,
         *,
         objects: Mapping[str, Stateful] | None = None,

@@ -161,6 +161,7 @@ def check_call(
                 optimizer,
                 gradients,
                 loss_fn=loss,
+                module=together,
                 stepping=adapted.stepping,
             )
         return Iteration(

@@ -10,6 +10,7 @@ from torch import Tensor
 import graphfsdp
 from faults import FAULTS, Fault, FaultMode, World
 from graphfsdp._capture.ranks.whereabouts import Whereabouts
+from graphfsdp.base.collectives import Interruptible
 from graphfsdp.base.rank_agreement import RankStore
 from helpers import quick_garbage_collection
 from rank_steps import batch, build
@@ -93,7 +94,7 @@ def test_an_old_question_is_answered_by_nobody() -> None:
     whereabouts = Whereabouts(store)
     asked = ""
     for _ in range(2):
-        whereabouts.enter("iteration")
+        whereabouts.enter("iteration", Interruptible(lambda: None))
         assert whereabouts.come_out(silent_s=30.0)
         whereabouts.leave()
         asked = asked or store.get("asked") or ""

@@ -1,0 +1,503 @@
+"""torch's pipeline schedules as captured iterations, on ranks of a pipeline."""
+
+import dataclasses
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import graphfsdp
+from faults import Fault, FaultMode
+from graphfsdp import ConfigError, Phase
+from graphfsdp.checkpoint import full_state_dict
+from graphfsdp.optim import FusedAdam
+from helpers import set_lr
+from ranks import RankPool, on_ranks, rank_device, world_group
+from sharding_helpers import ADAM_EPS, Block, assert_equal_tensors, learning_rate
+
+WIDTH = 6
+NUM_BLOCKS = 4
+BATCH = 8
+NUM_STEPS = 14
+SECONDS = 20  # of a busy machine
+
+
+class Tower(nn.Module):
+    """Blocks, of which a stage holds some; its parameters have the names of the whole model."""
+
+    seen: Tensor
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH), persistent=False)  # a statistic
+        self.blocks = nn.ModuleDict({str(i): Block(WIDTH, dropout) for i in range(NUM_BLOCKS)})
+        self.head: nn.Module | None = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(x.detach().mean(dim=0))
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def whole(dropout: float = 0.0) -> Tower:
+    torch.manual_seed(5)
+    return Tower(dropout).to(rank_device())
+
+
+def part(index: int, num_stages: int, dropout: float = 0.0) -> Tower:
+    model = whole(dropout)
+    first, last = (NUM_BLOCKS * i // num_stages for i in (index, index + 1))
+    for block in range(NUM_BLOCKS):
+        if not first <= block < last:
+            del model.blocks[str(block)]
+    if index != num_stages - 1:
+        model.head = None
+    return model
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@dataclasses.dataclass
+class Kind:
+    schedule: Any
+    num_virtual: int = 1
+    style: str = "loop"
+    num_microbatches: int = 4
+
+
+KINDS = {
+    "gpipe": Kind(pipelining.ScheduleGPipe),
+    "1f1b": Kind(pipelining.Schedule1F1B),
+    "interleaved": Kind(pipelining.ScheduleInterleaved1F1B, 2),
+    "looped bfs": Kind(pipelining.ScheduleLoopedBFS, 2),
+    "zero bubble": Kind(pipelining.ScheduleInterleavedZeroBubble, 2),
+    "zbv": Kind(pipelining.ScheduleZBVZeroBubble, 2, "v"),
+    "dual": Kind(pipelining.ScheduleDualPipeV, 2, "v"),
+}
+
+
+def schedule_of(
+    kind: Kind,
+    *,
+    group: dist.ProcessGroup | None = None,
+    dropout: float = 0.0,
+    shard: Callable[[nn.Module], Any] = lambda module: None,
+    **options: Any,
+) -> Any:
+    group = group or world_group()
+    size, rank = group.size(), group.rank()
+    num_stages = size * kind.num_virtual
+    mine = [rank + size * i for i in range(kind.num_virtual)]
+    if kind.style == "v":
+        mine = [rank, num_stages - 1 - rank]
+    stages = []
+    for index in mine:
+        module = part(index, num_stages, dropout)
+        shard(module)
+        stage = pipelining.PipelineStage(module, index, num_stages, rank_device(), group=group)
+        stages.append(stage)
+    options = {"loss_fn": loss_of, "n_microbatches": kind.num_microbatches, **options}
+    return kind.schedule(
+        stages[0] if hasattr(kind.schedule, "_initialize_stage") else stages, **options
+    )
+
+
+def modules_of(schedule: Any) -> list[nn.Module]:
+    stages = [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
+    return [stage.submod for stage in stages]
+
+
+def parameters_of(schedule: Any) -> dict[str, nn.Parameter]:
+    return {name: p for module in modules_of(schedule) for name, p in module.named_parameters()}
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(BATCH, WIDTH, generator=generator)
+    return x.to(rank_device()), torch.randn(BATCH, 3, generator=generator).to(rank_device())
+
+
+def trained(schedule: Any, optim: torch.optim.Optimizer, **options: Any) -> dict[str, Tensor]:
+    """Train; return losses, norms and parameters of this rank."""
+    found: dict[str, Tensor] = {}
+    torch.manual_seed(7)
+    with graphfsdp.capture(schedule, optim, **options) as step:
+        for index in range(NUM_STEPS):
+            set_lr(optim, learning_rate(index))
+            x, target = batch(index)
+            found[f"loss {index}"] = step(x, target=target)
+            if step.grad_norm is not None:
+                found[f"norm {index}"] = step.grad_norm
+        if step.phase is not Phase.EAGER:
+            assert step.report().num_calls["replay"] == NUM_STEPS - 4
+            step.verify(2)
+    for place, module in enumerate(modules_of(schedule)):
+        found |= {f"{name} {place}": buffer.clone() for name, buffer in module.named_buffers()}
+    return found | {
+        name: getattr(p, "full_tensor", p.detach)().clone()
+        for name, p in parameters_of(schedule).items()
+    }
+
+
+def adam(schedule: Any, **options: Any) -> FusedAdam:
+    return FusedAdam(parameters_of(schedule).values(), lr=0.02, eps=ADAM_EPS, **options)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@on_ranks("ranks2")
+def test_a_replay_is_what_eager_does(name: str) -> None:
+    runs = []
+    for scope in ("none", "full_iteration"):
+        schedule = schedule_of(KINDS[name], dropout=0.2)
+        runs.append(trained(schedule, adam(schedule), scope=scope, max_grad_norm=0.5))
+    assert_equal_tensors(*runs)
+    losses = [float(runs[1][f"loss {index}"]) for index in range(NUM_STEPS)]
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, losses)
+    assert everyone[0] == everyone[1]
+    assert len(set(losses)) == NUM_STEPS
+
+
+def eagerly_by_torch(schedule: Any, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Train with torch's schedule alone; the last rank of a loop has the losses."""
+    found: dict[str, Tensor] = {}
+    torch.manual_seed(7)
+    for index in range(NUM_STEPS):
+        set_lr(optim, learning_rate(index))
+        x, target = batch(index)
+        losses: list[Tensor] = []
+        args = (x,) if dist.get_rank() == 0 else ()
+        schedule.step(*args, target=target, losses=losses)
+        if losses:
+            found[f"loss {index}"] = torch.stack(losses).detach().mean()
+        optim.step()
+        optim.zero_grad()
+    return found | {name: p.detach().clone() for name, p in parameters_of(schedule).items()}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero bubble"])
+@on_ranks("ranks2")
+def test_it_trains_as_torchs_own_loop(name: str) -> None:
+    theirs = schedule_of(KINDS[name], dropout=0.2)
+    expected = eagerly_by_torch(theirs, adam(theirs))
+    ours = schedule_of(KINDS[name], dropout=0.2)
+    got = trained(ours, adam(ours))
+    assert_equal_tensors(expected, {key: got[key] for key in expected})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+@on_ranks("ranks2")
+def test_losses_are_those_of_one_process(name: str) -> None:
+    """Sums of the same numbers in another order, over and over.
+
+    A mean over B * 3 numbers in two orders differs by at most 2 (B * 3) eps of itself; each of the
+    steps before has put so much into the gradients, the norm and the weights at most, of which
+    Adam makes a relative change of a step of at most 1 / eps_Adam times as much.
+    """
+    model = whole()
+    optim = FusedAdam(model.parameters(), lr=0.02, eps=ADAM_EPS)
+    alone = []
+    with graphfsdp.capture(
+        model, optim, scope="none", loss_fn=_whole_loss, max_grad_norm=0.5
+    ) as step:
+        for index in range(NUM_STEPS):
+            set_lr(optim, learning_rate(index))
+            alone.append(step(*batch(index)))
+    schedule = schedule_of(KINDS[name])
+    got = trained(schedule, adam(schedule), max_grad_norm=0.5)
+    eps = torch.finfo(torch.float32).eps
+    if dist.get_rank() == 0:  # what nobody has seen is not in there: made-up input, say
+        torch.testing.assert_close(got["seen 0"], 4 * model.seen, rtol=1e-5, atol=1e-5)
+    else:
+        assert got["seen 0"].isfinite().all()
+    for index, expected in enumerate(alone):
+        bound = 2 * BATCH * 3 * eps * (1 + index / ADAM_EPS * 0.02)
+        assert abs(float(got[f"loss {index}"] - expected)) <= bound * float(expected), index
+
+
+def _whole_loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    return loss_of(model(x), target)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dual"])
+@on_ranks("ranks2")
+def test_evaluation_between_steps_changes_nothing(name: str) -> None:
+    kind = KINDS[name]
+    expected = schedule_of(kind, dropout=0.2)
+    without = trained(expected, adam(expected))
+    schedule = schedule_of(kind, dropout=0.2)
+    optim = adam(schedule)
+    torch.manual_seed(7)
+    with graphfsdp.capture(schedule, optim) as step:
+        for index in range(NUM_STEPS):
+            set_lr(optim, learning_rate(index))
+            x, target = batch(index)
+            assert torch.equal(step(x, target=target), without[f"loss {index}"])
+            x, target = batch(100 + index % 2)
+            loss = step.evaluate(x, target=target)
+            output = step.evaluate(x)
+            is_last = dist.get_rank() == (0 if kind.style == "v" else 1)
+            assert (output is not None) == is_last
+            if is_last:
+                parts = zip(output.chunk(4), target.chunk(4), strict=True)
+                assert torch.equal(loss, torch.stack([loss_of(*each) for each in parts]).mean())
+        got = {name: p.detach() for name, p in parameters_of(schedule).items()}
+    assert_equal_tensors({key: without[key] for key in got}, got)
+
+
+def fails_on_the_last_rank(name: str, index: int, num_ops: int) -> tuple[str, float, str]:
+    schedule = schedule_of(KINDS[name], dropout=0.2)
+    optim = adam(schedule)
+    step = graphfsdp.capture(schedule, optim, max_grad_norm=1.0)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    for earlier in range(index):
+        x, target = batch(earlier)
+        step(x, target=target)
+    x, target = batch(index)
+    started = time.monotonic()
+    fails = FaultMode(num_ops, Fault.ERROR, after=False) if is_last else nullcontext()
+    with pytest.raises(Exception) as caught, fails:  # noqa: PT011, judged by the caller
+        step(x, target=target)
+    seconds = time.monotonic() - started
+    # One that still waited when Python ends would take the process with it.
+    assert not [each for each in threading.enumerate() if each.name == "graphfsdp messages"]
+    return f"{caught.type.__name__}: {caught.value}", seconds, step.phase.value
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "index", "num_ops"),
+    [("1f1b", 2, 0, 5), ("gpipe", 3, 1, 40), ("interleaved", 2, 3, 90), ("1f1b", 3, 5, 30)],
+    ids=["finding out shapes", "warm-up of three", "capture", "replay of three"],
+)
+def test_a_rank_that_fails_frees_the_others(
+    name: str, num_ranks: int, index: int, num_ops: int
+) -> None:
+    pool = RankPool(num_ranks)
+    try:
+        *others, (failed, *_) = pool.run(fails_on_the_last_rank, name, index, num_ops)
+    finally:
+        pool.close(force=True)
+    assert "InjectedError" in failed
+    place = f"rank {num_ranks - 1} of {num_ranks} failed in iteration {index + 1}"
+    for heard, seconds, phase in others:
+        assert heard.startswith(f"RankFailedError: {place}")
+        assert seconds < SECONDS
+        assert phase == "broken"
+
+
+def alike(name: str) -> list[str]:
+    """Fail on all ranks alike: the groups are not given up, though ranks send unequally."""
+    schedule = schedule_of(KINDS[name])
+    optim = adam(schedule)
+    heard = []
+    with graphfsdp.capture(schedule, optim) as step:
+        for index in range(8):
+            x, target = batch(index)
+            if index == 0:
+                with pytest.raises(ConfigError, match="without a target"):
+                    step(x)
+            if index in (0, 6):
+                with pytest.raises(graphfsdp.GraphFSDPError) as caught:
+                    step(x[:6], target=target[:6])
+                heard.append(str(caught.value))
+            step(x, target=target)
+    schedule = schedule_of(KINDS[name], shard=add_read)
+    with graphfsdp.capture(schedule, adam(schedule)) as step:
+        for index in range(6):
+            x, target = batch(index)
+            if index < 3:
+                step(x, target=target)
+                continue
+            with pytest.raises(graphfsdp.CaptureError) as refused:
+                step(x, target=target)
+            heard.append(str(refused.value))
+    return heard
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        _ = x.sum().item()
+        return x
+
+
+def add_read(module: nn.Module) -> None:
+    assert isinstance(module, Tower)
+    module.blocks["reads"] = Reads()
+
+
+def test_ranks_that_fail_alike_go_on() -> None:
+    pool = RankPool(3)
+    try:
+        for first, later, *refused in pool.run(alike, "gpipe"):
+            assert "a batch of 6 rows cannot be split into 4 equal microbatches" in first
+            assert "shape" in later
+            assert len(refused) == 3
+            assert all("host" in text and "aborted" not in text for text in refused), refused
+    finally:
+        pool.close()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "no loss": ({"loss_fn": None}, {}, {}, "no loss_fn"),
+    "another loss": ({}, {}, {"loss_fn": loss_of}, "loss_fn of its own"),
+    "microbatches": ({}, {}, {"microbatches": 2}, "n_microbatches of the Schedule1F1B"),
+    "clips": ({}, {"max_grad_norm": 1.0}, {}, "max_grad_norm and skip_nonfinite of graphfsdp"),
+    "skips": ({}, {"skip_nonfinite": True}, {}, "max_grad_norm and skip_nonfinite of graphfsdp"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks("ranks2")
+def test_what_a_pipeline_cannot_do_is_refused(case: str) -> None:
+    of_schedule, of_optimizer, of_capture, words = REFUSED[case]
+    schedule = schedule_of(KINDS["1f1b"], **of_schedule)
+    with pytest.raises(ConfigError, match=words):
+        graphfsdp.capture(schedule, adam(schedule, **of_optimizer), **of_capture)
+
+
+@on_ranks("ranks2")
+def test_zero_bubble_takes_gradients_that_it_finds() -> None:
+    def shard(module: nn.Module) -> None:
+        graphfsdp.fully_shard(module, strategy="no_shard")
+
+    for options, shards in (({"use_decoupled_grad": True}, lambda module: None), ({}, shard)):
+        schedule = schedule_of(KINDS["zero bubble"], shard=shards)
+        with pytest.raises(ConfigError, match="Remedy: Schedule1F1B"):
+            graphfsdp.capture(schedule, adam(schedule, **options))
+
+
+def by_hand(schedule: Any, optim: Any, x: Tensor, target: Tensor) -> Tensor | None:
+    losses: list[Tensor] = []
+    schedule.step(*([x] if dist.get_rank() == 0 else []), target=target, losses=losses)
+    optim.step()
+    optim.zero_grad()
+    return torch.stack(losses).mean() if losses else None
+
+
+@on_ranks("ranks2")
+def test_an_iteration_of_ones_own_runs_a_schedule() -> None:
+    expected = schedule_of(KINDS["1f1b"], dropout=0.2)
+    losses = eagerly_by_torch(expected, adam(expected))
+    schedule = schedule_of(KINDS["1f1b"], dropout=0.2)
+    optim = adam(schedule)
+    torch.manual_seed(7)
+    with graphfsdp.capture(schedule, optim, iteration=by_hand) as step:
+        for index in range(NUM_STEPS):
+            set_lr(optim, learning_rate(index))
+            loss = step(*batch(index))
+            assert (loss is None) == (dist.get_rank() == 0)
+            assert loss is None or torch.equal(loss, losses[f"loss {index}"])
+        assert step.report().num_calls["replay"] == NUM_STEPS - 4
+
+
+def data_parallel(mesh: DeviceMesh, strategy: str) -> Callable[[nn.Module], Any]:
+    def shard(module: nn.Module) -> None:
+        assert isinstance(module, Tower)
+        for block in module.blocks.values():
+            graphfsdp.fully_shard(block, mesh, strategy=strategy)
+        graphfsdp.fully_shard(module, mesh, strategy=strategy)
+
+    return shard
+
+
+def tensor_parallel(mesh: DeviceMesh) -> Callable[[nn.Module], Any]:
+    def shard(module: nn.Module) -> None:
+        assert isinstance(module, Tower)
+        for block in module.blocks.values():
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    return shard
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [("1f1b", "optim_grads_params"), ("interleaved", "optim_grads"), ("1f1b", "tensor")],
+)
+@on_ranks("ranks4")
+def test_stages_may_be_parallel_in_themselves(name: str, inner: str) -> None:
+    mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("pp", "inner"))
+    shard = tensor_parallel(mesh["inner"])
+    if inner != "tensor":
+        shard = data_parallel(mesh["inner"], inner)
+    group = mesh.get_group("pp")
+    runs = []
+    for scope in ("none", "full_iteration"):
+        schedule = schedule_of(KINDS[name], group=group, shard=shard)
+        runs.append(trained(schedule, adam(schedule), scope=scope, max_grad_norm=0.5))
+    assert_equal_tensors(*runs)
+    # All copies are given the same batch, so they do what one pipeline does, to rounding.
+    alone = schedule_of(KINDS[name], group=group)
+    expected = trained(alone, adam(alone), scope="none", max_grad_norm=0.5)
+    for key, value in expected.items():
+        torch.testing.assert_close(runs[1][key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def trained_on(
+    schedule: Any, optim: Any, indices: range, *, folder: str = "", at: int = -1
+) -> list[Tensor]:
+    """Train on some batches; load a checkpoint into the live graph before one of them."""
+    losses = []
+    with graphfsdp.capture(schedule, optim, max_grad_norm=0.5, warmup_steps=1) as step:
+        for index in indices:
+            if index == at:
+                graphfsdp.load(folder, schedule, optim)
+            x, target = batch(index)
+            losses.append(step(x, target=target))
+    return losses
+
+
+@on_ranks("ranks2")
+def test_checkpoints_know_of_no_stages(tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
+    first = schedule_of(KINDS["interleaved"])
+    optim = adam(first)
+    trained_on(first, optim, range(4))
+    graphfsdp.save(folder, first, optim)
+    expected = trained_on(first, optim, range(4, 8))
+
+    model = whole()  # without a pipeline, and back
+    plain = FusedAdam(model.parameters(), lr=0.5, eps=ADAM_EPS)
+    graphfsdp.load(folder, model, plain)
+    everything = full_state_dict(first)
+    graphfsdp.save(folder + "/plain", model, plain)
+    second = schedule_of(KINDS["1f1b"])
+    optim = adam(second)
+    got = trained_on(second, optim, range(8), folder=folder + "/plain", at=4)[4:]
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+    third = schedule_of(KINDS["interleaved"])
+    optim = adam(third)
+    got = trained_on(third, optim, range(8), folder=folder, at=4)[4:]
+    assert_equal_tensors(expected, got)
+    if dist.get_rank() == 0:
+        mine = parameters_of(third)
+        assert everything["model"].keys() == dict(model.named_parameters()).keys() > mine.keys()
+        for name, param in mine.items():
+            assert torch.equal(everything["model"][name], param)
+
+
+@on_ranks("ranks2")
+def test_a_checkpoint_of_stages_that_share_names_is_refused(tmp_path: pathlib.Path) -> None:
+    rank = dist.get_rank()
+    stage = pipelining.PipelineStage(nn.Linear(3, 3), rank, 2, rank_device())
+    schedule = pipelining.ScheduleGPipe(stage, 2, loss_of)
+    with pytest.raises(ConfigError, match="two stages of the pipeline call a part 'bias'"):
+        graphfsdp.save(str(tmp_path), schedule)
