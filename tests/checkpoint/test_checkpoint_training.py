@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphfsdp.cli import main
-from graphfsdp.training.data import BatchSampler
+from graphfsdp.data import TokenBatches
 from ranks import RankPool
 from train_on_ranks import Plan, Run
 from training_helpers import DROPOUT, SMALL, assert_same_run, lines_of, started
@@ -73,16 +73,16 @@ def test_either_side_may_be_captured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "checkpoints"
-    original = BatchSampler.training_batch
+    original = TokenBatches.batch
 
-    def interrupted(sampler: BatchSampler, step: int) -> Any:
-        if step == 23:
+    def interrupted(batches: TokenBatches, first_sample: int) -> Any:
+        if first_sample == 4 * 23:
             raise KeyboardInterrupt
-        return original(sampler, step)
+        return original(batches, first_sample)
 
     flags = ["--save", str(folder), "--save-interval", "20", "--cuda-graph-scope"]
     with monkeypatch.context() as patch:
-        patch.setattr(BatchSampler, "training_batch", interrupted)
+        patch.setattr(TokenBatches, "batch", interrupted)
         assert main(arguments(device, tmp_path / "run", *flags, saved)) == 130
     assert len(numbers(tmp_path / "run")) == 23
     command = arguments(device, tmp_path / "run", *flags, resumed, "--load", str(folder))
