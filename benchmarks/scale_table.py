@@ -7,6 +7,7 @@ Nothing is measured: layout and schedule decide bytes, assumed speeds the times.
 
 import math
 import pathlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from graphfsdp.bench.tables import Table
@@ -18,10 +19,15 @@ PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "scale.md"
 NUM_RANKS = (8, 64, 512, 4096, 16384)
 GPUS_OF_A_MACHINE = 8
 _GIB = 2**30
-# One GPU's share of a link, in one direction. Source: NVIDIA's data sheets of H100 (NVLink, 900
-# GB/s in both directions together) and ConnectX-7 (400 Gb/s, one for each GPU of a machine).
+# What each GPU sends in one direction. Source: NVIDIA's data sheets of H100 (NVLink, 900 GB/s in
+# both directions together) and ConnectX-7 (400 Gb/s, one for each GPU of a machine).
 NVLINK = Speeds(bandwidth_gbs=450.0, latency_us=5.0)
 NETWORK = Speeds(bandwidth_gbs=50.0, latency_us=5.0)
+# Rings through all GPUs of several machines leave a machine once for its eight GPUs, each of eight
+# rings by another adapter.
+BOTH = Speeds(bandwidth_gbs=GPUS_OF_A_MACHINE * 50.0, latency_us=5.0)
+# Beyond so much padding, optimizer state is not cut over the outer axis too.
+_MOST_PADDING = 0.02
 # Unexpected interruptions of 16,384 GPUs in 54 days.
 # Source: Grattafiori et al. 2024, section 3.3.4 (arXiv:2407.21783).
 _INTERRUPTIONS, _GPU_DAYS = 419, 16384 * 54
@@ -40,54 +46,65 @@ class Run:
         instances = max(num_ranks // self.inner, 1)
         flags = ["--preset", self.preset, "--seq-length", str(self.seq_length)]
         flags += ["--data-parallel-sharding-strategy", "optim_grads_params"]
-        if instances > 1:
-            flags += ["--num-distributed-optimizer-instances", str(instances)]
-            flags += ["--outer-dp-sharding-strategy", "optim"]
+        if instances == 1:
+            return plan_training(parse_train_arguments(flags), num_ranks=num_ranks)
+        flags += ["--num-distributed-optimizer-instances", str(instances)]
+        everywhere = parse_train_arguments([*flags, "--outer-dp-sharding-strategy", "optim"])
+        plan = plan_training(everywhere, num_ranks=num_ranks)
+        if plan.model.num_padding <= _MOST_PADDING * plan.model.num_parameters:
+            return plan
         return plan_training(parse_train_arguments(flags), num_ranks=num_ranks)
 
 
 RUNS = (Run("8B", "llama3-8b", 8192, 8), Run("70B", "llama3-70b", 2048, 64))
 
 
-def crosses_machines(call: Collective, plan: TrainingPlan) -> bool:
-    """Tell whether GPUs of several machines take part; ranks of a machine are neighbours."""
-    return call.unit.endswith("outer axis") or plan.model.mesh.num_inner > GPUS_OF_A_MACHINE
+def speeds_of(call: Collective, plan: TrainingPlan) -> Speeds:
+    """Ranks of a machine are neighbours, so the inner axis fills machines."""
+    if call.unit.endswith("outer axis"):
+        return NETWORK
+    return BOTH if plan.model.mesh.num_inner > GPUS_OF_A_MACHINE else NVLINK
+
+
+def milliseconds(calls: Iterable[Collective], plan: TrainingPlan) -> float:
+    return sum(estimate_time(0, [c], speeds_of(c, plan)).communication_ms for c in calls)
 
 
 def row(run: Run, num_ranks: int) -> tuple[str, ...]:
     plan = run.plan(num_ranks)
-    calls = plan.model.collectives()
-    outside = [call for call in calls if crosses_machines(call, plan)]
-    inside = [call for call in calls if not crosses_machines(call, plan)]
-    compute_ms = plan.time.compute_ms
-    network_ms = estimate_time(0, outside, NETWORK).communication_ms
-    nvlink_ms = estimate_time(0, inside, NVLINK).communication_ms
-    # In a graph one collective follows the other, so both links add up. However well the rest
-    # overlaps, the first gather and the last reduction have nothing to hide behind.
-    edges = [replace(call, count=1) for call in (calls[0], calls[1])]
-    speeds = NETWORK if plan.model.mesh.num_inner > GPUS_OF_A_MACHINE else NVLINK
-    edges_ms = estimate_time(0, edges, speeds).communication_ms
-    exposed_ms = max(network_ms + nvlink_ms - compute_ms, edges_ms)
     mesh, model = plan.model.mesh, plan.model
+    calls = model.collectives()
+    sent = {
+        speeds: sum(call.wire_bytes for call in calls if speeds_of(call, plan) is speeds)
+        for speeds in (NVLINK, NETWORK, BOTH)
+    }
+    # In a graph one collective follows the other, so the links add up. However well the rest
+    # overlaps, the first gather and the last reduction have nothing to hide behind.
+    communication_ms = milliseconds(calls, plan)
+    edges_ms = milliseconds([replace(call, count=1) for call in calls[:2]], plan)
+    compute_ms = plan.time.compute_ms
+    cut_over = mesh.num_ranks if mesh.cuts_outside else mesh.num_inner
     return (
         run.name,
         f"{num_ranks:,}",
         f"{mesh.num_inner} x {mesh.num_outer}",
+        f"{cut_over:,}",
         f"{plan.batch.num_tokens / 1e6:,.2f}",
         f"{(plan.total_bytes - plan.activations.peak_bytes) / _GIB:.1f}",
         f"{plan.activations.peak_bytes / _GIB:.1f}",
-        f"{sum(call.wire_bytes for call in inside) / _GIB:.1f}",
-        f"{sum(call.wire_bytes for call in outside) / _GIB:.1f}",
+        f"{(sent[NVLINK] + sent[BOTH]) / _GIB:.1f}",
+        f"{(sent[NETWORK] + sent[BOTH] / GPUS_OF_A_MACHINE) / _GIB:.1f}",
         f"{compute_ms:,.0f}",
-        f"{nvlink_ms:,.0f} + {network_ms:,.0f}",
-        f"{exposed_ms:,.0f}",
-        f"{100 * model.num_padding / model.num_parameters:.3f}",
+        f"{communication_ms:,.0f}",
+        f"{max(communication_ms - compute_ms, edges_ms):,.0f}",
+        f"{100 * model.num_padding / model.num_parameters:.2f}",
     )
 
 
 def plans() -> str:
     heading = (
-        *("model", "GPUs", "cut over x repeated", "10^6 tokens an iteration"),
+        *("model", "GPUs", "weights cut over x repeated", "optimizer state cut over"),
+        "10^6 tokens an iteration",
         *("state and pool, GiB", "activations, ~ GiB"),
         *("sent by NVLink, GiB", "by network, GiB"),
         *("arithmetic, ms", "communication, ms", "exposed at least, ms", "padding, %"),

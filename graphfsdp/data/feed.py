@@ -5,7 +5,7 @@ import copy
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Feed:
         self._running = 0
         self.waited_s = 0.0  # that whoever iterates has spent in here
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         """Go through the loader once, from where it is."""
         # What is its own iterator goes on from where it was; of others each loop begins anew.
         goes_on = isinstance(self._loader, Iterator) and hasattr(self._loader, "load_state_dict")

@@ -1,10 +1,12 @@
 """In which order an epoch visits its windows: a permutation that is computed, never stored."""
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 _Numbers = npt.NDArray[np.uint64]
-_ROUNDS = 6
+_TURNS = np.arange(8, dtype=np.uint64)[:, None]
 
 
 class EpochOrder:
@@ -13,32 +15,35 @@ class EpochOrder:
     Each epoch visits each window once, in an order of its own that depends on seed and epoch alone.
     So a position is one number, and any rank finds any sample without a table of all of them.
 
-    Source: Luby and Rackoff 1988 (permutations from Feistel networks); Black and Rogaway 2002,
-        section 3 (cycle walking: what falls outside of the range is permuted again).
+    Source: Black and Rogaway 2002 (Ciphers with arbitrary finite domains), sections 3 and 5.
+        Windows lie in a nearly square table, where row and column take turns at being moved by a hash of
+        the other one, which can be undone (a Feistel network); what falls on a place of the table
+        without a window is moved again (cycle walking).
     """
 
     def __init__(self, num_windows: int, seed: int) -> None:
         self._num_windows = num_windows
-        self._half = np.uint64(max((num_windows - 1).bit_length() + 1, 2) // 2)
-        self._seed = seed
+        rows = math.isqrt(num_windows - 1) + 1
+        self._rows, self._columns = np.uint64(rows), np.uint64(-(-num_windows // rows))
+        self._seed = _mixed(np.full(1, seed, np.uint64))
 
     def __call__(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         epochs, places = np.divmod(samples, self._num_windows)
-        keys = mixed(epochs.astype(np.uint64) + mixed(np.full(1, self._seed, np.uint64)))
-        found = self._permuted(places.astype(np.uint64), keys)
+        keys = _mixed(_mixed(epochs.astype(np.uint64) + self._seed) + _TURNS)
+        found = self._moved(places.astype(np.uint64), keys)
         while (outside := found >= self._num_windows).any():
-            found[outside] = self._permuted(found[outside], keys[outside])
+            found[outside] = self._moved(found[outside], keys[:, outside])
         return found.astype(np.int64)
 
-    def _permuted(self, values: _Numbers, keys: _Numbers) -> _Numbers:
-        mask = (np.uint64(1) << self._half) - np.uint64(1)
-        left, right = values >> self._half, values & mask
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ (mixed(right + mixed(keys + np.uint64(turn))) & mask)
-        return (left << self._half) | right
+    def _moved(self, places: _Numbers, keys: _Numbers) -> _Numbers:
+        row, column = np.divmod(places, self._columns)
+        for key, other in zip(keys[::2], keys[1::2], strict=True):
+            row = (row + _mixed(column + key) % self._rows) % self._rows
+            column = (column + _mixed(row + other) % self._columns) % self._columns
+        return row * self._columns + column
 
 
-def mixed(values: _Numbers) -> _Numbers:
+def _mixed(values: _Numbers) -> _Numbers:
     """Return numbers in which each bit depends on all bits of the given ones.
 
     Source: Steele, Lea and Flood 2014 (SplitMix64).

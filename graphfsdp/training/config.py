@@ -117,7 +117,9 @@ class TrainConfig:
         ".bin and .idx; if not given, the source files of Python's standard library",
     ] = None
     split: Annotated[
-        str, "shares of the tokens to train on and, at the end, to hold out", "TRAIN,HELD_OUT"
+        str,
+        "shares to train on and to hold out, which is at the end: the last 5%% of the tokens",
+        "TRAIN,HELD_OUT",
     ] = "95,5"
     eod_token_id: Annotated[
         int | None,

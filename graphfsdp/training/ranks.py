@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from graphfsdp.base.collectives import all_gather_, all_reduce_, broadcast_
 from graphfsdp.checkpoint.members import Members
@@ -151,7 +153,7 @@ def process_group(
 
 def _store_of_this_attempt(
     ranks: Ranks, timeout: timedelta, environment: Mapping[str, str] = os.environ
-) -> dist.Store | None:
+) -> Store | None:
     """Return a part of the launcher's store in which a restarted run finds nothing old.
 
     torchrun keeps one store over all restarts, and ranks could read addresses of processes that
@@ -162,5 +164,5 @@ def _store_of_this_attempt(
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not shared or attempt == "0" or ranks.local_size != ranks.size:
         return None
-    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
+    return PrefixStore(f"attempt_{attempt}", store)

@@ -245,18 +245,15 @@ def test_packed_documents_go_on_on_two_ranks_and_back(
 def test_a_checkpoint_that_knew_no_order_goes_on_where_it_was() -> None:
     """Positions in the data were iterations once."""
 
-    class Old:
-        state_dict = staticmethod(dict)
-        position: Any = None
-
+    class Position(list[Any]):
         def load_state_dict(self, state: Any) -> None:
-            self.position = state
+            self.append(state)
 
     state = RunState.__new__(RunState)
-    state._facts, state.differences, state._feed = {}, [], Feed(old := Old())
+    state._facts, state.differences, state._feed = {}, [], Feed(loaded := Position())
     position = {"iteration": 7, "tokens": 448}
     state.load_state_dict({"position": position, "facts": {"global_batch_size": 4}})
-    assert old.position == {"next_sample": 28}
+    assert loaded == [{"next_sample": 28}]
     assert "batches come in another order" in state.differences[0]
 
 

@@ -66,7 +66,7 @@ def test_a_state_is_that_of_the_batch_handed_out_last(ahead: int, device: torch.
     assert feed.state_dict() == {"position": 5}
     with pytest.raises(ConfigError, match="is being iterated over"):
         feed.load_state_dict({"position": 1})
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert loader.position == 5  # what was taken ahead comes again
     assert values(iter(feed), 2) == [6, 7]
     feed.load_state_dict({"position": 40})
@@ -123,7 +123,8 @@ def test_a_captured_loop_trains_on_the_same_batches(scope: str, device: torch.de
         loader = Numbers(end=12)
 
         def loss_fn(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-            return (model(batch["x"]) - 1).square().mean()
+            loss: torch.Tensor = (model(batch["x"]) - 1).square().mean()
+            return loss
 
         source: Any = (
             ({"x": batch["x"].to(device), "name": batch["name"]} for batch in loader)
@@ -168,7 +169,7 @@ def test_torchdata_s_loader_resumes_in_the_middle_of_an_epoch(
     batches = iter(first)
     begun = [next(batches).tolist() for _ in range(2)]
     state = first.state_dict()
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     second = make()
     second.load_state_dict(state)
     assert begun + [batch.tolist() for batch in second] == whole

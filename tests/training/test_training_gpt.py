@@ -59,12 +59,15 @@ def test_packed_documents_are_computed_as_if_alone(config: GPTConfig, device: to
             alone = model(tokens[row : row + 1, begin : begin + length])
             torch.testing.assert_close(logits[row : row + 1, begin : begin + length], alone)
     # Each of the two flags by itself: another result where documents are packed, not elsewhere.
-    for name in ("reset_position_ids", "reset_attention_mask"):
-        one = GPT(dataclasses.replace(packs, **{name: False})).to(device).eval()
+    for packs_less in (
+        dataclasses.replace(packs, reset_position_ids=False),
+        dataclasses.replace(packs, reset_attention_mask=False),
+    ):
+        one = GPT(packs_less).to(device).eval()
         one.load_state_dict(model.state_dict())
         other = one(tokens, None, positions)
         torch.testing.assert_close(other[1], logits[1])
-        if name == "reset_attention_mask" or config is SMALL:  # rope sees distances alone
+        if packs_less.reset_position_ids or config is SMALL:  # rope sees distances alone
             assert (other[0] - logits[0]).abs().max() > 1e-4
 
 

@@ -21,7 +21,7 @@ def counting_corpus(num_tokens: int, **more: Any) -> Corpus:
 
 
 def make_batches(
-    *, seed: int = 1, seq_length: int = 8, batch_size: int = 6, **part: int
+    *, seed: int = 1, seq_length: int = 8, batch_size: int = 6, **part: Any
 ) -> TokenBatches:
     corpus = counting_corpus(1000)
     return TokenBatches(corpus, seq_length=seq_length, batch_size=batch_size, seed=seed, **part)
