@@ -16,9 +16,9 @@ class EpochOrder:
     So a position is one number, and any rank finds any sample without a table of all of them.
 
     Source: Black and Rogaway 2002 (Ciphers with arbitrary finite domains), sections 3 and 5.
-        Windows lie in a nearly square table, where row and column take turns at being moved by a hash of
-        the other one, which can be undone (a Feistel network); what falls on a place of the table
-        without a window is moved again (cycle walking).
+        Windows lie in a nearly square table, where row and column take turns at being moved by a
+        hash of the other one, which can be undone (a Feistel network); what falls on a place of the
+        table without a window is moved again (cycle walking).
     """
 
     def __init__(self, num_windows: int, seed: int) -> None:
