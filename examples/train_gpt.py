@@ -12,8 +12,8 @@ import time
 import torch
 
 import graphfsdp
+from graphfsdp.data import Feed, TokenBatches, load_corpus
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.data import BatchSampler, load_corpus
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 scope = sys.argv[1] if len(sys.argv) > 1 else "full_iteration"
@@ -23,7 +23,8 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
 
 corpus = load_corpus(None)  # a path works too
-sampler = BatchSampler(corpus, seq_length=128, batch_size=16, seed=0, device=device)
+batches = TokenBatches(corpus, seq_length=128, batch_size=16, seed=0)
+feed = Feed(batches, device)  # takes any loader, and works ahead of the training
 
 config = GPTConfig(
     vocab_size=corpus.vocab_size,
@@ -42,8 +43,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_iterations
 # split into 2 micro-batches; both, the clipping and the optimizer are in the graph.
 with graphfsdp.capture(model, optimizer, scope=scope, microbatches=2, max_grad_norm=1.0) as step:
     start = time.perf_counter()
-    for iteration in range(num_iterations):
-        tokens, targets = sampler.training_batch(iteration)
+    for iteration, (tokens, targets) in zip(range(num_iterations), feed, strict=False):
         loss = step(tokens, targets)
         scheduler.step()
         if (iteration + 1) % 10 == 0:  # reading a loss makes the host wait, so not every time
@@ -54,6 +54,6 @@ with graphfsdp.capture(model, optimizer, scope=scope, microbatches=2, max_grad_n
             )
     print(step.report())
 
-prompt = sampler.prompt(32)
+prompt = batches.prompt(32).to(device)
 text = bytes(model.generate(prompt, 200)[0].tolist()).decode(errors="replace")
 print(f"{text}\n\nunigram entropy of the corpus: {corpus.unigram_entropy:.4f}")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from graphfsdp.bench.models import NUM_COLOURS, NUM_SPECIAL, BertConfig, ConvConfig
 from graphfsdp.bench.workloads import Case, ZooConfig
+from graphfsdp.data import Corpus, load_corpus
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.data import Corpus, load_corpus
 
 Batch = tuple[Tensor, ...]
 _Integers = npt.NDArray[np.int64]

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
 from graphfsdp.moe.dispatch import Capacity
 from graphfsdp.planning.activations import Activations, measure_activations
@@ -16,7 +17,6 @@ from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
 from graphfsdp.planning.pool_rehearsal import PlannedRanks, RunForward
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
-from graphfsdp.training.data import BYTES_VOCAB_SIZE
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token
 
@@ -256,7 +256,8 @@ def _activations(config: TrainConfig, vocab_size: int) -> Activations:
 def _forward_of(config: TrainConfig) -> RunForward:
     batch = (config.micro_batch_size, config.seq_length)
     tokens = torch.empty(batch, dtype=torch.int64, device="meta")
-    return lambda model: model(tokens, tokens)
+    batch_of_tokens = (tokens, tokens, *([tokens] if config.has_positions else []))
+    return lambda model: model(*batch_of_tokens)
 
 
 def _pool_lines(model: ModelPlan) -> Iterator[MemoryLine]:

@@ -204,6 +204,9 @@ def make_parser() -> argparse.ArgumentParser:
     names = [preset.name for preset in PRESETS]
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {', '.join(names)}")
     groups = add_flags(parser, TrainConfig, _SECTIONS)
+    groups["data and length of the run"].add_argument(
+        "--data-path", dest="data", metavar="PATH", help="Megatron's spelling of --data"
+    )
     groups["capture"].add_argument(
         "--cuda-graph-impl",
         choices=get_args(ScopeName),

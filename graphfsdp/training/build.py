@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.data import BYTES_VOCAB_SIZE, Corpus, Feed, TokenBatches, load_corpus
+from graphfsdp.data.token_file import is_token_file
 from graphfsdp.eight_bit import convert_linears
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
-from graphfsdp.training.data import BYTES_VOCAB_SIZE, BatchSampler, Corpus, load_corpus
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.mllog import RunLog
 from graphfsdp.training.ranks import Ranks
@@ -30,7 +32,8 @@ class TrainingRun:
     batch: IterationBatch
     device: torch.device
     corpus: Corpus
-    sampler: BatchSampler
+    batches: TokenBatches
+    feed: Feed  # of these
     model: GPT
     optimizer: FusedAdam | CPUOffload
     scheduler: ParamScheduler
@@ -47,34 +50,36 @@ def build_run(
     """
     batch = config.batch(ranks.size)
 
-    def load_data() -> tuple[Corpus, BatchSampler]:
-        corpus = load_corpus(config.data)
-        sampler = BatchSampler(
+    def load_data() -> tuple[Corpus, TokenBatches]:
+        corpus = load_corpus(config.data, held_out_percent=config.held_out_percent)
+        batches = TokenBatches(
             corpus,
             seq_length=config.seq_length,
             batch_size=batch.num_sequences,
             seed=config.seed,
-            device=device,
             rank=ranks.rank,
             num_ranks=ranks.size,
+            vocab_size=_vocab_size(config, corpus),
+            eod_token=config.eod_token_id,
+            positions=config.has_positions,
+            mask_first=config.eod_mask_loss,
         )
-        _vocab_size(config, corpus)
-        return corpus, sampler
+        return corpus, batches
 
     if config.mllog is None:
-        corpus, sampler = ranks.decide(load_data)
+        corpus, batches = ranks.decide(load_data)
         ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
         vocab_size = _vocab_size(config, corpus)
         model, optimizer, step = _make_program(config, ranks, device, vocab_size, None)
     else:
         ranks.refuse_differences(_flag_values(config))
         vocab_size = _vocab_size_without_data(config)
-        example = _made_up_batch(batch, vocab_size, device)
+        example = _made_up_batch(config, batch, vocab_size, device)
         model, optimizer, step = _make_program(config, ranks, device, vocab_size, example)
         try:
             if log is not None:
                 log.run_starts(step)
-            corpus, sampler = ranks.decide(load_data)
+            corpus, batches = ranks.decide(load_data)
             ranks.refuse_differences(_corpus_facts(corpus))
         except BaseException:  # whatever ends it, a graph must not outlive the process group
             step.close()
@@ -85,7 +90,8 @@ def build_run(
         batch=batch,
         device=device,
         corpus=corpus,
-        sampler=sampler,
+        batches=batches,
+        feed=Feed(batches, device),
         model=model,
         optimizer=optimizer,
         scheduler=ParamScheduler(optimizer, config.schedule),
@@ -98,7 +104,7 @@ def _make_program(
     ranks: Ranks,
     device: torch.device,
     vocab_size: int,
-    example: tuple[Tensor, Tensor] | None,
+    example: tuple[Tensor, ...] | None,
 ) -> tuple[GPT, FusedAdam | CPUOffload, graphfsdp.CapturedStep]:
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     if config.fp8_param_gather and not ranks.launched:
@@ -271,6 +277,11 @@ def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
     vocab_size = config.vocab_size or (
         corpus.vocab_size if config.mllog is None else _vocab_size_without_data(config)
     )
+    if config.vocab_size is None and not corpus.is_counted:
+        raise ConfigError(
+            f"{corpus.name} is too large to look at every token first; say with --vocab-size how "
+            f"many there are ({corpus.vocab_size} or more)"
+        )
     if vocab_size < corpus.vocab_size:
         raise ConfigError(
             f"--vocab-size {vocab_size} is too small: {corpus.name} has tokens up to "
@@ -281,7 +292,7 @@ def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
 
 def _vocab_size_without_data(config: TrainConfig) -> int:
     """Where the data may not be looked at yet."""
-    if config.vocab_size is None and config.data is not None and config.data.endswith(".bin"):
+    if config.vocab_size is None and config.data is not None and is_token_file(Path(config.data)):
         raise ConfigError(
             f"--mllog makes the model before the clock starts, and --data {config.data} must not "
             "be touched until then; say with --vocab-size how many tokens there are"
@@ -290,14 +301,17 @@ def _vocab_size_without_data(config: TrainConfig) -> int:
 
 
 def _made_up_batch(
-    batch: IterationBatch, vocab_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+    config: TrainConfig, batch: IterationBatch, vocab_size: int, device: torch.device
+) -> tuple[Tensor, ...]:
     """Random tokens and targets, [B, T], shaped like one rank's part of a batch."""
     size = (batch.num_microbatches * batch.micro_batch_size, batch.seq_length + 1)
     # A generator of its own: torch's global one draws the same as in a run without this.
     windows = torch.randint(vocab_size, size, generator=torch.Generator().manual_seed(0))
     windows = windows.to(device)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    made = [windows[:, :-1].contiguous(), windows[:, 1:].contiguous()]
+    if config.has_positions:
+        made.append(torch.arange(batch.seq_length, device=device).repeat(len(windows), 1))
+    return tuple(made)
 
 
 def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAdam | CPUOffload:

@@ -23,7 +23,7 @@ class Position:
 class RunState:
     """What a checkpoint keeps of a run beside model, optimizer, schedule and generators.
 
-    The position in the data is the iteration: batches depend on it and on the seed alone.
+    The position in the data is a number of sequences, and the same on every rank.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -32,11 +32,16 @@ class RunState:
             "global_batch_size": run.batch.num_sequences,
             "corpus": [len(run.corpus.train), run.corpus.unigram_entropy],
         }
+        self._feed = run.feed
         self.position = Position()
         self.differences: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": asdict(self.position), "facts": self._facts}
+        return {
+            "position": asdict(self.position),
+            "facts": self._facts,
+            "data": self._feed.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the position, and note which settings are others now."""
@@ -46,6 +51,11 @@ class RunState:
             if saved[name] != self._facts[name]:
                 what = "the data" if name == "corpus" else f"--{name.replace('_', '-')}"
                 self.differences.append(f"{what} was {saved[name]}, is {self._facts[name]}")
+        data = state.get("data")
+        if data is None:  # of a version that drew windows at random
+            data = {"next_sample": self.position.iteration * saved["global_batch_size"]}
+            self.differences.append("batches come in another order than in the saving version")
+        self._feed.load_state_dict(data)
 
 
 class RunCheckpoints:

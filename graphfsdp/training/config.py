@@ -112,10 +112,27 @@ class TrainConfig:
     # Data and length of the run.
     data: Annotated[
         str | None,
-        "a text file, a directory of text files (read as bytes, vocabulary 256), or a .bin file"
-        " of uint16 tokens, which is mapped; if not given, the source files of Python's "
-        "standard library; the last 5%% of the tokens are held out",
+        "a text file, a directory of text files (read as bytes, vocabulary 256), or tokens, which "
+        "are mapped: a .bin file of uint16, a .npy file of integers, or the prefix of Megatron's "
+        ".bin and .idx; if not given, the source files of Python's standard library",
     ] = None
+    split: Annotated[
+        str,
+        "shares to train on and to hold out, which is at the end: the last 5%% of the tokens",
+        "TRAIN,HELD_OUT",
+    ] = "95,5"
+    eod_token_id: Annotated[
+        int | None,
+        "token that ends each document; not needed for files of Megatron's and directories of "
+        "texts, which say where documents end",
+    ] = None
+    reset_position_ids: Annotated[bool, "count positions from the start of each document"] = False
+    reset_attention_mask: Annotated[
+        bool,
+        "no token attends to another document: several are packed into one sequence, under a mask "
+        "of static shape",
+    ] = False
+    eod_mask_loss: Annotated[bool, "no loss for the first token of a document"] = False
     seq_length: Annotated[int, "tokens of a sequence"] = 256
     micro_batch_size: Annotated[int, "sequences of one forward and backward"] = 8
     global_batch_size: Annotated[
@@ -324,7 +341,28 @@ class TrainConfig:
         names = [field.name for field in fields(self)]
         decide = set(names[: names.index("cuda_graph_scope")]) - {"preset", "micro_batch_size"}
         decide.add("compile")
+        if self.eod_mask_loss:  # each micro-batch takes the mean over the targets that it has
+            decide.add("micro_batch_size")
         return {name: getattr(self, name) for name in names if name in decide}
+
+    @property
+    def has_positions(self) -> bool:
+        """Batches say of each token what its place in its document is."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    @property
+    def held_out_percent(self) -> float:
+        shares = self.split.split(",")
+        try:
+            train, held_out, unused = (float(share) for share in (*shares, "0")[:3])
+        except ValueError:
+            train = held_out = unused = -1.0
+        if len(shares) > 3 or unused or not (train > 0 < held_out):
+            raise ConfigError(
+                f"--split {self.split} must be two numbers greater than 0, such as 95,5; a third "
+                "one, which is Megatron's test data, must be 0"
+            )
+        return 100 * held_out / (train + held_out)
 
     @property
     def scope(self) -> Scope:
@@ -421,7 +459,7 @@ class TrainConfig:
             self._at_least(name, 1)
         for name in (
             *("seed", "lr_warmup_iters", "eval_interval", "sample_tokens", "save_interval"),
-            *("weight_decay", "adam_eps"),
+            *("weight_decay", "adam_eps", "eod_token_id"),
         ):
             self._at_least(name, 0)
         self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)
@@ -442,7 +480,7 @@ class TrainConfig:
             )
         try:
             self.gpt(self.vocab_size if self.vocab_size is not None else 256)
-            _ = self.schedule, self.sharding
+            _ = self.schedule, self.sharding, self.held_out_percent
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
         self.batch(num_ranks=1)

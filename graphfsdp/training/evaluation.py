@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from graphfsdp.training.data import BatchSampler, Corpus
+from graphfsdp.data import Corpus, TokenBatches
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.ranks import Ranks
 
@@ -15,7 +15,7 @@ _PROMPT_TOKENS = 32
 @torch.no_grad()
 def validation_loss(
     model: GPT,
-    sampler: BatchSampler,
+    batches: TokenBatches,
     *,
     num_batches: int,
     batch_size: int,
@@ -31,11 +31,12 @@ def validation_loss(
     # Sharded weights are gathered by all ranks together, so each runs equally many batches; one
     # that has none left runs the last again, which is then not counted.
     mine = [min(turn * ranks.size + ranks.rank, num_batches - 1) for turn in range(num_rounds)]
+    device = next(model.parameters()).device
     model.eval()  # without dropout, so that nothing is drawn from the generators
     try:
         losses: list[Tensor] = [
-            model(tokens, targets)
-            for tokens, targets in sampler.validation_batches(num_batches, batch_size, mine)
+            model(*(tensor.to(device) for tensor in batch))
+            for batch in batches.validation_batches(num_batches, batch_size, mine)
         ]
     finally:
         model.train()
@@ -45,7 +46,7 @@ def validation_loss(
 
 def generate_sample(
     model: GPT,
-    sampler: BatchSampler,
+    batches: TokenBatches,
     corpus: Corpus,
     *,
     num_tokens: int,
@@ -56,7 +57,8 @@ def generate_sample(
     Prompt and continuation are text for a corpus of bytes, else token numbers.
     """
     generator = torch.Generator().manual_seed(seed)
-    prompt = sampler.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
+    prompt = batches.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
+    prompt = prompt.to(next(model.parameters()).device)
     tokens = model.generate(prompt, num_tokens, generator=generator)[0].tolist()
     border = prompt.shape[1]
     return _show(tokens[:border], corpus), _show(tokens[border:], corpus)

@@ -40,6 +40,9 @@ class GPTConfig:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     rotary_base: float = 10_000.0
+    # What positions do that a batch brings along: two ways of knowing documents apart.
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
     init_std: float = 0.02  # of the initial weights
     num_experts: int | None = None  # of each block, in place of its feed-forward layer
     moe_router_topk: int = 2
@@ -147,12 +150,17 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self,
         x: Tensor,  # [B, H, T, D] any float dtype
+        positions: Tensor | None = None,  # [B, T] int64, 0..T-1 if not given
     ) -> Tensor:  # [B, H, T, D] same dtype
         """Capture: no host sync; the tables are read at fixed addresses."""
         seq_length, half = x.shape[2], x.shape[3] // 2
+        if positions is None:
+            cos, sin = self.cos[:seq_length], self.sin[:seq_length]
+        else:
+            cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         wide = x.float()  # bf16 angles would be off by several degrees
         swapped = torch.cat([wide[..., half:], wide[..., :half]], dim=-1)
-        return (wide * self.cos[:seq_length] + swapped * self.sin[:seq_length]).to(x.dtype)
+        return (wide * cos + swapped * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -182,6 +190,8 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,  # [B, T, C]
+        positions: Tensor | None = None,  # [B, T] int64
+        mask: Tensor | None = None,  # [B, 1, T, T] bool, what may attend to what; None is causal
     ) -> Tensor:  # [B, T, C]
         """Capture: no host sync; dropout draws from the device's default generator."""
         batch, seq_length, width = x.shape
@@ -189,11 +199,17 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, seq_length, sum(heads), width // self.num_heads)
         query, key, value = qkv.transpose(1, 2).split(heads, dim=1)  # each [B, heads, T, D]
         if self.rotary is not None:
-            query, key = self.rotary(query), self.rotary(key)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
         dropout = self.dropout if self.training else 0.0
         shared = self.num_groups < self.num_heads
         mixed = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=shared
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            enable_gqa=shared,
         )
         merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq_length, width))
         return merged
@@ -272,14 +288,25 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,  # [B, T, C]
+        positions: Tensor | None = None,  # [B, T] int64
+        mask: Tensor | None = None,  # [B, 1, T, T] bool
     ) -> Tensor | tuple[Tensor, Tensor]:  # [B, T, C], and of experts [], their auxiliary loss
         """Capture: no host sync; dropout draws from the device's default generator."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask))
         if isinstance(self.ffn, MoE):
             mixed, aux_loss = self.ffn(self.ffn_norm(x))
             return x + self.dropout(mixed), aux_loss
         x = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return x
+
+
+def _mask_of_documents(
+    positions: Tensor,  # [B, T] int64
+) -> Tensor:  # [B, 1, T, T] bool
+    """Each token sees itself and what comes before it in its document, which begins at a 0."""
+    documents = (positions == 0).cumsum(dim=1)
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril()[:, None]
 
 
 class GPT(nn.Module):
@@ -322,6 +349,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,  # [B, T] int64
         targets: Tensor | None = None,  # [B, T] int64, the token that follows each one
+        positions: Tensor | None = None,  # [B, T] int64, places in documents, each from 0
     ) -> Tensor:  # [] float32 loss in nats per token, or [B, T, V] logits without targets
         """Capture: no host sync, no data-dependent shape; positions are a slice at a fixed address.
 
@@ -334,12 +362,21 @@ class GPT(nn.Module):
                 f"{self.config.seq_length}; shorten it or make the model with a larger seq_length"
             )
         x = self.token_embedding(tokens)
+        mask = None
+        if positions is not None and self.config.reset_attention_mask:
+            mask = _mask_of_documents(positions)
+        if not self.config.reset_position_ids:
+            positions = None
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[:seq_length]
+            x = x + (
+                self.position_embedding.weight[:seq_length]
+                if positions is None
+                else self.position_embedding(positions)
+            )
         x = self.dropout(x)
         aux_losses = []
         for block in self.blocks:
-            x = block(x)
+            x = block(x, positions, mask)
             if isinstance(x, tuple):
                 x, aux_loss = x
                 aux_losses.append(aux_loss)

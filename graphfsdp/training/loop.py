@@ -3,7 +3,8 @@
 import dataclasses
 import platform
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
+from graphfsdp.data.batches import Batch
 from graphfsdp.moe import overflowed_tokens
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
@@ -71,9 +73,9 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
             out.line(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
         for line in lines:
             out.line(line)
-        with out.progress, telling(out.say):
+        with out.progress, telling(out.say), closing(iter(run.feed)) as feed:
             out.advance(start.iteration)
-            metrics = _iterate(run, out, directory, checkpoints, start, log)
+            metrics = _iterate(run, feed, out, directory, checkpoints, start, log)
         checkpoints.close()
         if config.out is not None:
             state = _whole_weights(run)
@@ -88,7 +90,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
             out.sample(
                 *generate_sample(
                     run.model,
-                    run.sampler,
+                    run.batches,
                     run.corpus,
                     num_tokens=config.sample_tokens,
                     seed=config.seed,
@@ -122,6 +124,7 @@ def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
 
 def _iterate(
     run: TrainingRun,
+    feed: Iterator[Batch],
     out: TrainingConsole,
     directory: RunDirectory | None,
     checkpoints: RunCheckpoints,
@@ -132,10 +135,10 @@ def _iterate(
     log.block_starts(start.iteration * run.batch.num_sequences)
     window = _Window(run)
     for iteration in range(start.iteration, config.train_iters):
-        tokens, targets = run.sampler.training_batch(iteration)
+        batch = next(feed)
         lr = run.optimizer.param_groups[0]["lr"]
         phase_before = step.phase
-        loss = step(tokens, targets)
+        loss = step(*batch)
         run.scheduler.step()
         window.num_steps += 1
         captured = phase_before is not step.phase
@@ -182,7 +185,7 @@ def _validate(run: TrainingRun, done: int, log: RunLog) -> float:
     log.block_stops(num_samples)
     loss = validation_loss(
         run.model,
-        run.sampler,
+        run.batches,
         num_batches=run.config.eval_iters,
         batch_size=run.config.micro_batch_size,
         ranks=run.ranks,
@@ -200,6 +203,7 @@ class _Window:
         self._overflow = overflowed_tokens(run.model) if bounded else None
         self._wait()
         self._start = time.perf_counter()
+        self._waited_s = run.feed.waited_s
         self.num_steps = 0
 
     def _wait(self) -> None:
@@ -213,7 +217,8 @@ class _Window:
         self, position: Position, loss: Tensor, lr: float, phase: graphfsdp.Phase
     ) -> Metrics:
         self._wait()
-        run, seconds = self._run, (time.perf_counter() - self._start) / self.num_steps
+        run, passed = self._run, time.perf_counter() - self._start
+        seconds = passed / self.num_steps
         tokens_per_s = run.batch.num_tokens / seconds
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(
@@ -226,6 +231,7 @@ class _Window:
             step_ms=1000 * seconds,
             memory_bytes=peak_memory_bytes(run.device),
             phase=phase.value,
+            data_wait=(run.feed.waited_s - self._waited_s) / passed,
             mfu=_mfu(run, tokens_per_s),
             overflow=self._measure_overflow(),
         )

@@ -25,6 +25,7 @@ class Metrics:
     step_ms: float  # over the same iterations
     memory_bytes: int  # most used so far: of the GPU's allocator, or of rank 0's process
     phase: str  # warmup, capture, replay or eager
+    data_wait: float = 0.0  # share of that time in which rank 0 waited for its batches
     mfu: float | None = None  # of the GPUs' peak arithmetic, None if unknown
     overflow: int | None = None  # copies of tokens without room since then, None if nothing can
     val_loss: float | None = None  # of the held-out part, None where it was not measured
@@ -44,6 +45,8 @@ class Metrics:
             f"{self.step_ms:.1f} ms" if self.step_ms >= 10 else f"{self.step_ms:.2f} ms",
             f"{self.memory_bytes / 2**20:,.0f} MiB",
         ]
+        if self.data_wait >= 0.0005:
+            parts.append(f"data {self.data_wait:.1%}")
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
         if self.overflow is not None:

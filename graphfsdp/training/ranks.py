@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from graphfsdp.base.collectives import all_gather_, all_reduce_, broadcast_
 from graphfsdp.checkpoint.members import Members
@@ -130,13 +132,16 @@ def process_group(
         yield None
         return
     on_gpu = device.type == "cuda"
+    timeout = timedelta(minutes=timeout_minutes)
     told: dict[str, Any] = {}
+    if store is None:
+        store = _store_of_this_attempt(ranks, timeout)
     if store is not None:
         told = {"store": store, "rank": ranks.rank, "world_size": ranks.size}
     dist.init_process_group(
         # Python objects travel through gloo, which does not disturb a stream that is recorded.
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         device_id=device if on_gpu else None,
         **told,
     )
@@ -144,3 +149,20 @@ def process_group(
         yield "nccl" if on_gpu else "gloo"
     finally:
         dist.destroy_process_group()
+
+
+def _store_of_this_attempt(
+    ranks: Ranks, timeout: timedelta, environment: Mapping[str, str] = os.environ
+) -> Store | None:
+    """Return a part of the launcher's store in which a restarted run finds nothing old.
+
+    torchrun keeps one store over all restarts, and ranks could read addresses of processes that
+    were killed (pytorch/pytorch#135712). Agents of several machines count restarts each for
+    itself; there the launcher has to be told to make a new store (docs/scale.md).
+    """
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or attempt == "0" or ranks.local_size != ranks.size:
+        return None
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))
+    return PrefixStore(f"attempt_{attempt}", store)

@@ -1,5 +1,7 @@
 """A run that is killed and resumed has the bits of one that was not."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,11 @@ import pytest
 import torch
 
 from graphfsdp.cli import main
-from graphfsdp.training.data import BatchSampler
+from graphfsdp.data import Feed, TokenBatches
+from graphfsdp.training.checkpoints import RunState
 from ranks import RankPool
 from train_on_ranks import Plan, Run
-from training_helpers import DROPOUT, SMALL, assert_same_run, lines_of, started
+from training_helpers import DROPOUT, ROOT, SMALL, assert_same_run, lines_of, started
 from training_helpers import numbers as numbers_of
 
 # All that a resumed run must take up: dropout, warm-up and decay, clipping, micro-batches.
@@ -73,16 +76,16 @@ def test_either_side_may_be_captured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "checkpoints"
-    original = BatchSampler.training_batch
+    original = TokenBatches.batch
 
-    def interrupted(sampler: BatchSampler, step: int) -> Any:
-        if step == 23:
+    def interrupted(batches: TokenBatches, first_sample: int) -> Any:
+        if first_sample == 4 * 23:
             raise KeyboardInterrupt
-        return original(sampler, step)
+        return original(batches, first_sample)
 
     flags = ["--save", str(folder), "--save-interval", "20", "--cuda-graph-scope"]
     with monkeypatch.context() as patch:
-        patch.setattr(BatchSampler, "training_batch", interrupted)
+        patch.setattr(TokenBatches, "batch", interrupted)
         assert main(arguments(device, tmp_path / "run", *flags, saved)) == 130
     assert len(numbers(tmp_path / "run")) == 23
     command = arguments(device, tmp_path / "run", *flags, resumed, "--load", str(folder))
@@ -158,6 +161,100 @@ def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: Rank
     single = ["train", *common, *NO_DROPOUT, "--out", str(tmp_path / "single"), "--load", last]
     assert main(single) == 0
     assert_close(numbers(tmp_path / "single"), numbers(tmp_path / "plain")[8:])
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(300)
+def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2: RankPool) -> None:
+    """docs/scale.md: from the last good checkpoint on, with the bits of an undisturbed run."""
+    common = ["train", *RUN, "--device", "cpu", "--train-iters", "20", "--save-interval", "6"]
+    common += ["--data-parallel-sharding-strategy", "3"]
+
+    def flags(name: str) -> list[str]:
+        folder = str(tmp_path / f"{name}-c")
+        return [*common, "--out", str(tmp_path / name), "--save", folder, "--load", folder]
+
+    plan = Plan(tmp_path)
+    plan.runs.append(Run("undisturbed", (flags("undisturbed"),) * 2))
+    plan.execute(launched2)
+    assert [answer.code for answer in plan.answers("undisturbed")] == [0, 0]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    launcher += ["--nproc-per-node=2", "--monitor-interval=0.1"]
+    program = [str(Path(__file__).parents[1] / "kill_once.py"), str(4 * 16)]
+    done = subprocess.run(
+        [*launcher, *program, *flags("killed")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+    assert "after 12 iterations" in done.stdout
+    assert "Signal 9 (SIGKILL)" in done.stderr or "exitcode: -9" in done.stderr
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+PACKED = ["--eod-token-id", "10", "--reset-position-ids", "--reset-attention-mask"]
+
+
+def test_packed_documents_go_on_on_two_ranks_and_back(
+    tmp_path: Path, launched2: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the third epoch, captured; what each iteration trains on is compared."""
+    text = tmp_path / "text"
+    text.write_bytes(b"".join(b"line %d of many\n" % (7 * i) for i in range(34)))
+    common = ["train", *RUN, *NO_DROPOUT, *PACKED, "--eod-mask-loss", "--data-path", str(text)]
+    common += ["--train-iters", "16", "--device", "cpu", "--split", "80,20,0"]
+
+    def flags(name: str, *more: str) -> list[str]:
+        return [*common, "--out", str(tmp_path / name), *more]
+
+    def single(name: str, *more: str) -> None:
+        assert main(flags(name, *more)) == 0
+
+    def on_two(*runs: tuple[str, ...]) -> None:
+        plan = Plan(tmp_path)
+        plan.runs += [Run(name, (flags(name, *more),) * 2) for name, *more in runs]
+        plan.execute(launched2)
+        for name, *_ in runs:
+            assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
+
+    single("one", "--save", str(tmp_path / "one-c"), "--save-interval", "9")
+    single("eager", "--cuda-graph-scope", "none")
+    assert_same_run(tmp_path / "one", tmp_path / "eager")
+    of_one, of_two = (str(tmp_path / f"{name}-c" / "step-00000009") for name in ("one", "two"))
+    on_two(
+        ("two", "--save", str(tmp_path / "two-c"), "--save-interval", "9"),
+        ("two-two", "--load", of_two),
+        ("one-two", "--load", of_one),
+    )
+    single("two-one", "--load", of_two)
+    single("one-one", "--load", of_one)
+    assert numbers(tmp_path / "one-one") == numbers(tmp_path / "one")[9:]
+    assert numbers(tmp_path / "two-two") == numbers(tmp_path / "two")[9:]
+    assert_close(numbers(tmp_path / "two"), numbers(tmp_path / "one"))
+    for name in ("two-one", "one-two"):
+        assert_close(numbers(tmp_path / name), numbers(tmp_path / "one")[9:])
+    # Other documents, other flags: the comparison can fail.
+    single("unmasked", "--no-eod-mask-loss", "--load", of_one)
+    assert numbers(tmp_path / "unmasked") != numbers(tmp_path / "one")[9:]
+
+
+def test_a_checkpoint_that_knew_no_order_goes_on_where_it_was() -> None:
+    """Positions in the data were iterations once."""
+
+    class Position(list[Any]):
+        def load_state_dict(self, state: Any) -> None:
+            self.append(state)
+
+    state = RunState.__new__(RunState)
+    state._facts, state.differences, state._feed = {}, [], Feed(loaded := Position())
+    position = {"iteration": 7, "tokens": 448}
+    state.load_state_dict({"position": position, "facts": {"global_batch_size": 4}})
+    assert loaded == [{"next_sample": 28}]
+    assert "batches come in another order" in state.differences[0]
 
 
 def assert_close(got: Numbers, expected: Numbers) -> None:

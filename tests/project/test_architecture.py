@@ -21,6 +21,7 @@ CAPTURE, OPTIM = "graphfsdp._capture", "graphfsdp.optim"
 BASE = frozenset({"graphfsdp.base", "graphfsdp.errors", "graphfsdp.config"})
 # What each folder may import beside itself. The front, graphfsdp/*.py, and the programs on top of
 # it may import everything; errors.py and config.py are everybody's.
+DATA = "graphfsdp.data"
 EIGHT_BIT = "graphfsdp.eight_bit"
 TRACE = f"{CAPTURE}.trace"
 COMPILED = f"{CAPTURE}.compiled"
@@ -29,6 +30,7 @@ UNDO_AND_REPORT = frozenset({f"{CAPTURE}.undo", f"{CAPTURE}.report"})
 BACKENDS = frozenset({f"{CAPTURE}.cpu", f"{CAPTURE}.cuda"})
 MAY_IMPORT = {
     "graphfsdp.base": BASE,
+    DATA: BASE,
     EIGHT_BIT: BASE,
     "graphfsdp.moe": BASE,
     "graphfsdp.sharding": BASE
@@ -69,6 +71,7 @@ OPTIONAL_PACKAGES = (
     "safetensors",
     "tensorboard",
     "torchao",
+    "torchdata",
     "transformer_engine",
     "transformers",
     "triton",

@@ -1,11 +1,16 @@
 """The examples run, and the README shows the smallest one as it is."""
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import forked
+from benchmarks import scale_table
+from graphfsdp.training.arguments import parse_train_arguments
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -34,6 +39,52 @@ def test_the_readme_s_first_code_block_is_the_smallest_example() -> None:
     if block is None:
         pytest.skip("README.md has no Python code block")
     assert block.group(1).strip() == (EXAMPLES / "smallest.py").read_text().strip()
+
+
+LAUNCHED = ("slurm.sbatch", "kubernetes.yaml")
+
+
+def launch_command(name: str) -> list[str]:
+    """What a launch file gives torchrun, as words."""
+    text = (EXAMPLES / "launch" / name).read_text()
+    if name.endswith(".yaml"):
+        yaml = pytest.importorskip("yaml")
+        service, job = yaml.safe_load_all(text)
+        assert (service["kind"], job["kind"]) == ("Service", "Job")
+        pod = job["spec"]["template"]["spec"]
+        assert pod["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"]
+        (container,) = pod["containers"]
+        words = [*container["command"], *container["args"]]
+        assert f"--nnodes={job['spec']['completions']}" in words
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in pod["volumes"]
+        }
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in {e["name"] for e in container["env"]}
+        return words
+    subprocess.run(["bash", "-n", str(EXAMPLES / "launch" / name)], check=True)
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+    return shlex.split(text[text.index("torchrun \\") :].replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_launch_files_have_flags_that_torchrun_and_the_trainer_know(name: str) -> None:
+    words = launch_command(name)
+    module = words.index("-m")
+    given = get_args_parser().parse_args([*words[1:module], "--module", "graphfsdp"])
+    assert given.rdzv_backend == "c10d"
+    assert words[module + 1 : module + 3] == ["graphfsdp", "train"]
+    config = parse_train_arguments(words[module + 3 :])
+    num_ranks = 8 * int(given.nproc_per_node)
+    assert config.batch(num_ranks).num_microbatches == 8
+    assert config.save == config.load
+    assert num_ranks % config.num_distributed_optimizer_instances == 0
+
+
+def test_the_table_of_scale_is_what_plan_says() -> None:
+    page = (ROOT / "docs" / "scale.md").read_text()
+    assert "| " + " | ".join(scale_table.row(scale_table.RUNS[0], 8)) + " |" in page
+    assert scale_table.bubbles() in page
+    assert scale_table.failures() in page
 
 
 def test_the_gpt_example_trains_by_replay_and_shows_a_sample() -> None:

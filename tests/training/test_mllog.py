@@ -15,11 +15,11 @@ import torch
 
 import graphfsdp
 import training_helpers
+from graphfsdp.data import load_corpus
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training import build, loop
 from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.data import load_corpus
 from graphfsdp.training.mllog import is_success, open_run_log
 from graphfsdp.training.ranks import Ranks
 from training_helpers import ROOT, SMALL, assert_same_run, ended, lines_of, started
@@ -78,10 +78,10 @@ def test_the_checker_accepts_a_run_whose_numbers_are_those_without_a_log(
 ) -> None:
     log, seen_at_first_touch = tmp_path / "new" / "result_0.txt", list[str]()
 
-    def watched(path: str | None) -> Any:
+    def watched(path: str | None, **options: Any) -> Any:
         if log.exists():
             seen_at_first_touch.extend(key for key, _, _ in events(log))
-        return load_corpus(path)
+        return load_corpus(path, **options)
 
     monkeypatch.setattr(build, "load_corpus", watched)
     assert train(device, "--out", str(tmp_path / "plain")) == 0

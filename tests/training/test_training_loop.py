@@ -82,7 +82,7 @@ def test_validation_loss_is_that_of_the_kept_parameters(
     device: torch.device, tmp_path: Path
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    from graphfsdp.training.data import BatchSampler, load_corpus
+    from graphfsdp.data import TokenBatches, load_corpus
     from graphfsdp.training.evaluation import validation_loss
     from graphfsdp.training.gpt import GPT, GPTConfig
 
@@ -92,8 +92,8 @@ def test_validation_loss_is_that_of_the_kept_parameters(
     names += ["position_embedding_type", "normalization", "disable_bias_linear"]
     model = GPT(GPTConfig(vocab_size=256, **{name: kept[name] for name in names})).to(device)
     safetensors.load_model(model, tmp_path / "run" / "model.safetensors", device=str(device))
-    sampler = BatchSampler(load_corpus(TEXT), seq_length=16, batch_size=4, seed=0, device=device)
-    loss = validation_loss(model, sampler, num_batches=2, batch_size=2)
+    batches = TokenBatches(load_corpus(TEXT), seq_length=16, batch_size=4)
+    loss = validation_loss(model, batches, num_batches=2, batch_size=2)
     assert loss == lines[-1]["val_loss"]
 
 

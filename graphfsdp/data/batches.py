@@ -1,0 +1,180 @@
+"""Batches of tokens: windows of an epoch in their order, packed documents, fixed validation.
+
+Shapes: B = sequences of a batch, T = tokens of a sequence.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from graphfsdp.data.corpus import Corpus, Part
+from graphfsdp.data.order import EpochOrder
+from graphfsdp.errors import ConfigError
+
+# What torch's cross-entropy leaves out.
+IGNORED_TARGET = -100
+# A sample starts at a line that begins with a letter, if there is one among so many bytes.
+_PROMPT_SEARCH_BYTES = 1 << 16
+
+Batch = tuple[Tensor, ...]
+
+
+class TokenBatches:
+    """An endless iterator over this rank's parts of a training's batches, on the CPU.
+
+    The training part is cut into windows; an epoch visits each once, in an order that depends on
+    the seed and the number of the epoch alone. Ranks that train together go through the same
+    windows and take a part of each batch, whatever their number. So the position in the data is one
+    number, the same on all ranks, and nothing is drawn from torch's generators.
+
+    A batch is tokens and targets, [B, T] int64. With ``positions`` there is a third tensor of that
+    shape: the place of each token in its document, from 0. A document's tokens are neighbours, so
+    this says too which tokens belong together: each 0 begins another document.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        seq_length: int,
+        batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        vocab_size: int | None = None,
+        eod_token: int | None = None,
+        positions: bool = False,
+        mask_first: bool = False,
+    ) -> None:
+        """ConfigError if the corpus is too small, or does not say where documents are.
+
+        Args:
+            corpus: What to train on.
+            seq_length: T.
+            batch_size: Sequences of a batch, all micro-batches and ranks together.
+            seed: Decides the order.
+            rank: Which part of each batch to take.
+            num_ranks: How many parts there are.
+            vocab_size: Tokens from here on are refused.
+            eod_token: Ends each document, if the file itself does not say where they end.
+            positions: Give the place of each token in its document.
+            mask_first: A document's first token is no target: nothing before it tells of it.
+        """
+        for part, name in ((corpus.training, "training"), (corpus.held_out, "held-out")):
+            if len(part.tokens) < seq_length + 1:
+                raise ConfigError(
+                    f"--seq-length {seq_length} needs {seq_length + 1} tokens in a row, but the "
+                    f"{name} part of {corpus.name} has {len(part.tokens)}; give a smaller "
+                    f"--seq-length or a larger --data"
+                )
+        if (positions or mask_first) and eod_token is None and corpus.document_starts is None:
+            raise ConfigError(
+                f"{corpus.name} does not say where documents end; give the token that ends each "
+                "of them (--eod-token-id), or Megatron's .bin and .idx"
+            )
+        self._corpus = corpus
+        self._seq_length = seq_length
+        self._batch_size = batch_size
+        size = batch_size // num_ranks
+        self._part = np.arange(rank * size, (rank + 1) * size)
+        self._num_windows = (len(corpus.train) - 1) // seq_length
+        self._order = EpochOrder(self._num_windows, seed)
+        self._vocab_size = vocab_size
+        self._eod_token = eod_token
+        self._positions = positions
+        self._mask_first = mask_first
+        self._next_sample = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.batch(self._next_sample)
+        self._next_sample += self._batch_size
+        return batch
+
+    def batch(self, first_sample: int) -> Batch:
+        """Return this rank's part of the batch that begins with a sample, counted from 0."""
+        windows = self._order(first_sample + self._part)
+        return self._cut(self._corpus.training, windows * self._seq_length)
+
+    @property
+    def epochs(self) -> float:
+        """How often the training part was gone through."""
+        return self._next_sample / self._num_windows
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, which is the same on every rank and fits any number of them."""
+        return {"next_sample": self._next_sample}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another iterator was."""
+        self._next_sample = int(state["next_sample"])
+
+    def validation_batches(
+        self, num_batches: int, batch_size: int, chosen: Iterable[int] | None = None
+    ) -> Iterator[Batch]:
+        """Yield the same batches at each call: windows at even distances in the held-out part.
+
+        Of all batches only those with the chosen numbers, if these are given.
+        """
+        last_start = len(self._corpus.validation) - self._seq_length - 1
+        starts = np.linspace(0, last_start, num_batches * batch_size).astype(np.int64)
+        batches = starts.reshape(num_batches, batch_size)
+        for number in range(num_batches) if chosen is None else chosen:
+            yield self._cut(self._corpus.held_out, batches[number])
+
+    def prompt(self, num_tokens: int) -> Tensor:  # [1, num_tokens] int64
+        """Return tokens of the held-out part for a sample to continue, near its start."""
+        held_out, start = self._corpus.validation, 0
+        if self._corpus.is_bytes:
+            nearby = held_out[: max(len(held_out) - num_tokens, 0)][:_PROMPT_SEARCH_BYTES]
+            line = re.search(rb"(?<=\n)[A-Za-z]", nearby.tobytes())
+            start = line.start() if line else 0
+        tokens = held_out[start : start + num_tokens].astype(np.int64)
+        return torch.from_numpy(tokens)[None]
+
+    def _cut(self, part: Part, starts: npt.NDArray[np.int64]) -> Batch:
+        places = starts[:, None] + np.arange(self._seq_length + 1)
+        windows = part.tokens[places].astype(np.int64)
+        if (
+            self._vocab_size is not None
+            and not 0 <= windows.min() <= windows.max() < self._vocab_size
+        ):
+            raise ConfigError(
+                f"{self._corpus.name} has a token {windows.max()}, the vocabulary has "
+                f"{self._vocab_size}; give a larger --vocab-size"
+            )
+        tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        if not (self._positions or self._mask_first):
+            return torch.from_numpy(tokens), torch.from_numpy(targets)
+        first = self._first_of_documents(windows, places + part.start)
+        if self._mask_first:
+            targets[first[:, 1:]] = IGNORED_TARGET
+        arrays = [tokens, targets]
+        if self._positions:
+            count = np.arange(self._seq_length)
+            # What a window begins with is taken for the begin of a document.
+            begins = np.maximum.accumulate(np.where(first[:, :-1], count, 0), axis=1)
+            arrays.append(count - begins)
+        return tuple(torch.from_numpy(array) for array in arrays)
+
+    def _first_of_documents(
+        self, windows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Tell of each token whether a document begins with it."""
+        if self._eod_token is not None:
+            first = np.zeros(windows.shape, dtype=np.bool_)
+            first[:, 1:] = windows[:, :-1] == self._eod_token
+            return first
+        starts = self._corpus.document_starts
+        assert starts is not None  # refused at the beginning
+        found: npt.NDArray[np.bool_] = np.searchsorted(starts, places, "right") > np.searchsorted(
+            starts, places, "left"
+        )
+        return found

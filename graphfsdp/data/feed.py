@@ -1,0 +1,209 @@
+"""Batches that are there before they are asked for, on the device before a replay needs them."""
+
+import contextlib
+import copy
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphfsdp.errors import ConfigError
+
+
+class Feed:
+    """Iterates over a loader, ahead of the training, and says how long the training waited.
+
+    Takes any iterable: ``TokenBatches``, a ``DataLoader``, torchdata's ``StatefulDataLoader``.
+    A thread takes batches from it while the model computes. For a GPU each is then copied, from
+    page-locked memory and on a stream of its own, while the iteration before it runs: into new
+    memory, never into what a graph reads, which is written in the stream's order by the step.
+
+    In a checkpoint (``objects={"data": feed}``) it keeps the loader's state as it was after the
+    batch that was handed out last, whatever was taken ahead.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], device: torch.device | str | None = None, *, ahead: int = 2
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            loader: Yields batches; lists, tuples and dicts of tensors on the CPU, and what else
+                there is. If it has ``state_dict``, this is asked for after each batch.
+            device: Where the tensors are handed out; as they come, if it is None or a CPU.
+            ahead: Batches that the thread holds; 0 for no thread: the loader works when asked.
+        """
+        if ahead < 0:
+            raise ConfigError(f"ahead must be at least 0, got {ahead}")
+        self._loader: Any = loader
+        self._ahead = ahead
+        device = None if device is None else torch.device(device)
+        on_gpu = device is not None and device.type == "cuda"
+        self._copies = _Copies(device) if device is not None and on_gpu else None
+        self._state: Any = None
+        self._running = 0
+        self.waited_s = 0.0  # that whoever iterates has spent in here
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        """Go through the loader once, from where it is."""
+        # What is its own iterator goes on from where it was; of others each loop begins anew.
+        goes_on = isinstance(self._loader, Iterator) and hasattr(self._loader, "load_state_dict")
+        if goes_on:
+            self._state = copy.deepcopy(self._loader.state_dict())
+        source = _Source(self._loader, self._ahead)
+        self._running += 1
+        try:
+            began = time.perf_counter()
+            item = self._copied(source.take())
+            while item is not None:
+                if item.error is not None:
+                    raise item.error
+                following = None
+                if self._copies is not None:
+                    following = self._copied(source.take_what_is_there())
+                    item.batch = self._copies.hand_over(item)
+                self._state = item.state
+                self.waited_s += time.perf_counter() - began
+                yield item.batch
+                began = time.perf_counter()
+                item = following if following is not None else self._copied(source.take())
+        finally:
+            self._running -= 1
+            source.close()
+            if goes_on:
+                self._loader.load_state_dict(self._state)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> Any:
+        """Return the loader's state after the batch that was handed out last."""
+        if self._state is None:
+            return self._loader.state_dict()
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the loader go on from a state; the next ``iter`` begins there.
+
+        Raises:
+            ConfigError: the loader is being iterated over, and batches were taken already.
+        """
+        if self._running:
+            raise ConfigError(
+                "a state was loaded into a Feed that is being iterated over, which has taken "
+                "batches ahead. Remedy: load before the loop, or end the loop first"
+            )
+        self._loader.load_state_dict(state)
+        self._state = None
+
+    def _copied(self, item: "_Item | None") -> "_Item | None":
+        if self._copies is not None and item is not None and item.error is None:
+            self._copies.begin(item)
+        return item
+
+
+@dataclass
+class _Item:
+    """What a loader gave: a batch and the state after it, or an error."""
+
+    batch: Any = None
+    state: Any = None
+    error: BaseException | None = None
+    copied: torch.cuda.Event | None = None
+
+
+class _Source:
+    """Takes batches from a loader, in a thread if some are to be held."""
+
+    def __init__(self, loader: Any, ahead: int) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._closed = threading.Event()
+        self._ended = False
+        self._queue: queue.Queue[_Item | None] = queue.Queue(maxsize=max(ahead, 1))
+        self._thread: threading.Thread | None = None
+        if ahead:
+            self._thread = threading.Thread(target=self._work, name="graphfsdp-feed", daemon=True)
+            self._thread.start()
+
+    def take(self) -> _Item | None:
+        """Return the next batch, None after the last."""
+        if self._ended:
+            return None
+        return self._noted(self._pull() if self._thread is None else self._queue.get())
+
+    def take_what_is_there(self) -> _Item | None:
+        """Return the next batch if nobody needs to wait for it."""
+        if self._ended:
+            return None
+        try:
+            return self._noted(self._queue.get_nowait())
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is None:
+            return
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._queue.get_nowait()  # it may wait for room
+            self._thread.join(0.01)
+
+    def _noted(self, item: _Item | None) -> _Item | None:
+        self._ended = item is None or item.error is not None
+        return item
+
+    def _work(self) -> None:
+        item: _Item | None = _Item()
+        while item is not None and item.error is None and not self._closed.is_set():
+            item = self._pull()
+            self._queue.put(item)
+
+    def _pull(self) -> _Item | None:
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._loader)
+            batch = next(self._iterator)
+            if not hasattr(self._loader, "state_dict"):
+                return _Item(batch)
+            return _Item(batch, copy.deepcopy(self._loader.state_dict()))
+        except StopIteration:
+            return None
+        except BaseException as error:  # whoever waits for the batch gets it
+            return _Item(error=error)
+
+
+class _Copies:
+    """Copies to a GPU, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def begin(self, item: _Item) -> None:
+        """Copy a batch, behind nothing that runs on the device."""
+        with torch.cuda.stream(self._stream):
+            item.batch = pytree.tree_map_only(Tensor, self._copy, item.batch)
+            item.copied = self._stream.record_event()
+
+    def hand_over(self, item: _Item) -> Any:
+        """Have the current stream wait for the copy, and the memory live as long as it reads."""
+        stream = torch.cuda.current_stream(self._device)
+        assert item.copied is not None
+        stream.wait_event(item.copied)
+        pytree.tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), item.batch)
+        return item.batch
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        # Only a copy from page-locked memory does not make the host wait.
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self._device, non_blocking=True)

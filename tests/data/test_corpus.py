@@ -1,0 +1,156 @@
+"""What is trained on: texts, Python's library, files of tokens."""
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graphfsdp.data import corpus as corpus_module
+from graphfsdp.data import load_corpus
+from graphfsdp.errors import ConfigError
+
+
+def write(path: Path, content: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return str(path)
+
+
+def test_text_is_read_as_bytes_and_its_end_held_out(tmp_path: Path) -> None:
+    text = b"aaab" * 250
+    corpus = load_corpus(write(tmp_path / "text", text))
+    assert corpus.train.tobytes() == text[:950]
+    assert corpus.validation.tobytes() == text[950:]
+    assert corpus.vocab_size == 256
+    assert corpus.is_bytes
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))  # weighed by frequency
+    assert math.isclose(corpus.unigram_entropy, entropy)
+
+
+def test_a_directory_is_read_in_order_of_names_without_binary_and_hidden_files(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "b.txt", b"second")
+    write(tmp_path / "a" / "x.py", b"first")
+    write(tmp_path / "c.dat", b"\0binary")
+    write(tmp_path / ".git" / "config", b"hidden")
+    write(tmp_path / "empty.txt", b"")
+    corpus = load_corpus(str(tmp_path))
+    assert corpus.train.tobytes() + corpus.validation.tobytes() == b"first\nsecond"
+    assert "2 files" in corpus.name
+    assert corpus.document_starts is not None
+    assert corpus.document_starts.tolist() == [0, 6]  # the end of line between them is the first's
+
+
+def test_a_token_file_is_mapped_and_its_vocabulary_counted(tmp_path: Path) -> None:
+    tokens = np.array([0, 7, 50256, 3] * 100, dtype="<u2")
+    corpus = load_corpus(write(tmp_path / "tokens.bin", tokens.tobytes()))
+    assert isinstance(corpus.train, np.memmap)
+    assert corpus.vocab_size == 50257
+    assert not corpus.is_bytes
+    assert np.array_equal(np.concatenate([corpus.train, corpus.validation]), tokens)
+
+
+def test_the_default_corpus_is_python_source_without_tests_and_packages() -> None:
+    corpus = load_corpus(None)
+    text = corpus.train.tobytes()
+    assert b"class JSONDecoder" in text
+    assert b"class TestCase" in text  # unittest is part of the library, its tests are not
+    assert len(text) > 5_000_000
+    assert 3.0 < corpus.unigram_entropy < 3.5
+    assert load_corpus(None).train.tobytes() == text
+
+
+def write_megatron(prefix: Path, documents: list[list[int]], dtype: str, code: int) -> None:
+    """As Megatron's _IndexWriter does: header, lengths, pointers, first sequences of documents."""
+    tokens = np.array([token for document in documents for token in document], dtype=dtype)
+    tokens.tofile(prefix.with_suffix(".bin"))
+    lengths = np.array([len(document) for document in documents], dtype="<i4")
+    pointers = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * tokens.itemsize
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(lengths) + 1)
+    prefix.with_suffix(".idx").write_bytes(
+        header
+        + lengths.tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
+    )
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4), ("u1", 1)])
+@pytest.mark.parametrize("name", ["data", "data.bin"])
+def test_megatron_s_files_are_mapped_with_their_documents(
+    name: str, dtype: str, code: int, tmp_path: Path
+) -> None:
+    documents = [[5, 6, 7], [8], [9, 10, 11, 12] * 9]
+    write_megatron(tmp_path / "data", documents, dtype, code)
+    corpus = load_corpus(str(tmp_path / name), held_out_percent=50)
+    both = np.concatenate([corpus.train, corpus.validation])
+    assert both.tolist() == [token for document in documents for token in document]
+    assert isinstance(corpus.train, np.memmap)
+    assert len(corpus.train) == len(corpus.validation) == 20
+    assert corpus.document_starts is not None
+    assert corpus.document_starts.tolist() == [0, 3, 4, 40]
+    assert corpus.vocab_size == 13
+
+
+def test_numpy_s_files_hold_large_vocabularies(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.array([1, 128_255] * 50, dtype=np.uint32))
+    corpus = load_corpus(str(tmp_path / "tokens.npy"))
+    assert (corpus.vocab_size, len(corpus.train)) == (128_256, 95)
+    assert corpus.train.dtype == np.uint32
+
+
+def test_of_a_huge_file_a_part_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "_PIECE_NUMEL", 4)
+    monkeypatch.setattr(corpus_module, "_MAX_PIECES", 5)
+    np.save(tmp_path / "tokens.npy", np.arange(20))
+    assert load_corpus(str(tmp_path / "tokens.npy")).is_counted
+    np.save(tmp_path / "more.npy", np.arange(200))
+    corpus = load_corpus(str(tmp_path / "more.npy"))
+    assert not corpus.is_counted
+    assert corpus.vocab_size == 164  # five pieces, each the first of ten
+    assert corpus.unigram_entropy == pytest.approx(math.log(20))
+
+
+def _short_index(folder: Path) -> str:
+    write_megatron(folder / "x", [[1, 2]], "<u2", 8)
+    index = folder / "x.idx"
+    index.write_bytes(index.read_bytes()[:-4])
+    return str(folder / "x")
+
+
+def _other_bin(folder: Path) -> str:
+    write_megatron(folder / "x", [[1, 2]], "<u2", 8)
+    (folder / "x.bin").write_bytes(b"123456")
+    return str(folder / "x")
+
+
+def _floats(folder: Path) -> str:
+    np.save(folder / "x.npy", np.ones(4))
+    return str(folder / "x.npy")
+
+
+def _negative(folder: Path) -> str:
+    np.save(folder / "x.npy", np.array([3, -1]))
+    return str(folder / "x.npy")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_short_index, r"has version 1, dtype code 8 and 58 bytes; expected .* at least 62"),
+        (_other_bin, r"counts 2 tokens, x.bin has 3; the two belong to different data"),
+        (_floats, r"holds float64 of shape \(4,\); expected tokens as integers"),
+        (_negative, r"has numbers from -1 to 3; expected tokens in 0\.\."),
+        (lambda folder: write(folder / "x.npy", b"no"), r"is no .npy file that can be mapped"),
+        (lambda folder: write(folder / "x.idx", b"no")[:-4], r"is no index of Megatron's"),
+        (lambda folder: write(folder / "x.bin", b"123"), r"holds 2 bytes \(uint16\) per token"),
+        (lambda folder: str(folder / "missing"), r"cannot be read \(No such file"),
+    ],
+)
+def test_what_is_no_file_of_tokens_is_said(make: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_corpus(make(tmp_path))

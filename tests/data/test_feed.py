@@ -1,0 +1,176 @@
+"""Batches that are taken ahead: the same ones, the state of those handed out, errors, copies."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import graphfsdp
+from graphfsdp.data import Feed
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import FusedAdam
+
+
+class Numbers:
+    """An iterator with a position, which a thread may have moved further than it seems."""
+
+    def __init__(self, *, end: int = 10**9, fails_at: int = -1) -> None:
+        self.position = 0
+        self._end, self._fails_at = end, fails_at
+
+    def __iter__(self) -> "Numbers":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.position == self._end:
+            raise StopIteration
+        if self.position == self._fails_at:
+            raise OSError("the disk is gone")
+        self.position += 1
+        return {"x": torch.full((3,), float(self.position)), "name": "a text"}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def is_ahead(loader: Numbers, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while loader.position < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def values(batches: Iterator[Any], count: int) -> list[float]:
+    return [float(next(batches)["x"][0]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_state_is_that_of_the_batch_handed_out_last(ahead: int, device: torch.device) -> None:
+    loader = Numbers()
+    feed = Feed(loader, device, ahead=ahead)
+    assert feed.state_dict() == {"position": 0}
+    batches = iter(feed)
+    batch = next(batches)
+    assert batch["x"].device.type == device.type
+    assert batch["name"] == "a text"
+    assert values(batches, 4) == [2, 3, 4, 5]
+    if ahead:
+        is_ahead(loader, 5 + ahead)
+    assert feed.state_dict() == {"position": 5}
+    with pytest.raises(ConfigError, match="is being iterated over"):
+        feed.load_state_dict({"position": 1})
+    batches.close()
+    assert loader.position == 5  # what was taken ahead comes again
+    assert values(iter(feed), 2) == [6, 7]
+    feed.load_state_dict({"position": 40})
+    assert feed.state_dict() == {"position": 40}
+    assert values(iter(feed), 1) == [41]
+    assert feed.waited_s > 0
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_it_ends_and_fails_where_the_loader_does(ahead: int, device: torch.device) -> None:
+    before = threading.active_count()
+    assert [float(b["x"][0]) for b in Feed(Numbers(end=3), device, ahead=ahead)] == [1, 2, 3]
+    assert list(Feed(Numbers(end=0), device, ahead=ahead)) == []
+    feed = Feed(Numbers(fails_at=2), device, ahead=ahead)
+    batches = iter(feed)
+    assert values(batches, 2) == [1, 2]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    assert feed.state_dict() == {"position": 2}
+    for _ in Feed(Numbers(), device, ahead=ahead):
+        break
+    assert threading.active_count() == before
+
+
+def test_it_says_how_long_it_made_one_wait() -> None:
+    class Slow(Numbers):
+        def __next__(self) -> dict[str, Any]:
+            time.sleep(0.02)
+            return super().__next__()
+
+    slow = Feed(Slow(end=6))
+    list(slow)
+    assert 0.06 < slow.waited_s < 10
+    with pytest.raises(ConfigError, match="ahead must be at least 0, got -1"):
+        Feed(Slow(), ahead=-1)
+
+
+def test_an_ordinary_loader_begins_anew_each_time(device: torch.device) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
+    feed = Feed(loader, device)
+    assert len(feed) == 3
+    for _ in range(2):
+        assert [batch[0].tolist() for batch in feed] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("scope", ["none", "full_iteration"])
+def test_a_captured_loop_trains_on_the_same_batches(scope: str, device: torch.device) -> None:
+    """Several kinds of leaves, and more batches in flight than are held."""
+
+    def train(ahead: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2).to(device)
+        optimizer = FusedAdam(model.parameters(), lr=0.1)
+        loader = Numbers(end=12)
+
+        def loss_fn(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+            loss: torch.Tensor = (model(batch["x"]) - 1).square().mean()
+            return loss
+
+        source: Any = (
+            ({"x": batch["x"].to(device), "name": batch["name"]} for batch in loader)
+            if ahead is None
+            else Feed(loader, device, ahead=ahead)
+        )
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope=scope) as step:
+            losses = [step(batch) for batch in source]
+        return [*losses, *(param.detach() for param in model.parameters())]
+
+    expected = train(None)
+    assert len(expected) == 14
+    for ahead in (0, 1, 2):
+        assert all(map(torch.equal, train(ahead), expected))
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_torchdata_s_loader_resumes_in_the_middle_of_an_epoch(
+    num_workers: int, device: torch.device
+) -> None:
+    pytest.importorskip("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make() -> Feed:
+        generator = torch.Generator().manual_seed(7)
+        loader = StatefulDataLoader(
+            Samples(), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers
+        )
+        return Feed(loader, device)
+
+    whole = [batch.tolist() for batch in make()]
+    first = make()
+    batches = iter(first)
+    begun = [next(batches).tolist() for _ in range(2)]
+    state = first.state_dict()
+    batches.close()
+    second = make()
+    second.load_state_dict(state)
+    assert begun + [batch.tolist() for batch in second] == whole
+    assert len(whole) == 6

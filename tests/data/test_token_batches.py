@@ -1,0 +1,186 @@
+"""Batches: their order, ranks, packed documents, validation."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphfsdp.data import IGNORED_TARGET, Corpus, TokenBatches, load_corpus
+from graphfsdp.data.order import EpochOrder
+from graphfsdp.errors import ConfigError
+
+
+def counting_corpus(num_tokens: int, **more: Any) -> Corpus:
+    """Each token is its own position, so that a batch tells where it was cut."""
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    border = num_tokens * 9 // 10
+    train, validation = tokens[:border], tokens[border:]
+    return Corpus("counting", train, validation, num_tokens, 1.0, is_bytes=False, **more)
+
+
+def make_batches(
+    *, seed: int = 1, seq_length: int = 8, batch_size: int = 6, **part: Any
+) -> TokenBatches:
+    corpus = counting_corpus(1000)
+    return TokenBatches(corpus, seq_length=seq_length, batch_size=batch_size, seed=seed, **part)
+
+
+def take(batches: TokenBatches, count: int) -> torch.Tensor:
+    """[count, 2, B, T]."""
+    return torch.stack([torch.stack(next(batches)) for _ in range(count)])
+
+
+def test_targets_are_the_tokens_one_later() -> None:
+    tokens, targets = next(make_batches())
+    assert tokens.shape == targets.shape == (6, 8)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(targets, tokens + 1)
+    assert tokens.is_contiguous()
+    assert targets.is_contiguous()
+
+
+@pytest.mark.parametrize("num_windows", [1, 2, 3, 7, 64, 65, 1000])
+def test_each_epoch_visits_each_window_once_in_an_order_of_its_own(num_windows: int) -> None:
+    order = EpochOrder(num_windows, seed=3)
+    epochs = order(np.arange(3 * num_windows)).reshape(3, num_windows)
+    assert (np.sort(epochs) == np.arange(num_windows)).all()
+    if num_windows >= 64:
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+        assert (epochs != EpochOrder(num_windows, seed=4)(np.arange(num_windows))).any()
+        # As far from the order of the file as a random one: a third of the range on average.
+        for epoch in epochs:
+            assert np.abs(epoch - np.arange(num_windows)).mean() > num_windows / 5
+            assert np.abs(np.diff(epoch)).mean() > num_windows / 5
+
+
+def test_an_order_over_a_huge_corpus_takes_no_memory() -> None:
+    num_windows = 2**41 + 12345
+    found = EpochOrder(num_windows, seed=0)(np.arange(2**42, 2**42 + 1000))
+    assert len(set(found.tolist())) == 1000
+    assert 0 <= found.min() < num_windows // 10
+    assert num_windows * 9 // 10 < found.max() < num_windows
+
+
+def test_an_epoch_has_every_training_token_and_no_other() -> None:
+    batches = make_batches(batch_size=4)  # 112 windows of 8, 900 training tokens
+    seen = take(batches, 28)[:, 0].flatten()
+    assert torch.equal(seen.sort().values, torch.arange(112 * 8))
+    assert batches.epochs == 1.0
+    assert torch.cat(batches.batch(112)).max() < 900
+
+
+def test_batches_depend_on_seed_and_position_alone() -> None:
+    batches = make_batches()
+    first = take(batches, 40)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    before = torch.get_rng_state()
+    again = take(make_batches(), 40)
+    list(batches.validation_batches(2, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(again, first)
+    assert not torch.equal(take(make_batches(seed=2), 40), first)
+    assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2)])
+def test_any_number_of_ranks_goes_on_with_the_same_tokens(saved_by: int, resumed_by: int) -> None:
+    """In the middle of an epoch, and over the end of it: 112 windows, 6 in a batch."""
+    whole = take(make_batches(), 40)
+    before = [make_batches(rank=rank, num_ranks=saved_by) for rank in range(saved_by)]
+    parts = [take(batches, 11) for batches in before]
+    assert torch.equal(torch.cat(parts, dim=2), whole[:11])
+    states = [batches.state_dict() for batches in before]
+    assert states == [states[0]] * saved_by
+    after = [make_batches(rank=rank, num_ranks=resumed_by) for rank in range(resumed_by)]
+    for batches in after:
+        batches.load_state_dict(states[0])
+    parts = [take(batches, 29) for batches in after]
+    assert torch.equal(torch.cat(parts, dim=2), whole[11:])
+
+
+def test_validation_windows_are_fixed_and_held_out() -> None:
+    batches = make_batches()
+
+    def validation(*chosen: list[int]) -> torch.Tensor:
+        return torch.stack([torch.stack(b) for b in batches.validation_batches(3, 4, *chosen)])
+
+    everything = validation()
+    assert everything.shape == (3, 2, 4, 8)
+    assert (int(everything.min()), int(everything.max())) == (900, 999)
+    next(batches)
+    assert torch.equal(validation(), everything)
+    assert torch.equal(validation([2, 0, 2]), everything[[2, 0, 2]])
+
+
+def test_the_longest_possible_sequence_works() -> None:
+    batches = make_batches(seq_length=99)
+    (tokens, _), *_ = batches.validation_batches(1, 1)
+    assert tokens[0, 0] == 900
+    next(batches)
+    with pytest.raises(ConfigError, match=r"--seq-length 100 needs .*held-out part"):
+        make_batches(seq_length=100)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+    next(make_batches(vocab_size=1000))
+    with pytest.raises(ConfigError, match=r"has a token \d+, the vocabulary has 5; give a larger"):
+        next(make_batches(vocab_size=5))
+
+
+def test_a_prompt_starts_with_a_line(tmp_path: Path) -> None:
+    text = b"x" * 950 + b"\n  indented\ndef function(): pass\n"
+    (tmp_path / "text").write_bytes(text + b" " * (1000 - len(text)))
+    corpus = load_corpus(str(tmp_path / "text"))
+    batches = TokenBatches(corpus, seq_length=8, batch_size=1)
+    assert bytes(batches.prompt(12)[0].tolist()) == b"def function"
+
+
+STARTS = [0, 3, 7, 8, 450, 903, 1000]
+
+
+@pytest.mark.parametrize("part", ["training", "held-out"])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_packed_documents_have_positions_and_no_target_in_the_next(
+    by_token: bool, part: str
+) -> None:
+    """The last token before each start ends a document; here it can be told by its number."""
+    if by_token:
+        tokens = np.arange(1000, dtype=np.uint16)
+        tokens[np.array(STARTS[1:]) - 1] = 5000
+        corpus = Corpus("counting", tokens[:900], tokens[900:], 5001, 1.0, is_bytes=False)
+    else:
+        corpus = counting_corpus(1000, document_starts=np.array(STARTS))
+    batches = TokenBatches(
+        corpus,
+        seq_length=9,
+        batch_size=99,
+        eod_token=5000 if by_token else None,
+        positions=True,
+        mask_first=True,
+    )
+    if part == "training":
+        batch = next(batches)
+    else:
+        (batch,) = batches.validation_batches(1, 5)
+    num_masked = 0
+    whole = np.concatenate([corpus.train, corpus.validation])
+    base = 0 if part == "training" else 900
+    for tokens_of, targets_of, positions_of in zip(*(t.tolist() for t in batch), strict=True):
+        place = next(n for n in range(base, 1000) if whole[n : n + 9].tolist() == tokens_of)
+        for index in range(9):
+            begin = max(place, max(start for start in STARTS if start <= place + index))
+            assert positions_of[index] == place + index - begin
+            masked = place + index + 1 in STARTS
+            num_masked += masked
+            expected = IGNORED_TARGET if masked else whole[place + index + 1]
+            assert targets_of[index] == expected
+    assert num_masked == (4 if part == "training" else 1)
+
+
+def test_documents_that_nobody_knows_are_said() -> None:
+    for flags in ({"positions": True}, {"mask_first": True}):
+        with pytest.raises(ConfigError, match=r"does not say where documents end; .*--eod-"):
+            TokenBatches(counting_corpus(1000), seq_length=8, batch_size=1, **flags)
