@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
+from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE, Corpus, Feed, TokenBatches, load_corpus
 from graphfsdp.data.token_file import is_token_file
@@ -22,6 +23,7 @@ from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.mllog import RunLog
+from graphfsdp.training.pipeline import GPTStage, cut_stages, make_schedule, pipeline_mesh
 from graphfsdp.training.ranks import Ranks
 
 
@@ -34,10 +36,25 @@ class TrainingRun:
     corpus: Corpus
     batches: TokenBatches
     feed: Feed  # of these
-    model: GPT
+    model: GPT  # of a pipeline on the meta device
+    trained: Any  # what is captured, saved and loaded: the model, or the schedule of a pipeline
     optimizer: FusedAdam | CPUOffload
     scheduler: ParamScheduler
     step: graphfsdp.CapturedStep
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """What this rank trains: the model, or its stages of the pipeline."""
+        return [stage.submod for stage in pipeline_stages(self.trained)] or [self.model]
+
+    def train(self, tokens: Tensor, targets: Tensor, *others: Tensor) -> Tensor:
+        """Run one iteration; return the loss of this rank's sequences."""
+        loss: Tensor = (
+            self.step(tokens, targets, *others)
+            if self.trained is self.model
+            else self.step(tokens, target=targets)
+        )
+        return loss
 
 
 def build_run(
@@ -57,8 +74,8 @@ def build_run(
             seq_length=config.seq_length,
             batch_size=batch.num_sequences,
             seed=config.seed,
-            rank=ranks.rank,
-            num_ranks=ranks.size,
+            rank=ranks.rank % batch.num_ranks,
+            num_ranks=batch.num_ranks,
             vocab_size=_vocab_size(config, corpus),
             eod_token=config.eod_token_id,
             positions=config.has_positions,
@@ -70,12 +87,13 @@ def build_run(
         corpus, batches = ranks.decide(load_data)
         ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
         vocab_size = _vocab_size(config, corpus)
-        model, optimizer, step = _make_program(config, ranks, device, vocab_size, None)
+        model, trained, optimizer, step = _make_program(config, ranks, device, vocab_size, None)
     else:
         ranks.refuse_differences(_flag_values(config))
         vocab_size = _vocab_size_without_data(config)
         example = _made_up_batch(config, batch, vocab_size, device)
-        model, optimizer, step = _make_program(config, ranks, device, vocab_size, example)
+        program = _make_program(config, ranks, device, vocab_size, example)
+        model, trained, optimizer, step = program
         try:
             if log is not None:
                 log.run_starts(step)
@@ -93,6 +111,7 @@ def build_run(
         batches=batches,
         feed=Feed(batches, device),
         model=model,
+        trained=trained,
         optimizer=optimizer,
         scheduler=ParamScheduler(optimizer, config.schedule),
         step=step,
@@ -105,12 +124,17 @@ def _make_program(
     device: torch.device,
     vocab_size: int,
     example: tuple[Tensor, ...] | None,
-) -> tuple[GPT, FusedAdam | CPUOffload, graphfsdp.CapturedStep]:
+) -> tuple[GPT, Any, FusedAdam | CPUOffload, graphfsdp.CapturedStep]:
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     if config.fp8_param_gather and not ranks.launched:
         raise ConfigError(
             "--fp8-param-gather is about what ranks gather from each other, and this is one "
             "process that holds all weights; start with torchrun, or leave it out"
+        )
+    if config.pipeline_model_parallel_size > 1 and not ranks.launched:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} needs as many "
+            "processes; start with torchrun"
         )
     torch.manual_seed(config.seed)
     on_meta = config.init_model_with_meta_device
@@ -120,14 +144,24 @@ def _make_program(
     model = ranks.decide(lambda: make_model(config, vocab_size, where, dtype, group))
     if not on_meta:
         ranks.copy_first(model, None if experts is None else experts.get_group("edp"))
+    trained: Any = model
+    parts: list[GPT | GPTStage] = [model]
+    mesh = None
+    if config.pipeline_model_parallel_size > 1:
+        mesh = pipeline_mesh(config, device)
+        stages = cut_stages(config, model, mesh)
+        parts = list(stages.values())
+        trained = ranks.decide(lambda: make_schedule(config, stages, mesh, device))
+        model = make_model(config, vocab_size, torch.device("meta"), dtype)
     with _precision_in_flags(config):
-        if ranks.launched:
+        for part in parts if ranks.launched else ():
             shard_model(
-                model,
+                part,
                 config.sharding,
                 config.mp_policy,
                 num_instances=config.num_distributed_optimizer_instances,
                 outer_strategy=config.outer_dp_sharding_strategy,
+                mesh=None if mesh is None else mesh["dp"],
                 expert_mesh=experts,
             )
         if on_meta:
@@ -135,13 +169,14 @@ def _make_program(
         if ranks.rank > 0:
             # Other dropout than the other ranks; rank 0 draws what a single process would.
             torch.manual_seed(config.seed + ranks.rank)
-        optimizer = make_optimizer(config, model, sharded=ranks.launched)
+        optimizer = make_optimizer(config, nn.ModuleList(parts), sharded=ranks.launched)
+        num_microbatches = config.batch(ranks.size).num_microbatches
         step = graphfsdp.capture(
-            model,
+            trained,
             optimizer,
             scope=config.cuda_graph_scope,
             warmup_steps=config.cuda_graph_warmup_steps,
-            microbatches=config.batch(ranks.size).num_microbatches,
+            microbatches=num_microbatches if trained is model else 1,  # a schedule splits itself
             # An infinite limit measures the norm without clipping.
             max_grad_norm=config.clip_grad or float("inf"),
             skip_nonfinite=config.moe_skip_overflow,
@@ -149,16 +184,17 @@ def _make_program(
             compile="auto" if config.compile == "auto" else config.compile == "on",
             mp_policy=config.mp_policy,
         )
-    return model, optimizer, step
+    return model, trained, optimizer, step
 
 
 def shard_model(
-    model: GPT,
+    model: "GPT | GPTStage",
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
     *,
     num_instances: int = 1,
     outer_strategy: str = "no_shard",
+    mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Make a unit of each block and one of the rest, which holds tied embeddings too.
@@ -172,7 +208,7 @@ def shard_model(
             f"--outer-dp-sharding-strategy {outer_strategy} needs several instances to cut over: "
             "add --num-distributed-optimizer-instances"
         )
-    mesh = _mesh_of(model, num_instances)
+    mesh = mesh or _mesh_of(model, num_instances)
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     for each in experts if expert_mesh is not None else ():
         graphfsdp.fully_shard(
@@ -183,7 +219,7 @@ def shard_model(
             strategy=strategy,
             mp_policy=policy,
         )
-    for module in (*model.blocks, model):
+    for module in (*model.blocks.children(), model):
         graphfsdp.fully_shard(
             module,
             mesh,
@@ -193,7 +229,7 @@ def shard_model(
         )
 
 
-def _mesh_of(model: GPT, num_instances: int) -> DeviceMesh | None:
+def _mesh_of(model: nn.Module, num_instances: int) -> DeviceMesh | None:
     num_ranks = dist.get_world_size()
     if num_ranks % num_instances:
         raise ConfigError(
@@ -314,7 +350,9 @@ def _made_up_batch(
     return tuple(made)
 
 
-def make_optimizer(config: TrainConfig, model: GPT, *, sharded: bool) -> FusedAdam | CPUOffload:
+def make_optimizer(
+    config: TrainConfig, model: nn.Module, *, sharded: bool
+) -> FusedAdam | CPUOffload:
     """Return the optimizer; matrices decay, vectors (norms and biases) do not.
 
     Sharded parameters are main weights already, and need none beside them.

@@ -264,6 +264,16 @@ class TrainConfig:
     expert_model_parallel_size: Annotated[
         int, "ranks that share the experts out; must divide these and the number of ranks"
     ] = 1
+    pipeline_model_parallel_size: Annotated[
+        int,
+        "cut the layers into so many stages, each on ranks of its own, through which "
+        "micro-batches go one after the other (1F1B); the other ranks are data-parallel",
+    ] = 1
+    num_layers_per_virtual_pipeline_stage: Annotated[
+        int | None,
+        "give each rank several stages of so many layers (interleaved 1F1B): less waiting, more "
+        "messages",
+    ] = None
     init_model_with_meta_device: Annotated[
         bool,
         "build the model without memory, and draw its weights block by block on the device "
@@ -372,7 +382,23 @@ class TrainConfig:
     def sharding(self) -> ShardingStrategy:
         return ShardingStrategy.parse(self.data_parallel_sharding_strategy)
 
+    @property
+    def num_virtual_stages(self) -> int:
+        """Stages on each rank of a pipeline."""
+        layers = self.num_layers_per_virtual_pipeline_stage
+        return (
+            1 if layers is None else self.num_layers // self.pipeline_model_parallel_size // layers
+        )
+
     def batch(self, num_ranks: int) -> IterationBatch:
+        """``num_ranks`` counts those of all stages, which work on the same sequences."""
+        num_stages = self.pipeline_model_parallel_size
+        if num_ranks % num_stages:
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {num_stages} does not divide the {num_ranks} "
+                "ranks; start a multiple of it, or choose another"
+            )
+        num_ranks //= num_stages
         together = self.micro_batch_size * num_ranks
         num_sequences = self.global_batch_size or together
         if num_sequences % together:
@@ -383,9 +409,18 @@ class TrainConfig:
                 f"--global-batch-size {num_sequences} is not divisible by {divisor}: every rank "
                 f"runs the same whole number of micro-batches; make it a multiple"
             )
+        num_microbatches = num_sequences // together
+        uneven = num_microbatches % num_stages and self.num_virtual_stages > 1
+        if num_microbatches < num_stages or uneven:
+            needs = "a multiple of as many" if uneven else "at least as many"
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {num_stages} needs {needs} micro-batches, and an "
+                f"iteration has {num_microbatches}; give --global-batch-size "
+                f"{together * num_stages}, or a multiple of that"
+            )
         return IterationBatch(
             micro_batch_size=self.micro_batch_size,
-            num_microbatches=num_sequences // together,
+            num_microbatches=num_microbatches,
             num_ranks=num_ranks,
             seq_length=self.seq_length,
         )
@@ -455,6 +490,7 @@ class TrainConfig:
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
             *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
             *("num_distributed_optimizer_instances", "expert_model_parallel_size"),
+            *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
         ):
             self._at_least(name, 1)
         for name in (
@@ -483,7 +519,7 @@ class TrainConfig:
             _ = self.schedule, self.sharding, self.held_out_percent
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
-        self.batch(num_ranks=1)
+        self.batch(num_ranks=self.pipeline_model_parallel_size)
 
     def _check_together(self) -> None:
         if self.optimizer_cpu_offload and self.scope is Scope.FULL_ITERATION:
@@ -503,6 +539,7 @@ class TrainConfig:
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
             )
         self._check_experts()
+        self._check_pipeline()
         in_8_bits = self.fp8_param_gather or self.fp8_format is not None
         if self.fp8_recipe != "tensorwise" and not in_8_bits:
             raise ConfigError(
@@ -545,6 +582,40 @@ class TrainConfig:
                     f"{flag_name(name)} does not go with --expert-model-parallel-size yet; give "
                     "one of them"
                 )
+
+    def _check_pipeline(self) -> None:
+        size, virtual = (
+            self.pipeline_model_parallel_size,
+            self.num_layers_per_virtual_pipeline_stage,
+        )
+        if size == 1:
+            if virtual is not None:
+                raise ConfigError(
+                    "--num-layers-per-virtual-pipeline-stage cuts the stages of a pipeline; add "
+                    "--pipeline-model-parallel-size"
+                )
+            return
+        layers = size * (virtual or 1)
+        if self.num_layers % layers:
+            raise ConfigError(
+                f"--num-layers {self.num_layers} cannot be cut into equal stages; give a multiple "
+                f"of {layers}"
+            )
+        problems = {
+            "--untie-embeddings-and-output-weights, since the first stage has the one and the "
+            "last stage the other": not self.untie_embeddings_and_output_weights,
+            "--num-distributed-optimizer-instances 1": self.num_distributed_optimizer_instances > 1,
+            "no --init-model-with-meta-device": self.init_model_with_meta_device,
+            "no --optimizer-cpu-offload": self.optimizer_cpu_offload,
+            "no --mllog": self.mllog is not None,
+            "no --num-experts": self.num_experts is not None,
+            "no --fp8-format and no --fp8-param-gather": self.fp8_param_gather
+            or self.fp8_format is not None,
+            "no --reset-position-ids and no --reset-attention-mask": self.has_positions,
+        }
+        for remedy, holds in problems.items():
+            if holds:
+                raise ConfigError(f"--pipeline-model-parallel-size {size} needs {remedy}")
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, lambda value: value >= minimum, f"at least {minimum}")

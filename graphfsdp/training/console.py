@@ -93,8 +93,9 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     batch = f"{run.batch.num_sequences} x {config.seq_length} tokens"
     if run.batch.num_microbatches > 1:
         batch += f" in {run.batch.num_microbatches} micro-batches"
-    if run.ranks.size > 1:
-        batch += f" on each of {run.ranks.size} ranks"
+    if run.batch.num_ranks > 1:
+        what = "ranks" if run.batch.num_ranks == run.ranks.size else "pipelines"
+        batch += f" on each of {run.batch.num_ranks} {what}"
     shape = f"{config.num_layers} layers, width {config.hidden_size}, "
     shape += f"{config.num_attention_heads} heads, vocabulary {model.config.vocab_size}"
     scope: str = config.cuda_graph_scope
@@ -125,7 +126,8 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
             return []
         return [("sharding", f"{strategy} is ignored in a single process; torchrun starts several")]
     backend = "nccl" if run.device.type == "cuda" else "gloo"
-    modules = [m for m in run.model.modules() if isinstance(m, graphfsdp.FSDPModule)]
+    held = (module for part in run.parts for module in part.modules())
+    modules = [module for module in held if isinstance(module, graphfsdp.FSDPModule)]
     buffers = [buffer for module in modules for buffer in unit_of(module).group.buffers]
     weight_bytes = sum(buffer.main.nbytes for buffer in buffers)
     grad_bytes = sum(buffer.grad.nbytes for buffer in buffers if buffer.grad is not None)
@@ -133,8 +135,11 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
     instances = run.config.num_distributed_optimizer_instances
     if instances > 1:
         strategy += f" over {run.ranks.size // instances} ranks, {instances} times"
+    num_stages = run.config.pipeline_model_parallel_size * run.config.num_virtual_stages
+    pipeline = ("pipeline", f"{num_stages} stages, {len(run.parts)} on each rank")
     return [
         ("ranks", f"{run.ranks.size} ({backend})"),
+        *([pipeline] if num_stages > 1 else []),
         (
             "sharding",
             f"{strategy}, {len(modules)} units; each rank keeps {weights} of main weights and "

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from graphfsdp import CapturedStep
 from graphfsdp.data import Corpus, TokenBatches
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.ranks import Ranks
@@ -42,6 +43,29 @@ def validation_loss(
         model.train()
     in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
     return float(in_order.double().mean())
+
+
+def pipeline_validation_loss(
+    step: CapturedStep,
+    batches: TokenBatches,
+    *,
+    num_batches: int,
+    batch_size: int,
+    width: int,
+) -> float:
+    """Return the same of a pipeline that splits what it is given into ``width`` micro-batches.
+
+    Each pipeline runs all batches, so many at a time.
+    """
+    found = list(batches.validation_batches(num_batches, batch_size, range(num_batches)))
+    total, full = 0.0, num_batches - num_batches % width
+    groups = [found[first : first + width] for first in range(0, full, width)]
+    groups += [[batch] * width for batch in found[full:]]
+    for number, group in enumerate(groups):
+        tokens, targets = (torch.cat(parts) for parts in zip(*group, strict=True))
+        loss = step.evaluate(tokens, target=targets).double()
+        total += float(loss) * (width if number < full // width else 1)
+    return total / len(found)
 
 
 def generate_sample(

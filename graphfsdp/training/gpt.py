@@ -6,7 +6,7 @@ F = width of the feed-forward layer, V = vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -309,6 +309,38 @@ def _mask_of_documents(
     return same.tril()[:, None]
 
 
+def embed(
+    model: Any,  # a GPT, or its first stage
+    tokens: Tensor,  # [B, T] int64
+    positions: Tensor | None = None,  # [B, T] int64; None counts from 0
+) -> Tensor:  # [B, T, C]
+    """Capture: no host sync; without ``positions`` they are a slice at a fixed address."""
+    seq_length = tokens.shape[1]
+    if seq_length > model.config.seq_length:
+        raise ValueError(
+            f"the sequence has {seq_length} tokens, the model was made for at most "
+            f"{model.config.seq_length}; shorten it or make the model with a larger seq_length"
+        )
+    x = model.token_embedding(tokens)
+    if model.position_embedding is not None:
+        x = x + (
+            model.position_embedding.weight[:seq_length]
+            if positions is None
+            else model.position_embedding(positions)
+        )
+    embedded: Tensor = model.dropout(x)
+    return embedded
+
+
+def token_loss(
+    logits: Tensor,  # [B, T, V]
+    targets: Tensor,  # [B, T] int64
+) -> Tensor:  # [] float32, nats per token
+    """Capture: no host sync."""
+    # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 class GPT(nn.Module):
     """A decoder-only transformer that returns its loss when it is given targets."""
 
@@ -355,25 +387,12 @@ class GPT(nn.Module):
 
         Dropout draws from the device's default generator.
         """
-        seq_length = tokens.shape[1]
-        if seq_length > self.config.seq_length:
-            raise ValueError(
-                f"the sequence has {seq_length} tokens, the model was made for at most "
-                f"{self.config.seq_length}; shorten it or make the model with a larger seq_length"
-            )
-        x = self.token_embedding(tokens)
         mask = None
         if positions is not None and self.config.reset_attention_mask:
             mask = _mask_of_documents(positions)
         if not self.config.reset_position_ids:
             positions = None
-        if self.position_embedding is not None:
-            x = x + (
-                self.position_embedding.weight[:seq_length]
-                if positions is None
-                else self.position_embedding(positions)
-            )
-        x = self.dropout(x)
+        x = embed(self, tokens, positions)
         aux_losses = []
         for block in self.blocks:
             x = block(x, positions, mask)
@@ -383,8 +402,7 @@ class GPT(nn.Module):
         logits: Tensor = self.output(self.final_norm(x))
         if targets is None:
             return logits
-        # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
-        loss: Tensor = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss = token_loss(logits, targets)
         if aux_losses and self.training:
             loss = loss + torch.stack(aux_losses).sum()
         return loss

@@ -20,7 +20,12 @@ from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
-from graphfsdp.training.evaluation import generate_sample, validation_loss
+from graphfsdp.training.evaluation import (
+    generate_sample,
+    pipeline_validation_loss,
+    validation_loss,
+)
+from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import find_ranks, process_group
@@ -89,7 +94,7 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
         if config.sample_tokens > 0:
             out.sample(
                 *generate_sample(
-                    run.model,
+                    _sampled(run),
                     run.batches,
                     run.corpus,
                     num_tokens=config.sample_tokens,
@@ -101,9 +106,20 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
     return TrainResult(metrics.val_loss, run.corpus.unigram_entropy, metrics)
 
 
+def _sampled(run: TrainingRun) -> GPT:
+    """Return what can draw a sample; of a pipeline a copy on rank 0, nothing trained elsewhere."""
+    if run.parts == [run.model]:
+        return run.model
+    state = _whole_weights(run)
+    model = GPT(run.model.config)
+    if state:
+        model.load_state_dict(state)
+    return model
+
+
 def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
     """Return what the model holds on rank 0, weights as it computes with them; a collective."""
-    state = full_state_dict(run.model).get("model", {})
+    state = full_state_dict(run.trained).get("model", {})
     weights = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
     dtype = run.config.param_dtype
     # By identity, so that tied weights stay one tensor.
@@ -138,7 +154,7 @@ def _iterate(
         batch = next(feed)
         lr = run.optimizer.param_groups[0]["lr"]
         phase_before = step.phase
-        loss = step(*batch)
+        loss = run.train(*batch)
         run.scheduler.step()
         window.num_steps += 1
         captured = phase_before is not step.phase
@@ -183,13 +199,12 @@ def _is_due(done: int, interval: int) -> bool:
 def _validate(run: TrainingRun, done: int, log: RunLog) -> float:
     num_samples = done * run.batch.num_sequences
     log.block_stops(num_samples)
-    loss = validation_loss(
-        run.model,
-        run.batches,
-        num_batches=run.config.eval_iters,
-        batch_size=run.config.micro_batch_size,
-        ranks=run.ranks,
-    )
+    size = {"num_batches": run.config.eval_iters, "batch_size": run.config.micro_batch_size}
+    if run.trained is run.model:
+        loss = validation_loss(run.model, run.batches, ranks=run.ranks, **size)
+    else:
+        width = run.batch.num_microbatches
+        loss = pipeline_validation_loss(run.step, run.batches, width=width, **size)
     log.validated(num_samples, loss)
     return loss
 
