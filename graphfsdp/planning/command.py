@@ -75,7 +75,8 @@ def _make_parser() -> Parser:
 def _memory_table(plan: TrainingPlan) -> Table:
     model = plan.model
     table = Table(
-        title=f"{plan.config.preset}: memory of each of {model.num_ranks} ranks, "
+        title=f"{plan.config.preset}: memory of each of {model.num_ranks} ranks"
+        f"{' of a stage' if plan.pipeline else ''}, "
         f"{model.strategy.value}{_axes(model.mesh)}",
         title_justify="left",
     )
@@ -121,14 +122,29 @@ def _summary(plan: TrainingPlan) -> list[str]:
     return [
         f"{model.num_parameters:,} parameters in {len(model.units)} units, "
         f"{model.num_padding:,} elements of padding on all ranks ({padding:.3f} %)",
-        f"{plan.batch.num_tokens:,} tokens in an iteration, {model.num_microbatches} "
+        f"{plan.batch.num_tokens:,} tokens in an iteration, {plan.batch.num_microbatches} "
         "micro-batches on each rank",
+        *_pipeline_lines(plan),
         f"time, estimated: {time.compute_ms:,.1f} ms of arithmetic ({speeds.tflops:g} TFLOP/s at "
         f"{speeds.utilization:.0%}), {time.communication_ms:,.1f} ms of communication "
         f"({speeds.bandwidth_gbs:g} GB/s, {speeds.latency_us:g} us a step); "
         f"{time.overlapped_ms:,.1f} ms if all of it overlaps, {time.serial_ms:,.1f} ms if nothing "
         "does",
         "~ marks estimates; everything else is what layout and schedule decide, to the byte",
+    ]
+
+
+def _pipeline_lines(plan: TrainingPlan) -> list[str]:
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    totals = ", ".join(map(_readable, pipeline.totals))
+    return [
+        f"pipeline of {pipeline.size} ranks, {pipeline.num_virtual} stages on each: each waits for "
+        f"others {pipeline.bubble:.1%} of an iteration (the bubble) and sends up to "
+        f"{_readable(pipeline.sent_bytes)} in messages of {_readable(pipeline.message_bytes)}",
+        f"memory by place in the pipeline, first to last: ~ {totals}; the table is of place "
+        f"{plan.rank // plan.batch.num_ranks}",
     ]
 
 

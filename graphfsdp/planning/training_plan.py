@@ -9,11 +9,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from graphfsdp.config import ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
 from graphfsdp.moe.dispatch import Capacity
 from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
+from graphfsdp.planning.pipeline_plan import (
+    GPTPart,
+    PipelinePlan,
+    num_in_flight,
+    part_activations,
+)
 from graphfsdp.planning.pool_rehearsal import PlannedRanks, RunForward
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
@@ -103,6 +110,7 @@ class TrainingPlan:
     flops: int  # of one rank in one iteration
     speeds: Speeds
     time: TimeEstimate  # from these speeds
+    pipeline: PipelinePlan | None = None
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what ranks do together in one iteration, the experts' exchanges included."""
@@ -118,15 +126,28 @@ class TrainingPlan:
             MemoryLine("model's own buffers", model.module_buffer_bytes, True, "such as tables"),
             MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration"),
             *_pool_lines(model),
-            MemoryLine("activations", self._beside_pool_bytes, False, "when all of it is most"),
+            *self._of_pipeline(),
+            self._activations(),
         )
 
-    @property
-    def _beside_pool_bytes(self) -> int:
-        """What an iteration takes beside the pool: that is seldom full when activations are."""
+    def _activations(self) -> MemoryLine:
+        if self.config.pipeline_model_parallel_size > 1:
+            rank = self.rank // self.batch.num_ranks
+            count = num_in_flight(self.config, self.batch, rank)
+            note = f"of {count:.3g} micro-batches that wait for their backward pass"
+            return MemoryLine("activations", self.activations.peak_bytes, False, note)
+        # What an iteration takes beside the pool: that is seldom full when activations are.
         pool = self.model.pool
         assert pool is not None
-        return max(0, pool.iteration_bytes - pool.num_bytes)
+        num_bytes = max(0, pool.iteration_bytes - pool.num_bytes)
+        return MemoryLine("activations", num_bytes, False, "when all of it is most")
+
+    def _of_pipeline(self) -> Iterator[MemoryLine]:
+        is_cut = self.model.strategy is not ShardingStrategy.NO_SHARD and self.batch.num_ranks > 1
+        if self.config.pipeline_model_parallel_size > 1 and is_cut:
+            num_bytes = self.model.num_parameters * self.config.param_dtype.itemsize
+            note = "whole ones, reduced after the last micro-batch"
+            yield MemoryLine("grads of a pipeline", num_bytes, False, note)
 
     @property
     def total_bytes(self) -> int:
@@ -157,6 +178,9 @@ class TrainingPlan:
             ],
             "speeds": dataclasses.asdict(self.speeds),
             "flops": self.flops,
+            "pipeline": None
+            if self.pipeline is None
+            else dataclasses.asdict(self.pipeline) | {"bubble": self.pipeline.bubble},
             "time": {
                 "compute_ms": self.time.compute_ms,
                 "communication_ms": self.time.communication_ms,
@@ -167,48 +191,82 @@ class TrainingPlan:
 
 
 def plan_training(
-    config: TrainConfig, *, num_ranks: int, rank: int = 0, speeds: Speeds | None = None
+    config: TrainConfig,
+    *,
+    num_ranks: int,
+    rank: int = 0,
+    speeds: Speeds | None = None,
+    with_stages: bool = True,
 ) -> TrainingPlan:
     """Plan without a GPU, without ranks and without the run's memory.
 
-    ``num_ranks`` counts all machines; ``rank`` is the one whose optimizer state is counted.
+    ``num_ranks`` counts all machines; ``rank`` is the one whose optimizer state, and whose stages
+    of a pipeline, are counted. ``with_stages``: tell what the ranks of the other stages need too.
     """
     batch = config.batch(num_ranks)
     vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
     model = _make_model(config, vocab_size, config.main_dtype)
-    blocks = [f"blocks.{index}" for index in range(config.num_layers)]
+    part: GPT | GPTPart = model
+    units = [f"blocks.{index}" for index in range(config.num_layers)]
     num_expert_ranks = config.expert_model_parallel_size
     if num_ranks % num_expert_ranks:
         raise ConfigError(
             f"--expert-model-parallel-size {num_expert_ranks} does not divide --world-size "
             f"{num_ranks}"
         )
-    experts = [f"{block}.ffn.experts" for block in blocks] if num_expert_ranks > 1 else []
+    experts = [f"{unit}.ffn.experts" for unit in units] if num_expert_ranks > 1 else []
+    run, is_cut = _forward_of(config), config.pipeline_model_parallel_size > 1
+    if is_cut:
+        part = GPTPart(config, vocab_size, config.main_dtype, rank // batch.num_ranks)
+        units, run = part.units, _forward_of(config, with_targets=False)
     plan = plan_model(
-        model,
-        [*experts, *blocks],
-        num_ranks=num_ranks,
+        part,
+        [*experts, *units],
+        num_ranks=batch.num_ranks,
         num_outer=config.num_distributed_optimizer_instances,
         cuts_outside=config.outer_dp_sharding_strategy == "optim",
         expert_units=experts,
         num_expert_ranks=num_expert_ranks,
         strategy=config.sharding,
         mp_policy=config.mp_policy,
-        num_microbatches=batch.num_microbatches,
-        run=_forward_of(config),
+        # Those of a pipeline gather and reduce once for all.
+        num_microbatches=1 if is_cut else batch.num_microbatches,
+        run=run,
     )
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
     used = speeds or Speeds()
+    pipeline = _pipeline(config, batch, num_ranks) if is_cut and with_stages else None
+    time = estimate_time(flops, (*plan.collectives(), *_exchanges(config, batch)), used)
+    if pipeline is not None:
+        time = dataclasses.replace(time, compute_ms=time.compute_ms / (1 - pipeline.bubble))
     return TrainingPlan(
         config=config,
         model=plan,
         batch=batch,
         rank=rank,
-        state_bytes=plan.state_bytes(rank),
-        activations=_activations(config, vocab_size),
+        state_bytes=plan.state_bytes(rank % batch.num_ranks),
+        activations=part_activations(config, vocab_size, batch, part.rank)
+        if isinstance(part, GPTPart)
+        else _activations(config, vocab_size),
         flops=flops,
         speeds=used,
-        time=estimate_time(flops, (*plan.collectives(), *_exchanges(config, batch)), used),
+        time=time,
+        pipeline=pipeline,
+    )
+
+
+def _pipeline(config: TrainConfig, batch: IterationBatch, num_ranks: int) -> PipelinePlan:
+    size = config.pipeline_model_parallel_size
+    plan = functools.partial(plan_training, config, num_ranks=num_ranks, with_stages=False)
+    return PipelinePlan(
+        size=size,
+        num_virtual=config.num_virtual_stages,
+        num_microbatches=batch.num_microbatches,
+        message_bytes=config.micro_batch_size
+        * config.seq_length
+        * config.hidden_size
+        * config.param_dtype.itemsize,
+        totals=tuple(plan(rank=rank * batch.num_ranks).total_bytes for rank in range(size)),
     )
 
 
@@ -253,11 +311,11 @@ def _activations(config: TrainConfig, vocab_size: int) -> Activations:
     return more.extended(few, config.num_layers - _PROBED_LAYERS[1])
 
 
-def _forward_of(config: TrainConfig) -> RunForward:
+def _forward_of(config: TrainConfig, *, with_targets: bool = True) -> RunForward:
     batch = (config.micro_batch_size, config.seq_length)
     tokens = torch.empty(batch, dtype=torch.int64, device="meta")
     batch_of_tokens = (tokens, tokens, *([tokens] if config.has_positions else []))
-    return lambda model: model(*batch_of_tokens)
+    return lambda model: model(*batch_of_tokens) if with_targets else model(tokens)
 
 
 def _pool_lines(model: ModelPlan) -> Iterator[MemoryLine]:

@@ -149,7 +149,7 @@ def _make_program(
     mesh = None
     if config.pipeline_model_parallel_size > 1:
         mesh = pipeline_mesh(config, device)
-        stages = cut_stages(config, model, mesh)
+        stages = cut_stages(config, model, mesh.get_local_rank("pp"))
         parts = list(stages.values())
         trained = ranks.decide(lambda: make_schedule(config, stages, mesh, device))
         model = make_model(config, vocab_size, torch.device("meta"), dtype)

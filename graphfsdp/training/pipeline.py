@@ -47,10 +47,10 @@ class GPTStage(nn.Module):
         return logits
 
 
-def cut_stages(config: TrainConfig, model: GPT, mesh: DeviceMesh) -> dict[int, GPTStage]:
-    """Return the stages of this rank by their number."""
+def cut_stages(config: TrainConfig, model: GPT, rank: int) -> dict[int, GPTStage]:
+    """Return the stages of one rank of the pipeline by their number."""
     size = config.pipeline_model_parallel_size
-    num_stages, rank = size * config.num_virtual_stages, mesh.get_local_rank("pp")
+    num_stages = size * config.num_virtual_stages
     return {index: GPTStage(model, index, num_stages) for index in range(rank, num_stages, size)}
 
 

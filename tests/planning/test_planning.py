@@ -348,3 +348,32 @@ def test_command_refuses_what_cannot_be(
 ) -> None:
     assert main(["plan", *line.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_pipeline_is_planned_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank of 1F1B keeps activations of one micro-batch more than the next one."""
+    flags = ["plan", "--preset", "tiny", "--world-size", "8", "--json", "--global-batch-size", "32"]
+    flags += ["--num-layers", "8", "--untie-embeddings-and-output-weights"]
+    plans = {}
+    for name, more in {
+        "none": [],
+        "1f1b": ["--pipeline-model-parallel-size", "4"],
+        "place 2": ["--pipeline-model-parallel-size", "4", "--rank", "4"],
+        "interleaved": [
+            *("--pipeline-model-parallel-size", "4"),
+            *("--num-layers-per-virtual-pipeline-stage", "1"),
+        ],
+    }.items():
+        main([*flags, *more])
+        plans[name] = json.loads(capsys.readouterr().out)
+    assert plans["none"]["pipeline"] is None
+    plain, interleaved = plans["1f1b"]["pipeline"], plans["interleaved"]["pipeline"]
+    assert plain["bubble"] == 3 / (4 + 3)
+    assert interleaved["bubble"] == 3 / (2 * 4 + 3)
+    assert plain["message_bytes"] == 4 * 32 * 64 * 4
+    assert plain["totals"][1] > plain["totals"][2]
+    assert plans["place 2"]["total_bytes"] == plain["totals"][2]
+    lines = [{line["kind"]: line["num_bytes"] for line in p["memory"]} for p in plans.values()]
+    whole, _, middle, _ = lines
+    assert middle["main weights"] < whole["main weights"] / 4  # nothing that embeds or ends
+    assert middle["optimizer state"] < whole["optimizer state"] / 4
