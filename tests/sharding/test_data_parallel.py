@@ -33,12 +33,13 @@ STAGE_3 = ["--data-parallel-sharding-strategy", "3"]
 PRECISIONS = {
     "fp32": ["--no-bf16"],
     "meta": ["--no-bf16", "--init-model-with-meta-device"],
+    "untied": ["--no-bf16", "--untie-embeddings-and-output-weights"],
     "bf16": ["--bf16"],
     "decoupled": ["--bf16", "--main-grads-dtype", "bf16", "--use-precision-aware-optimizer"],
 }
 # Sums over ranks and micro-batches are taken in another order than in one process: a few units in
 # the last place per iteration (eps = 2^-23 or 2^-8), which Adam's quotient passes on.
-TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "bf16": 1e-2, "decoupled": 1e-2}
+TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "untied": 5e-6, "bf16": 1e-2, "decoupled": 1e-2}
 
 
 def torchrun_command(*arguments: str) -> list[str]:
@@ -76,6 +77,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
     plan.add("thirds", [number, "3"])
     plan.add("alone", [outer, "optim"])
     plan.add("fp32-instances", [*STAGE_3, number, "2", outer, "optim"])
+    pipeline = ["--pipeline-model-parallel-size", "2"]
+    plan.add("untied-pipeline", [*PRECISIONS["untied"], *pipeline])
     for (precision, strategy), scope in itertools.product(BITWISE, SCOPES):
         flags = [*PRECISIONS[precision], *DROPOUT, "--cuda-graph-scope", scope, *ONE_LAYER]
         flags += ["--data-parallel-sharding-strategy", strategy]
@@ -134,6 +137,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         *(("fp32", strategy) for strategy in STRATEGIES),
         *(("bf16", "3"), ("decoupled", "2"), ("meta", "3")),
         ("fp32", "instances"),
+        ("untied", "pipeline"),
     ],
 )
 def test_two_ranks_train_as_one_process_does(
@@ -164,7 +168,9 @@ def test_a_log_of_two_ranks_is_written_once_and_changes_no_number(plan: Plan) ->
     assert '"global_batch_size", "value": 8' in text
 
 
-@pytest.mark.parametrize("name", ["fp32-no_shard", "fp32-optim_grads_params", "bf16-3", "meta-3"])
+@pytest.mark.parametrize(
+    "name", ["fp32-no_shard", "fp32-optim_grads_params", "bf16-3", "meta-3", "untied-pipeline"]
+)
 def test_the_kept_parameters_are_whole_and_those_of_one_process(
     name: str, plan: Plan, references: dict[str, Path]
 ) -> None:

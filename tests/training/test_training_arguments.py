@@ -17,6 +17,9 @@ from graphfsdp.training.arguments import (
 )
 from graphfsdp.training.config import TrainConfig
 
+PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 16 "
+PIPELINE += "--untie-embeddings-and-output-weights"
+
 
 def parse(line: str) -> TrainConfig:
     return parse_train_arguments(line.split())
@@ -145,6 +148,15 @@ def test_precision_flags_become_a_policy() -> None:
         ("--optimizer-cpu-offload", "add --cuda-graph-scope forward_backward"),
         ("--optimizer-offload-fraction 2", r"--optimizer-offload-fraction must be in \[0, 1\]"),
         ("--pin-cpu-params", "--pin-cpu-params needs --optimizer-cpu-offload"),
+        ("--num-layers-per-virtual-pipeline-stage 1", "add --pipeline-model-parallel-size"),
+        (PIPELINE.rpartition(" ")[0], "needs --untie-embeddings-and-output-weights"),
+        (f"{PIPELINE} --num-layers 3", "--num-layers 3 cannot be cut into equal stages"),
+        (f"{PIPELINE} --num-experts 4", "needs no --num-experts"),
+        (f"{PIPELINE} --fp8-format e4m3", "needs no --fp8-format and no --fp8-param-gather"),
+        (f"{PIPELINE} --reset-position-ids --eod-token-id 0", "needs no --reset-position-ids"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size needs --num-experts"),
+        ("--num-experts 3 --expert-model-parallel-size 2", "does not divide --num-experts 3"),
+        ("--num-experts 4 --moe-skip-overflow", "needs --moe-expert-capacity-factor"),
     ],
 )
 def test_bad_input_is_refused_by_the_flag_s_name(line: str, message: str) -> None:
