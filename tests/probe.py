@@ -81,9 +81,11 @@ def refusal_of(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     device: torch.device,
+    *,
+    num_good: int = 3,
 ) -> graphfsdp.CaptureError:
-    """Train until the capture is refused; everything is then as it was."""
-    for x in batches(device, 3):
+    """Train until a call is refused, usually the capture; everything is then as it was."""
+    for x in batches(device, num_good):
         step(x)
     before = snapshot(model, optim)
     with pytest.raises(graphfsdp.CaptureError) as caught:

@@ -29,10 +29,17 @@ def local_part(tensor: Tensor) -> Tensor:
     if is_dtensor(tensor):
         dtensor: Any = tensor.detach()
         tensor = dtensor.to_local()
-    if hasattr(tensor, EXTENSION):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        tensor = getattr(tensor, names[0]).detach()
-    return tensor
+    inside = unwrapped(tensor)
+    return tensor if inside is tensor else inside.detach()
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return what a wrapper that says itself what is gathered of it wraps; else the tensor."""
+    if not hasattr(tensor, EXTENSION):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inside: Tensor = getattr(tensor, names[0])
+    return inside
 
 
 def sharding_groups(tensor: Tensor) -> RankGroups:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.dtensors import local_part, unwrapped
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import refuse_packing
@@ -248,7 +248,7 @@ class ShardGroup:
                     "model), before the first forward pass"
                 )
             _refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
-            local = local_part(item.param)
+            local = unwrapped(item.param._local_tensor)  # type: ignore[attr-defined]
             if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
                 raise ConfigError(
                     f"parameter {self.full_name(item)!r} does not lie in the "

@@ -216,9 +216,15 @@ def test_an_optimizer_that_counts_on_the_host_is_refused(where: str) -> None:
         return graphfsdp.capture(model, optim, **options), model, optim
 
     step, model, optim = make("full_iteration")
-    assert "changed the number 'count'" in str(refusal_of(step, model, optim, CPU))
-    assert optim.count == (3 if where == "attributes" else 0)
-    assert {state["count"] for state in optim.state.values()} == {3 if where == "state" else 0}
+    told, num_good = {
+        "attributes": ("changed the number 'count'", 3),
+        # What two warm-ups have shown to be a count is refused in the next one.
+        "state": ("counts its steps in Python and gives a number to an operator", 2),
+    }[where]
+    assert told in str(refusal_of(step, model, optim, CPU, num_good=num_good))
+    assert optim.count == (num_good if where == "attributes" else 0)
+    counts = {state["count"] for state in optim.state.values()}
+    assert counts == {num_good if where == "state" else 0}
     eager, captured = make("none")[0], make("forward_backward")[0]
     for x in batches(CPU, 8):
         assert torch.equal(eager(x), captured(x))
