@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.planning.activations import Activations, measure_activations
+from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.build import make_model
-from graphfsdp.training.config import IterationBatch, TrainConfig
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import token_loss
 from graphfsdp.training.pipeline import GPTStage, cut_stages
 

@@ -22,8 +22,9 @@ from graphfsdp.planning.pipeline_plan import (
     part_activations,
 )
 from graphfsdp.planning.pool_rehearsal import PlannedRanks, RunForward
+from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.build import make_model
-from graphfsdp.training.config import IterationBatch, TrainConfig
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token
 

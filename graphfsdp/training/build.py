@@ -20,7 +20,8 @@ from graphfsdp.eight_bit import convert_linears
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
-from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
+from graphfsdp.training.batch import IterationBatch
+from graphfsdp.training.config import DeviceChoice, TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.mllog import RunLog
 from graphfsdp.training.pipeline import GPTStage, cut_stages, make_schedule, pipeline_mesh

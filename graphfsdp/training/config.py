@@ -12,6 +12,7 @@ from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, Scope, Sharding
 from graphfsdp.errors import ConfigError
 from graphfsdp.moe.router import ScoreFunction
 from graphfsdp.optim import ParamSchedule
+from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
 DtypeName = Literal["fp32", "bf16"]
@@ -26,26 +27,6 @@ ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
 MllogDivision = Literal["closed", "open"]
 MllogStatus = Literal["onprem", "cloud", "research"]
-
-
-@dataclass(frozen=True)
-class IterationBatch:
-    """How the sequences of one iteration are cut over ranks and micro-batches."""
-
-    micro_batch_size: int  # sequences of one forward and backward on one rank
-    num_microbatches: int  # on each rank
-    num_ranks: int
-    seq_length: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of the iteration, all ranks together."""
-        return self.micro_batch_size * self.num_microbatches * self.num_ranks
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the iteration, all ranks together."""
-        return self.num_sequences * self.seq_length
 
 
 @dataclass(frozen=True)
@@ -392,37 +373,13 @@ class TrainConfig:
 
     def batch(self, num_ranks: int) -> IterationBatch:
         """``num_ranks`` counts those of all stages, which work on the same sequences."""
-        num_stages = self.pipeline_model_parallel_size
-        if num_ranks % num_stages:
-            raise ConfigError(
-                f"--pipeline-model-parallel-size {num_stages} does not divide the {num_ranks} "
-                "ranks; start a multiple of it, or choose another"
-            )
-        num_ranks //= num_stages
-        together = self.micro_batch_size * num_ranks
-        num_sequences = self.global_batch_size or together
-        if num_sequences % together:
-            divisor = f"--micro-batch-size {self.micro_batch_size}"
-            if num_ranks > 1:
-                divisor += f" x {num_ranks} ranks = {together}"
-            raise ConfigError(
-                f"--global-batch-size {num_sequences} is not divisible by {divisor}: every rank "
-                f"runs the same whole number of micro-batches; make it a multiple"
-            )
-        num_microbatches = num_sequences // together
-        uneven = num_microbatches % num_stages and self.num_virtual_stages > 1
-        if num_microbatches < num_stages or uneven:
-            needs = "a multiple of as many" if uneven else "at least as many"
-            raise ConfigError(
-                f"--pipeline-model-parallel-size {num_stages} needs {needs} micro-batches, and an "
-                f"iteration has {num_microbatches}; give --global-batch-size "
-                f"{together * num_stages}, or a multiple of that"
-            )
-        return IterationBatch(
+        return IterationBatch.cut(
             micro_batch_size=self.micro_batch_size,
-            num_microbatches=num_microbatches,
+            global_batch_size=self.global_batch_size,
             num_ranks=num_ranks,
             seq_length=self.seq_length,
+            num_stages=self.pipeline_model_parallel_size,
+            is_interleaved=self.num_virtual_stages > 1,
         )
 
     @property
