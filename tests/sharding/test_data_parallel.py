@@ -282,7 +282,7 @@ def endless(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     )  # fmt: skip
     try:
         metrics = out / "metrics.jsonl"
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 60
         while not metrics.exists() or metrics.read_text().count("\n") < 8:
             assert process.poll() is None
             assert time.monotonic() < deadline
