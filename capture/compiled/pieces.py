@@ -23,6 +23,7 @@ class PieceOp:
 
     def __init__(self, name: str, function: Any) -> None:
         self._op = function  # as of operators
+        self.py_kernels: dict[Any, Any] = {}
         self._schema = SimpleNamespace(name=f"compiled::{name}", arguments=(), returns=())
 
     def __str__(self) -> str:

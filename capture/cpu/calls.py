@@ -69,8 +69,9 @@ def call(
     function = op._schema.name.removeprefix("aten::")
     if name in _METHODS and not kwargs:
         return f"{args[0]}.{function}({', '.join(args[1:])})"
-    direct = name in _BINDINGS and not kwargs
-    called = getattr(torch._C._VariableFunctions, function) if direct else op._op
+    called = op.py_kernels.get(torch._C.DispatchKey.CPU, op._op)
+    if name in _BINDINGS and not kwargs:
+        called = getattr(torch._C._VariableFunctions, function)
     named = [f"{key}={value}" for key, value in kwargs.items()]
     return f"{constant(called, 'f')}({', '.join([*args, *named])})"
 

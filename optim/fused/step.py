@@ -158,9 +158,9 @@ def run_cpu(args: StepArgs) -> None:
     wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
     scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
     as_is = scale == 1.0 and args.columns.grads[0].dtype == wide_dtype
-    scratch = args.scratch
-    if scratch is None:
-        num_bytes = 0 if as_is else scratch_bytes(args.columns, args.lane_sizes)
+    scratch = None if as_is else args.scratch
+    if scratch is None and not as_is:
+        num_bytes = scratch_bytes(args.columns, args.lane_sizes)
         scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     # Stored as the kernel takes them, all tensors of a lane go into one call.
     whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
@@ -169,14 +169,15 @@ def run_cpu(args: StepArgs) -> None:
     for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
         if not size:
             continue
-        # With infinitely many steps behind it, a moment needs no correction: beta**inf is 0.
-        step = torch.tensor(torch.inf, device="cpu")
         if args.flags.bias_correction:
             step = args.steps[first].view(-1)[0]
+        else:
+            # With infinitely many steps behind it, a moment needs no correction: beta**inf is 0.
+            step = torch.tensor(torch.inf, device="cpu")
         lane = args.columns.part(start, start + size)
         start += size
         for part in [lane] if whole else _chunks(lane):
-            if not as_is:  # unnamed, so that it is freed before the next one is made
+            if scratch is not None:  # unnamed, so that it is freed before the next one is made
                 part = part._replace(grads=_scaled(part.grads, scale, scratch.view(wide_dtype)))
             _update(part, step, rows[row], args.flags, wide_dtype)
 
@@ -290,7 +291,9 @@ def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
             yield Columns(*([view[row : row + step] for view in column] for column in views))
 
 
+fused_adam_ = torch.ops.graphfsdp.fused_adam_.default
+
 _LIBRARY.impl("fused_adam_", as_kernel(run_cpu), "CPU")
 _LIBRARY.impl("fused_adam_", as_kernel(run_cuda), "CUDA")
-
-fused_adam_ = torch.ops.graphfsdp.fused_adam_.default
+# For replays on a CPU, which call this function and spare the way through C++.
+fused_adam_.py_impl(torch._C.DispatchKey.CPU)(as_kernel(run_cpu))
