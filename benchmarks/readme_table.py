@@ -48,6 +48,7 @@ SUMMARY = MappingProxyType(
         "plain PyTorch": "pytorch",
         "torch.compile": "compile",
         "graphfsdp, one graph": "full_iteration",
+        "the same, compiled": "compiled_recording",
     }
 )
 
