@@ -131,6 +131,14 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no run of the command line but where a test looks at the picture."""
+    module = sys.modules.get("graphfsdp.training.run_directory")
+    if module is not None and not request.node.get_closest_marker("draws"):
+        monkeypatch.setattr(module, "plot_loss", lambda *args, **options: False)
+
+
+@pytest.fixture(autouse=True)
 def _quick_garbage_collection() -> None:
     """Leave what exists out of collections: each capture runs one, and imports left a lot."""
     gc.collect()  # what the last test left; quick, since all before it is frozen

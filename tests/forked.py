@@ -38,12 +38,12 @@ class Forked:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def ended(self) -> subprocess.CompletedProcess[str]:
+    def ended(self, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Wait for the end; return the exit code and what was written."""
-        self._process.join(LIMIT_S)
+        self._process.join(limit_s)
         code = self._process.exitcode
         out, errors = (path.read_text() if path.exists() else "" for path in self._kept)
-        assert code is not None, f"it did not end in {LIMIT_S:g} s: {out}{errors}"
+        assert code is not None, f"it did not end in {limit_s:g} s: {out}{errors}"
         return subprocess.CompletedProcess([], code, out, errors)
 
     def kill(self) -> None:

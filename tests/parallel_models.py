@@ -289,8 +289,7 @@ def trains_as_one(
             parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:num_calls]]
         runs.append(train_parts(model, parts, scope=scope, microbatches=microbatches))
     assert_same_training(*runs)
-    if num_calls is None:
-        assert_replayed(runs[1])
+    assert_replayed(runs[1], num_calls or NUM_STEPS)
     plain = plain_model("mixture" if kind == "expert" else "feed").to(rank_device())
     expected = train_parts(plain, whole_batches()[:num_calls], scope="none")
     group = dist.group.WORLD if kind == "expert" else mesh.get_group("dp")

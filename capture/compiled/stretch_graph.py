@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphfsdp._capture.compiled.cutting import touches
 from graphfsdp._capture.compiled.views import derive, is_part, regions
@@ -54,6 +53,8 @@ class StretchGraph:
         self._fake_of: dict[fx.Node, Any] = {}
         self._entries: dict[int, fx.Node] = {}  # by id of a Value or of a constant
         self._scalars: dict[fx.Node, fx.Node] = {}
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy: a second
+
         self._mode = FakeTensorMode(shape_env=ShapeEnv())
         self._bases = bases
         with self._mode, torch.no_grad():

@@ -191,8 +191,9 @@ def count_nodes(
 ) -> Mapping[str, Mapping[str, int]]:
     """Count operators, or kernels where the program has them, by some property of their node."""
     counts: dict[str, Counter[str]] = {}
+    has_kernels = program.has_kernels  # which looks at all of them
     for node in program.nodes:
-        counted = node.kernels if program.has_kernels else (node.op,)
+        counted = node.kernels if has_kernels else (node.op,)
         if counted:
             counts.setdefault(key(node), Counter()).update(counted)
     return counts

@@ -1,7 +1,5 @@
 """A run that is killed and resumed has the bits of one that was not."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from graphfsdp.cli import main
 from graphfsdp.data import Feed, TokenBatches
 from graphfsdp.training.checkpoints import RunState
 from ranks import RankPool
-from train_on_ranks import Plan, Run
+from train_on_ranks import Plan, Run, torchrun
 from training_helpers import DROPOUT, ROOT, SMALL, assert_same_run, lines_of, started
 from training_helpers import numbers as numbers_of
 
@@ -178,17 +176,10 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2
     plan.runs.append(Run("undisturbed", (flags("undisturbed"),) * 2))
     plan.execute(launched2)
     assert [answer.code for answer in plan.answers("undisturbed")] == [0, 0]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    launcher += ["--nproc-per-node=2", "--monitor-interval=0.1"]
-    program = [str(Path(__file__).parents[1] / "kill_once.py"), str(4 * 16)]
-    done = subprocess.run(
-        [*launcher, *program, *flags("killed")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    program = [str(ROOT / "tests" / "kill_once.py"), str(4 * 16), *flags("killed")]
+    options = ("--standalone", "--max-restarts=1", "--monitor-interval=0.1")
+    with torchrun(*options, *program) as launcher:
+        done = launcher.ended(200)
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
     assert "after 12 iterations" in done.stdout

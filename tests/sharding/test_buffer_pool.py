@@ -212,19 +212,18 @@ def test_the_memory_goes_with_the_last_buffer() -> None:
 
 @patient_pools()
 def pooled_runs(strategy: str, microbatches: int) -> list[PoolStats]:
-    """Train eagerly and captured, with pool and without: bit for bit the same."""
+    """Train eagerly with pool and without, and captured with it: bit for bit the same."""
     stats, runs = [], []
-    for scope in ("none", "full_iteration"):
-        for pooled in (False, True):
-            model = make_net(strategy, dropout=0.3, buffer_pool=pooled)
-            torch.manual_seed(3)
-            runs.append(train(model, adam(model), scope=scope, microbatches=microbatches))
-            pool = unit_of(model).schedule.pool
-            stats.append(pool.stats)
-            assert pool._kept == [], "a plan goes with the graph that it was captured with"
+    for scope, pooled in (("none", False), ("none", True), ("full_iteration", True)):
+        model = make_net(strategy, dropout=0.3, buffer_pool=pooled)
+        torch.manual_seed(3)
+        runs.append(train(model, adam(model), scope=scope, microbatches=microbatches))
+        pool = unit_of(model).schedule.pool
+        stats.append(pool.stats)
+        assert pool._kept == [], "a plan goes with the graph that it was captured with"
     for other in runs[1:]:
         assert_same_training(runs[0], other)
-    assert stats[0].num_hits == stats[2].num_hits == 0
+    assert stats[0].num_hits == 0
     return stats
 
 
@@ -233,7 +232,7 @@ def pooled_runs(strategy: str, microbatches: int) -> list[PoolStats]:
     [("optim", 1), ("optim_grads", 3), ("optim_grads_params", 1)],
 )
 def test_a_pool_changes_no_bit(ranks2: RankPool, strategy: str, microbatches: int) -> None:
-    for _, eager, _, captured in ranks2.run(pooled_runs, strategy, microbatches):
+    for _, eager, captured in ranks2.run(pooled_runs, strategy, microbatches):
         assert eager.num_plans >= 1
         assert eager.num_hits > 5 * eager.num_misses
         if ranks2.device_type == "cpu":

@@ -24,8 +24,10 @@ from graphfsdp.eight_bit.formats import (
     to_mxfp8,
 )
 from graphfsdp.eight_bit.weight import EightBitWeight
+from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
+    FEW_STEPS,
     STRATEGIES,
     Training,
     adam,
@@ -33,6 +35,7 @@ from sharding_helpers import (
     assert_replayed,
     assert_same_training,
     hybrid_mesh,
+    num_steps_of,
 )
 
 FORMATS = ("float8", "float8_rowwise", "mxfp8")
@@ -86,23 +89,25 @@ def data(index: int, width: int = WIDTH) -> Tensor:
     return torch.randn(12, width, generator=generator).to(rank_device())
 
 
-def trained(model: Any, scope: str, **options: Any) -> Training:
+def trained(model: Any, scope: str, num_steps: int, **options: Any) -> Training:
     result = Training()
     with graphfsdp.capture(model, adam(model), scope=scope, max_grad_norm=1.0, **options) as step:
-        for index in range(14):
+        for index in range(num_steps):
             result.losses.append(step(data(index)))
         result.params = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
         result.report = step.report()
     return result
 
 
-def replayed_as_eager(microbatches: int = 1, **options: Any) -> Training:
+def replayed_as_eager(
+    microbatches: int = 1, num_steps: int = NUM_STEPS, **options: Any
+) -> Training:
     runs = [
-        trained(make(**options), scope, microbatches=microbatches)
+        trained(make(**options), scope, num_steps, microbatches=microbatches)
         for scope in ("none", "full_iteration")
     ]
     assert_same_training(*runs)
-    assert_replayed(runs[1])
+    assert_replayed(runs[1], num_steps)
     return runs[1]
 
 
@@ -112,18 +117,20 @@ def replayed_as_eager(microbatches: int = 1, **options: Any) -> Training:
 )
 @on_ranks("ranks2")
 def test_replays_equal_eager(gather_format: str, strategy: str) -> None:
-    replayed_as_eager(2, gather_format=gather_format, strategy=strategy)
+    num_steps = num_steps_of(strategy, "optim_grads_params")
+    replayed_as_eager(2, num_steps, gather_format=gather_format, strategy=strategy)
 
 
 @pytest.mark.parametrize("gather_format", FORMATS)
 @on_ranks("ranks1")
 def test_replays_equal_eager_on_one_rank(gather_format: str) -> None:
-    replayed_as_eager(gather_format=gather_format, policy={}, buffer_pool=True)
+    options: dict[str, Any] = {"policy": {}, "buffer_pool": True}
+    replayed_as_eager(num_steps=FEW_STEPS, gather_format=gather_format, **options)
 
 
 @on_ranks("ranks2")
 def test_replays_equal_eager_with_recomputation() -> None:
-    replayed_as_eager(gather_format="float8", recompute=True)
+    replayed_as_eager(num_steps=FEW_STEPS, gather_format="float8", recompute=True)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,10 @@ def test_replays_equal_eager_with_recomputation() -> None:
 def test_layers_that_multiply_in_8_bits_replay_as_eager(
     layers: str, gather_format: str | None, options: dict[str, Any]
 ) -> None:
-    replayed_as_eager(2, gather_format=gather_format, layers=layers, **options)
+    # Ten replays for each kind of layers, below the weights that it is made for.
+    is_other = {"strategy", "policy"} & set(options) or layers != gather_format
+    num_steps = FEW_STEPS if is_other else NUM_STEPS
+    replayed_as_eager(2, num_steps, gather_format=gather_format, layers=layers, **options)
 
 
 @pytest.mark.parametrize("gather_format", FORMATS)
@@ -186,15 +196,19 @@ def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
 @pytest.mark.parametrize("gather_format", ["float8", "mxfp8"])
 @on_ranks("ranks4")
 def test_replays_equal_eager_on_two_mesh_axes(gather_format: str) -> None:
-    replayed_as_eager(gather_format=gather_format, mesh=hybrid_mesh(), outer_strategy="optim")
+    axes: dict[str, Any] = {"mesh": hybrid_mesh(), "outer_strategy": "optim"}
+    num_steps = num_steps_of(gather_format, "mxfp8")
+    replayed_as_eager(num_steps=num_steps, gather_format=gather_format, **axes)
 
 
 @pytest.mark.parametrize("gather_format", ["float8"])
 @on_ranks("ranks4")
 def test_every_strategy_computes_with_the_same_numbers_on_four_ranks(gather_format: str) -> None:
     """Scales do not depend on where ranks are cut, so only the order of reductions differs."""
-    whole = replayed_as_eager(gather_format=gather_format, strategy="no_shard")
-    cut = replayed_as_eager(gather_format=gather_format, overlap=False)
+    whole, cut = (
+        replayed_as_eager(num_steps=FEW_STEPS, gather_format=gather_format, **options)
+        for options in ({"strategy": "no_shard"}, {"overlap": False})
+    )
     assert torch.equal(whole.losses[0], cut.losses[0])
     torch.testing.assert_close(whole.params, cut.params, rtol=0.02, atol=0.02)
 

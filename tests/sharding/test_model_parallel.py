@@ -27,8 +27,10 @@ from parallel_models import (
 )
 from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
+    FEW_STEPS,
     STRATEGIES,
     hybrid_mesh,
+    num_steps_of,
     raises_on_rank,
     units,
 )
@@ -37,14 +39,15 @@ from sharding_helpers import (
 @pytest.mark.parametrize(
     ("kind", "strategy", "microbatches"),
     [
-        *(("feed", "optim", 1), ("sequence", "optim_grads_params", 3)),
+        *(("feed", "optim", 1), ("sequence", "optim_grads_params", 1)),
         *(("expert", "no_shard", 3), ("expert", "optim_grads_params", 1)),
     ],
 )
 def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
     ranks4: RankPool, kind: str, strategy: str, microbatches: int
 ) -> None:
-    ranks4.run(trains_as_one, kind, strategy, None, microbatches)
+    num_steps = num_steps_of(strategy, "optim_grads_params")
+    ranks4.run(trains_as_one, kind, strategy, None, microbatches, num_steps)
 
 
 def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None:
@@ -57,7 +60,7 @@ def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None
     )
     def each(kind: str, strategy: str, outer: str | None, microbatches: int) -> None:
         outer = "no_shard" if strategy == "no_shard" and outer else outer
-        ranks4.run(trains_as_one, kind, strategy, outer, microbatches, 7)
+        ranks4.run(trains_as_one, kind, strategy, outer, microbatches, FEW_STEPS)
 
     each()
 

@@ -24,25 +24,27 @@ from sharding_helpers import (
     assert_same_training,
     buffers,
     make_net,
+    num_steps_of,
     raises_on_rank,
     train,
 )
 
 
-def overlapped_runs(strategy: str, microbatches: int, reshard: bool) -> None:
+def overlapped_runs(strategy: str, microbatches: int, reshard: bool, num_steps: int) -> None:
     """Train eagerly without overlap, and captured with it: they agree bit for bit."""
     runs = []
     for overlap, scope in ((False, "none"), (True, "full_iteration")):
-        options = {"overlap": overlap, "reshard_after_forward": reshard}
+        options: dict[str, Any] = {"overlap": overlap, "reshard_after_forward": reshard}
         model = make_net(strategy, dropout=0.3, **options)
         torch.manual_seed(10 + dist.get_rank())
-        runs.append(train(model, adam(model), scope=scope, microbatches=microbatches))
+        options = {"scope": scope, "microbatches": microbatches, "num_steps": num_steps}
+        runs.append(train(model, adam(model), **options))
         schedule = unit_of(model).schedule
         assert (schedule.num_prefetches > 0) == (overlap and strategy != "no_shard")
         assert (schedule.max_reductions > 0) == overlap
         assert schedule.max_reductions <= 2
     assert_same_training(*runs)
-    assert_replayed(runs[1])
+    assert_replayed(runs[1], num_steps)
     counts = runs[1].report.op_counts if runs[1].report is not None else {}
     assert counts["graphfsdp.wait_.default"] > 0
 
@@ -62,7 +64,9 @@ def overlapped_runs(strategy: str, microbatches: int, reshard: bool) -> None:
 def test_overlap_changes_no_bit(
     request: pytest.FixtureRequest, ranks: str, strategy: str, microbatches: int, reshard: bool
 ) -> None:
-    request.getfixturevalue(ranks).run(overlapped_runs, strategy, microbatches, reshard)
+    is_long = ranks == "gpu_ranks" or (ranks == "ranks2" and strategy == "optim_grads_params")
+    num_steps = num_steps_of(is_long, True)
+    request.getfixturevalue(ranks).run(overlapped_runs, strategy, microbatches, reshard, num_steps)
 
 
 # ---------------------------------------------------------------- odd uses

@@ -30,6 +30,7 @@ from sharding_helpers import (
     batches,
     buffers,
     learning_rate,
+    num_steps_of,
     raises_on_rank,
     shard,
     train,
@@ -88,7 +89,9 @@ def make_optimizer(params: Any, decoupled: bool) -> FusedAdam:
     return FusedAdam(params, lr=0.02, eps=ADAM_EPS, weight_decay=0.1, use_decoupled_grad=decoupled)
 
 
-def sharded_run(name: str, strategy: str, microbatches: int, scope: str) -> Training:
+def sharded_run(
+    name: str, strategy: str, microbatches: int, scope: str, num_steps: int
+) -> Training:
     precision = PRECISIONS[name]
     model = shard(make_model(precision), strategy, mp_policy=precision.policy)
     for buffer in buffers(model, trainable=True):
@@ -99,7 +102,8 @@ def sharded_run(name: str, strategy: str, microbatches: int, scope: str) -> Trai
         buffer.reshard()
     decoupled = precision.policy.use_decoupled_grad
     optim = make_optimizer([p for p in model.parameters() if p.requires_grad], decoupled)
-    result = train(model, optim, scope=scope, microbatches=microbatches, max_grad_norm=None)
+    options: dict[str, Any] = {"microbatches": microbatches, "max_grad_norm": None}
+    result = train(model, optim, scope=scope, num_steps=num_steps, **options)
     kind, other = ("decoupled_grad", "grad") if decoupled else ("grad", "decoupled_grad")
     for unit in units(model):
         for item in unit.group.trainable:
@@ -109,7 +113,9 @@ def sharded_run(name: str, strategy: str, microbatches: int, scope: str) -> Trai
     return result
 
 
-def emulated_run(name: str, strategy: str, microbatches: int) -> list[Training]:
+def emulated_run(
+    name: str, strategy: str, microbatches: int, num_steps: int = NUM_STEPS
+) -> list[Training]:
     """Do by hand what the policy says, for all ranks in this process."""
     precision, num_ranks = PRECISIONS[name], dist.get_world_size()
     model = make_model(precision)
@@ -120,7 +126,7 @@ def emulated_run(name: str, strategy: str, microbatches: int) -> list[Training]:
     }
     optim = make_optimizer([p for p in main.values() if p.requires_grad], decoupled=True)
     results = [Training() for _ in range(num_ranks)]
-    for index, batch in enumerate(batches(NUM_STEPS)):
+    for index, batch in enumerate(batches(num_steps)):
         set_lr(optim, learning_rate(index))
         full: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
         grads: dict[str, Tensor] = {}
@@ -211,11 +217,12 @@ def _add(held: dict[str, Tensor], more: dict[str, Tensor]) -> None:
 )
 @on_ranks("ranks2")
 def test_a_policy_does_what_it_says(name: str, strategy: str, microbatches: int) -> None:
-    eager = sharded_run(name, strategy, microbatches, "none")
-    captured = sharded_run(name, strategy, microbatches, "full_iteration")
+    num_steps = num_steps_of(strategy, "optim_grads_params")
+    eager = sharded_run(name, strategy, microbatches, "none", num_steps)
+    captured = sharded_run(name, strategy, microbatches, "full_iteration", num_steps)
     assert_same_training(eager, captured)
-    assert_replayed(captured)
-    expected = emulated_run(name, strategy, microbatches)[dist.get_rank()]
+    assert_replayed(captured, num_steps)
+    expected = emulated_run(name, strategy, microbatches, num_steps)[dist.get_rank()]
     assert difference(expected, captured) <= TOLERANCE
     assert all(param.dtype == PRECISIONS[name].main for param in captured.params.values())
     assert min(float(loss) for loss in captured.losses) < float(captured.losses[0])

@@ -52,6 +52,7 @@ def test_metrics_read_back_bit_for_bit_without_what_was_not_measured(
     assert said in metrics.describe(10)
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("name", ["new/run", ""])
 def test_lines_are_in_the_file_at_once(name: str, tmp_path: Path) -> None:
     out = tmp_path / name  # the second is there, and empty
