@@ -3,7 +3,7 @@
 import dataclasses
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
 from graphfsdp.data.batches import Batch
 from graphfsdp.moe import overflowed_tokens
+from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
@@ -39,6 +40,10 @@ class TrainResult:
     validation_loss: float
     unigram_entropy: float
     metrics: Metrics
+
+
+def run_train(arguments: Sequence[str], console: Console) -> None:
+    train(parse_train_arguments(arguments), console)
 
 
 def train(config: TrainConfig, console: Console) -> TrainResult:
