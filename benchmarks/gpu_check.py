@@ -37,10 +37,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.tables import Table
 
 TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
 # In order, each with its own seconds. Parts without a name above are those of benchmarks.gpu_parts,
@@ -189,20 +188,18 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     """A row is good if the contender ran, or is not ours; and if ours trained eager's losses."""
     # Here, since a package that cannot be imported is something to report.
     from benchmarks.readme_table import keep
-    from graphfsdp.bench.records import NOT_ASKED, REFERENCE, read_result
-    from graphfsdp.bench.tables import memory_text, parity_text, ratio_text, workload_text
+    from graphfsdp.bench.records import NOT_ASKED, read_result
+    from graphfsdp.bench.tables import memory_text, short_table
 
     keep(folder, results)
     result = read_result(folder)
     rows: list[dict[str, Any]] = []
     for case in result.cases:
-        name = workload_text(case.workload)
-        for own in case.contenders:
-            text = f"{own.timing.steps.median:.3f} ms/step, {case.items_per_s(own):,.0f} "
-            text += f"{case.workload.unit}/s, peak memory {memory_text(own)}"
-            if own.name != REFERENCE:
-                text += f"; {ratio_text(case.speedup(own.name))} times as fast as eager; losses "
-                text += parity_text(own.parity)
+        table = short_table(case)
+        name = table.title
+        for own, cells in zip(case.contenders, table.rows, strict=True):
+            pairs = zip((*table.heading, "peak memory"), (*cells, memory_text(own)), strict=True)
+            text = ", ".join(f"{title} {cell}" for title, cell in list(pairs)[1:])
             good = own.parity.max_difference is not None
             rows.append({"what": f"{name}: {own.name}", "result": text, "ok": good})
         rows += [
@@ -310,20 +307,21 @@ def described(facts: dict[str, Any]) -> str:
     )
 
 
-def table_of(document: dict[str, Any]) -> Table:
-    table = Table(title=f"graphfsdp, {described(document['environment'])}")
-    table.add_column("part", no_wrap=True)
-    table.add_column("what")
-    table.add_column("result")
-    table.add_column("good")
+def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
     for part in document["parts"]:
-        for row in part["rows"]:
-            mark = "[green]yes" if row["ok"] else "[red]no"
-            table.add_row(part["name"], escape(row["what"]), escape(row["result"]), mark)
+        rows += [
+            (part["name"], row["what"], row["result"], "yes" if row["ok"] else "no")
+            for row in part["rows"]
+        ]
         if part["error"]:
-            table.add_row(part["name"], "", escape(last_line(part["error"])), "[red]no")
-        table.add_section()
-    return table
+            rows.append((part["name"], "", last_line(part["error"]), "no"))
+    return rows
+
+
+def table_of(document: dict[str, Any]) -> Table:
+    title = f"graphfsdp, {described(document['environment'])}"
+    return Table(title, ("part", "what", "result", "good"), rows_of(document), num_left=4)
 
 
 def check(
@@ -418,7 +416,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     few = TEST_PATHS[:1] if options.rehearse else TEST_PATHS
     paths = options.tests or (["tests"] if options.group == TESTS else few)
     document = check(device, chosen, paths, path, tell, options.times, rehearses=rehearses)
-    console.print(table_of(document))
+    table = table_of(document)
+    console.print(table.rich(["" if row[-1] == "yes" else "red" for row in table.rows]))
     for part in document["parts"]:
         if part["error"]:
             console.print(f"{part['name']}:", part["error"], markup=False, soft_wrap=True)

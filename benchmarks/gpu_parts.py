@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -112,12 +112,18 @@ LEAST_SHARE, LEAST_SPEEDUP = 0.9, 1.0
 LARGEST_COPY_BYTES = 4 * 2**30
 
 
-def parameters_of(shape: GPTConfig, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+def sizes_of(shape: GPTConfig) -> list[torch.Size]:
     with torch.device("meta"):
-        sizes = [param.shape for param in GPT(shape).parameters()]
+        return [param.shape for param in GPT(shape).parameters()]
+
+
+def parameters_of(
+    sizes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype
+) -> list[nn.Parameter]:
+    """The same in each call."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(size: torch.Size) -> Tensor:
+    def random(size: Sequence[int]) -> Tensor:
         return torch.randn(size, generator=generator, device=device).to(dtype)
 
     params = [nn.Parameter(random(size)) for size in sizes]
@@ -136,8 +142,9 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
 
 def optimizers(shape: GPTConfig, rounds: tuple[int, int], device: torch.device) -> Iterator[Row]:
     """Compare with torch's AdamW, called from Python, and on a GPU replayed from a CUDA graph."""
-    ours, theirs = (parameters_of(shape, device, torch.float32) for _ in range(2))
-    mixed = parameters_of(shape, device, torch.bfloat16)
+    sizes = sizes_of(shape)
+    ours, theirs = (parameters_of(sizes, device, torch.float32) for _ in range(2))
+    mixed = parameters_of(sizes, device, torch.bfloat16)
     settings: dict[str, Any] = {"lr": 1e-4, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
     fused = FusedAdam(ours, **settings)
     fused_mixed = FusedAdam(mixed, master_weights=True, **settings)
@@ -223,7 +230,7 @@ def offload(name: str, device: torch.device) -> Iterator[Row]:
     sets: dict[str, list[nn.Parameter]] = {}
     steps: dict[str, Callable[[], object]] = {}
     for kind, options in kinds.items():
-        sets[kind] = parameters_of(shape_of(name), device, torch.float32)
+        sets[kind] = parameters_of(sizes_of(shape_of(name)), device, torch.float32)
         optimizer: Any = FusedAdam(sets[kind], lr=LR)
         if options is not None:
             optimizer = CPUOffload(optimizer, **options)
