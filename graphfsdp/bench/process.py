@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from graphfsdp.bench.agreement import group_for
-from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, ContenderSpec
+from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, ContenderSpec, group_for
 from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, Say, measure_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, MemoryRecord
 from graphfsdp.bench.workloads import Case, find_workload

@@ -1,6 +1,7 @@
 """The training loop: one captured step per iteration, nothing read from the device between."""
 
 import dataclasses
+import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
+from graphfsdp.data import Corpus, TokenBatches
 from graphfsdp.data.batches import Batch
 from graphfsdp.moe import overflowed_tokens
 from graphfsdp.training.arguments import parse_train_arguments
@@ -21,16 +23,13 @@ from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
-from graphfsdp.training.evaluation import (
-    generate_sample,
-    pipeline_validation_loss,
-    validation_loss,
-)
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
-from graphfsdp.training.ranks import find_ranks, process_group
+from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
+
+_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -297,3 +296,85 @@ def _facts(run: TrainingRun) -> dict[str, object]:
             "python": platform.python_version(),
         },
     }
+
+
+@torch.no_grad()
+def validation_loss(
+    model: GPT,
+    batches: TokenBatches,
+    *,
+    num_batches: int,
+    batch_size: int,
+    ranks: Ranks | None = None,
+) -> float:
+    """Mean loss in nats per token over fixed batches of the held-out part.
+
+    Ranks share the batches out: all must call this, and all get the same mean, whose terms and
+    whose order of addition do not depend on the number of ranks.
+    """
+    ranks = ranks or Ranks()
+    num_rounds = math.ceil(num_batches / ranks.size)
+    # Sharded weights are gathered by all ranks together, so each runs equally many batches; one
+    # that has none left runs the last again, which is then not counted.
+    mine = [min(turn * ranks.size + ranks.rank, num_batches - 1) for turn in range(num_rounds)]
+    device = next(model.parameters()).device
+    model.eval()  # without dropout, so that nothing is drawn from the generators
+    try:
+        losses: list[Tensor] = [
+            model(*(tensor.to(device) for tensor in batch))
+            for batch in batches.validation_batches(num_batches, batch_size, mine)
+        ]
+    finally:
+        model.train()
+    in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
+    return float(in_order.double().mean())
+
+
+def pipeline_validation_loss(
+    step: graphfsdp.CapturedStep,
+    batches: TokenBatches,
+    *,
+    num_batches: int,
+    batch_size: int,
+    width: int,
+) -> float:
+    """Return the same of a pipeline that splits what it is given into ``width`` micro-batches.
+
+    Each pipeline runs all batches, so many at a time.
+    """
+    found = list(batches.validation_batches(num_batches, batch_size, range(num_batches)))
+    total, full = 0.0, num_batches - num_batches % width
+    groups = [found[first : first + width] for first in range(0, full, width)]
+    groups += [[batch] * width for batch in found[full:]]
+    for number, group in enumerate(groups):
+        tokens, targets = (torch.cat(parts) for parts in zip(*group, strict=True))
+        loss = step.evaluate(tokens, target=targets).double()
+        total += float(loss) * (width if number < full // width else 1)
+    return total / len(found)
+
+
+def generate_sample(
+    model: GPT,
+    batches: TokenBatches,
+    corpus: Corpus,
+    *,
+    num_tokens: int,
+    seed: int,
+) -> tuple[str, str]:
+    """Continue the start of the held-out part; ranks with a sharded model must all call this.
+
+    Prompt and continuation are text for a corpus of bytes, else token numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompt = batches.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
+    prompt = prompt.to(next(model.parameters()).device)
+    tokens = model.generate(prompt, num_tokens, generator=generator)[0].tolist()
+    border = prompt.shape[1]
+    return _show(tokens[:border], corpus), _show(tokens[border:], corpus)
+
+
+def _show(tokens: list[int], corpus: Corpus) -> str:
+    if not corpus.is_bytes:
+        return " ".join(str(token) for token in tokens)
+    # A model with a larger vocabulary than bytes need may also draw a token that is none.
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphfsdp.bench import clock, process
-from graphfsdp.bench.agreement import Failure
 from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
-from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, compare_losses, measure_case
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Failure, Job, compare_losses, measure_case
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, read_result
