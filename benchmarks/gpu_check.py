@@ -308,7 +308,7 @@ def described(facts: dict[str, Any]) -> str:
 
 
 def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for part in document["parts"]:
         rows += [
             (part["name"], row["what"], row["result"], "yes" if row["ok"] else "no")

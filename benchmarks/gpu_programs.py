@@ -49,30 +49,6 @@ class Tied(nn.Module):
         return out
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x.unsqueeze(1).expand(-1, 8, -1)).chunk(3, dim=-1)
-        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in heads)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 2)
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.norm(self.first(x.view(-1, 1, 4, 4))))
-        return out
-
-
 class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -186,8 +162,18 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "dropout": Program(lambda: layers(nn.Dropout(0.3))),
         "three microbatches": Program(options={"microbatches": 3}),
         "layer norm": Program(lambda: layers(nn.LayerNorm(WIDTH))),
-        "attention": Program(Attention),
-        "convolution and batch norm": Program(Convolution),
+        "attention": Program(
+            lambda: nn.Sequential(
+                nn.Unflatten(1, (4, 4)),
+                nn.TransformerEncoderLayer(4, 2, WIDTH, dropout=0.1, batch_first=True),
+            )
+        ),
+        "convolution and batch norm": Program(
+            lambda: nn.Sequential(
+                *(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)),
+                nn.Conv2d(4, 2, 2),
+            )
+        ),
         "tied embedding": Program(Tied),
         "bfloat16 with main weights": Program(
             optimizer=lambda params: adam(params, master_weights=True), dtype=torch.bfloat16
