@@ -152,7 +152,7 @@ def _iterate(
     log: RunLog,
 ) -> Metrics:
     config, step = run.config, run.step
-    log.block_starts(start.iteration * run.batch.num_sequences)
+    log.block_starts()
     window = _Window(run)
     for iteration in range(start.iteration, config.train_iters):
         batch = next(feed)
@@ -173,15 +173,13 @@ def _iterate(
             phase = graphfsdp.Phase.CAPTURE if captured else phase_before
             metrics = window.measure(position, loss, lr, phase)
             if evaluates:
-                val_loss = _validate(run, done, log)
+                val_loss = _validate(run, log)
                 metrics = dataclasses.replace(metrics, val_loss=val_loss)
                 is_last = is_last or reached(config, val_loss)
                 if is_last:
-                    log.run_stops(
-                        done * run.batch.num_sequences, success=is_success(config, val_loss)
-                    )
+                    log.run_stops(success=is_success(config, val_loss))
                 else:
-                    log.block_starts(done * run.batch.num_sequences)
+                    log.block_starts()
             out.log(metrics)
             if directory is not None:
                 directory.add(metrics)
@@ -200,16 +198,15 @@ def _is_due(done: int, interval: int) -> bool:
     return interval > 0 and done % interval == 0
 
 
-def _validate(run: TrainingRun, done: int, log: RunLog) -> float:
-    num_samples = done * run.batch.num_sequences
-    log.block_stops(num_samples)
+def _validate(run: TrainingRun, log: RunLog) -> float:
+    log.block_stops()
     size = {"num_batches": run.config.eval_iters, "batch_size": run.config.micro_batch_size}
     if run.trained is run.model:
         loss = validation_loss(run.model, run.batches, ranks=run.ranks, **size)
     else:
         width = run.batch.num_microbatches
         loss = pipeline_validation_loss(run.step, run.batches, width=width, **size)
-    log.validated(num_samples, loss)
+    log.validated(loss)
     return loss
 
 
