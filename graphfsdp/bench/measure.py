@@ -24,7 +24,7 @@ from torch import Tensor
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
-from graphfsdp.bench.clock import Schedule, Window, make_schedule, time_window
+from graphfsdp.bench.clock import Window, make_schedule, time_window
 from graphfsdp.bench.contenders import (
     Contender,
     ContenderSpec,
@@ -324,7 +324,7 @@ class _CaseBench:
 
     def run(self, specs: Sequence[ContenderSpec]) -> tuple[ContenderResult, ...]:
         self._start(specs)
-        self._time(self._probe())
+        self._time(*self._probe())
         line_up(self._setting.ranks, self._setting.device)
         losses = self._reference().all_losses()
         rooflines = self._rooflines()
@@ -385,7 +385,7 @@ class _CaseBench:
         self._running.append(built)
         return None
 
-    def _probe(self) -> Schedule:
+    def _probe(self) -> tuple[int, int]:
         step_ms = []
         for item in list(self._running):
             self._say("probe", item.spec.name)
@@ -397,11 +397,11 @@ class _CaseBench:
         schedule = make_schedule(step_ms, self._options.seconds)
         return self._setting.ranks.exchange(schedule)[0]
 
-    def _time(self, schedule: Schedule) -> None:
+    def _time(self, num_rounds: int, num_steps: int) -> None:
         """The order turns round after each round; where time is nearly over, fewer must do."""
         order = list(self._running)
-        for number in range(schedule.num_rounds):
-            batches = self._source.take(self._next_step, schedule.num_steps)
+        for number in range(num_rounds):
+            batches = self._source.take(self._next_step, num_steps)
             if number and self._is_late(_TIMING_SHARE):
                 break
             with without_collector():
@@ -410,7 +410,7 @@ class _CaseBench:
                         self._say("timing", item.spec.name)
                         self._window(item, batches, keep=True)
             order.reverse()
-            self._next_step += schedule.num_steps
+            self._next_step += num_steps
 
     def _window(
         self, item: RunningContender, batches: list[Batch], *, keep: bool = False

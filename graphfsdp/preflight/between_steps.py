@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -107,15 +106,14 @@ class BetweenSteps:
             self._clipped.append(float(max_norm))
             return clip(parameters, max_norm, *args, **kwargs)
 
+        nn.utils.clip_grad_norm_ = noting_clip
         try:
-            with (
-                warnings.catch_warnings(),
-                mock.patch.object(nn.utils, "clip_grad_norm_", noting_clip),
-            ):
+            with warnings.catch_warnings():
                 # Of ours, which fire once more for the wrapper: that is meant.
                 warnings.filterwarnings("ignore", message=".*when there are global hooks on")
                 yield
         finally:
+            nn.utils.clip_grad_norm_ = clip
             for handle in handles:
                 handle.remove()
             self._open.close()
