@@ -97,8 +97,8 @@ class LiveNumber:
     __pow__, __rpow__ = (partialmethod(each, operator.pow) for each in (_with, _behind))
     __lt__, __le__ = partialmethod(_fixed, operator.lt), partialmethod(_fixed, operator.le)
     __gt__, __ge__ = partialmethod(_fixed, operator.gt), partialmethod(_fixed, operator.ge)
-    __eq__ = partialmethod(_fixed, operator.eq)  # type: ignore[assignment]
-    __ne__ = partialmethod(_fixed, operator.ne)  # type: ignore[assignment]
+    __eq__ = partialmethod(_fixed, operator.eq)
+    __ne__ = partialmethod(_fixed, operator.ne)
 
     def __neg__(self) -> Any:
         return self._of(operator.neg, self)
