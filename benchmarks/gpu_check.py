@@ -30,33 +30,30 @@ import tempfile
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.tables import Table
 
-SMOKE, TESTS, BENCH, REDUCE_OVERHEAD = "smoke", "tests", "bench", "reduce-overhead"
+TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
 # In order, each with its own seconds. Parts without a name above are those of benchmarks.gpu_parts,
-# which is not imported here: a package that cannot be imported is something to report.
+# which is imported late: a package that cannot be imported is something to report.
 BUDGETS_S: Mapping[str, float] = MappingProxyType(
     {
-        SMOKE: 90,
+        "smoke": 90,
         "parity-fp32": 40,
         "parity-bf16": 30,
         "broken": 20,
-        TESTS: 150,
+        TESTS: 180,
         "overlap": 40,
         "compile": 20,
         "optimizer": 20,
-        "features": 30,
         "optimizer-1b": 20,
         "offload": 10,
         BENCH: 70,
@@ -72,8 +69,7 @@ TEST_PATHS = (
 )
 # Parts whose kernels torch.compile makes: above the stand-in nobody computes those.
 COMPILING = ("compile", BENCH, REDUCE_OVERHEAD)
-NO_CHILDREN = (SMOKE, TESTS, BENCH, REDUCE_OVERHEAD)
-PART_NAMES = tuple(name for name in BUDGETS_S if name not in NO_CHILDREN)
+PART_NAMES = tuple(name for name in BUDGETS_S if name not in (TESTS, BENCH, REDUCE_OVERHEAD))
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 PROGRAM_LIMIT_S = 60
 NUM_PROCESSES = 6  # that run programs and tests on the GPU at the same time
@@ -157,38 +153,6 @@ def suite_part(
     return {"rows": rows, "error": error or None, "data": data}
 
 
-def smoke_part(
-    device: torch.device, limit_s: float, program_limit_s: float, names: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Run little programs, each in a process of its own; whatever they say comes back whole."""
-    deadline = time.monotonic() + limit_s
-
-    def run(name: str) -> tuple[str, str]:
-        """Return what is wrong, and what the program said last."""
-        left = min(program_limit_s, deadline - time.monotonic())
-        if left < 1:
-            return "left out", f"left out: {limit_s:.0f} s are over"
-        command = [sys.executable, "-m", "benchmarks.gpu_smoke", name, str(device)]
-        try:
-            done = _run(command, left)
-        except subprocess.TimeoutExpired as late:
-            said = f"stopped after {left:.0f} s"
-            return f"{_text(late.stdout)}{_text(late.stderr)}\n{said}", said
-        said = done.stdout + done.stderr
-        return said if done.returncode else "", last_line(said)
-
-    try:
-        from benchmarks.gpu_smoke import PROGRAMS
-    except Exception:  # a package that cannot be imported is something to report
-        return {"rows": [], "error": traceback.format_exc()}
-    names = names or tuple(PROGRAMS)
-    with concurrent.futures.ThreadPoolExecutor(_num_processes()) as pool:
-        found = dict(zip(names, pool.map(run, names), strict=True))
-    rows = [{"what": name, "result": said, "ok": not bad} for name, (bad, said) in found.items()]
-    wrong = [f"{name}:\n{bad}" for name, (bad, _) in found.items() if bad]
-    return {"rows": rows, "error": "\n\n".join(wrong) or None}
-
-
 def bench_part(
     device: torch.device,
     limit_s: float,
@@ -207,10 +171,10 @@ def bench_part(
     suite += ["--contender", *(["reduce_overhead"] if reduce_overhead else CONTENDERS)]
     budget = max(limit_s - BENCH_START_S, 1.0) / 60
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "graphfsdp", "bench", "--device", device.type, *suite]
+        command = ["graphfsdp", "bench", "--device", device.type, *suite]
         command += ["--budget", f"{budget:.3f}", "--out", folder]
         try:
-            done = _run(command, limit_s)
+            done = _run(REDUCE_OVERHEAD if reduce_overhead else BENCH, command, limit_s)
         except subprocess.TimeoutExpired:
             return {"rows": [], "error": f"stopped after {limit_s:.0f} s"}
         if done.returncode:
@@ -224,20 +188,18 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     """A row is good if the contender ran, or is not ours; and if ours trained eager's losses."""
     # Here, since a package that cannot be imported is something to report.
     from benchmarks.readme_table import keep
-    from graphfsdp.bench.records import NOT_ASKED, REFERENCE, read_result
-    from graphfsdp.bench.tables import memory_text, parity_text, ratio_text, workload_text
+    from graphfsdp.bench.records import NOT_ASKED, read_result
+    from graphfsdp.bench.tables import memory_text, short_table
 
     keep(folder, results)
     result = read_result(folder)
     rows: list[dict[str, Any]] = []
     for case in result.cases:
-        name = workload_text(case.workload)
-        for own in case.contenders:
-            text = f"{own.timing.steps.median:.3f} ms/step, {case.items_per_s(own):,.0f} "
-            text += f"{case.workload.unit}/s, peak memory {memory_text(own)}"
-            if own.name != REFERENCE:
-                text += f"; {ratio_text(case.speedup(own.name))} times as fast as eager; losses "
-                text += parity_text(own.parity)
+        table = short_table(case)
+        name = table.title
+        for own, cells in zip(case.contenders, table.rows, strict=True):
+            pairs = zip((*table.heading, "peak memory"), (*cells, memory_text(own)), strict=True)
+            text = ", ".join(f"{title} {cell}" for title, cell in list(pairs)[1:])
             good = own.parity.max_difference is not None
             rows.append({"what": f"{name}: {own.name}", "result": text, "ok": good})
         rows += [
@@ -263,44 +225,61 @@ def last_line(text: str) -> str:
     return (marked or lines or [""])[0 if marked else -1][:200]
 
 
-def child_part(
-    name: str, device: torch.device, limit_s: float, *, rehearses: bool = False
+def programs_part(
+    part: str, device: torch.device, limit_s: float, program_limit_s: float, *, rehearses: bool
 ) -> dict[str, Any]:
-    """Whatever becomes of the process, a part is returned."""
-    command = [sys.executable, "-m", "benchmarks.gpu_parts", name, str(device)]
-    command += ["rehearse"] if rehearses else []
+    """Run programs, each in a process of its own; whatever becomes of these, a part is returned."""
+    deadline = time.monotonic() + limit_s
     try:
-        result = _run(command, limit_s)
-    except subprocess.TimeoutExpired as late:
-        why = f"stopped after {limit_s:.0f} s\n{_text(late.stderr)[-MAX_CHARACTERS:]}"
-        return {**(_last_document(_text(late.stdout)) or {"rows": []}), "error": why}
-    document = _last_document(result.stdout)
-    if document is None or result.returncode:
-        tail = (result.stdout + result.stderr)[-MAX_CHARACTERS:]
-        why = f"the process ended with {result.returncode}\n{tail}"
-        return {**(document or {"rows": []}), "error": why}
-    return document
+        from benchmarks.gpu_parts import parts
+
+        names = tuple(parts(rehearses=rehearses)[part])
+    except Exception:  # a package that cannot be imported is something to report
+        return {"rows": [], "error": traceback.format_exc()}
+    most_s = program_limit_s if len(names) > 1 else limit_s
+
+    def run(name: str) -> dict[str, Any]:
+        left = min(most_s, deadline - time.monotonic())
+        if left < 1:
+            return {"rows": [], "error": f"left out: {limit_s:.0f} s are over"}
+        command = ["benchmarks.gpu_parts", part, name, str(device)]
+        command += ["rehearse"] if rehearses else []
+        try:
+            result = _run(part, command, left)
+        except subprocess.TimeoutExpired as late:
+            why = f"{_text(late.stderr)[-MAX_CHARACTERS:]}\nstopped after {left:.0f} s"
+            return {**(_last_document(_text(late.stdout)) or {"rows": []}), "error": why}
+        document = _last_document(result.stdout)
+        if document is None or result.returncode:
+            tail = (result.stdout + result.stderr)[-MAX_CHARACTERS:]
+            why = f"{tail}\nthe process ended with {result.returncode}"
+            return {**(document or {"rows": []}), "error": why}
+        return document
+
+    with concurrent.futures.ThreadPoolExecutor(_num_processes()) as pool:
+        found = dict(zip(names, pool.map(run, names), strict=True))
+    rows = []
+    for name, document in found.items():
+        rows += document["rows"]
+        if document["error"]:
+            rows.append({"what": name, "result": last_line(document["error"]), "ok": False})
+    wrong = [f"{name}:\n{each['error']}" for name, each in found.items() if each["error"]]
+    return {"rows": rows, "error": "\n\n".join(wrong) or None}
 
 
-def _run(command: Sequence[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
+def _run(part: str, command: Sequence[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
+    environment = dict(os.environ)
+    if part in COMPILING and "CUDA_STAND_IN" in environment:
+        environment["CUDA_STAND_IN_KERNELS"] = "none"  # they compute nothing
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
     )
-
-
-@contextmanager
-def _kernels_of(name: str) -> Iterator[None]:
-    """Above the stand-in, have the kernels of a part compute nothing if nobody can compute them."""
-    variable, is_below = "CUDA_STAND_IN_KERNELS", "CUDA_STAND_IN" in os.environ
-    before = os.environ.get(variable)
-    if is_below and name in COMPILING:
-        os.environ[variable] = "none"
-    try:
-        yield
-    finally:
-        os.environ.pop(variable, None)
-        if before is not None:
-            os.environ[variable] = before
 
 
 def _text(said: str | bytes | None) -> str:
@@ -328,20 +307,21 @@ def described(facts: dict[str, Any]) -> str:
     )
 
 
-def table_of(document: dict[str, Any]) -> Table:
-    table = Table(title=f"graphfsdp, {described(document['environment'])}")
-    table.add_column("part", no_wrap=True)
-    table.add_column("what")
-    table.add_column("result")
-    table.add_column("good")
+def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for part in document["parts"]:
-        for row in part["rows"]:
-            mark = "[green]yes" if row["ok"] else "[red]no"
-            table.add_row(part["name"], escape(row["what"]), escape(row["result"]), mark)
+        rows += [
+            (part["name"], row["what"], row["result"], "yes" if row["ok"] else "no")
+            for row in part["rows"]
+        ]
         if part["error"]:
-            table.add_row(part["name"], "", escape(last_line(part["error"])), "[red]no")
-        table.add_section()
-    return table
+            rows.append((part["name"], "", last_line(part["error"]), "no"))
+    return rows
+
+
+def table_of(document: dict[str, Any]) -> Table:
+    title = f"graphfsdp, {described(document['environment'])}"
+    return Table(title, ("part", "what", "result", "good"), rows_of(document), num_left=4)
 
 
 def check(
@@ -370,20 +350,18 @@ def check(
         reserved = sum(BUDGETS_S.get(later, 0) for later in names[index + 1 :])
         limit_s = deadline - start - reserved * times
         part: dict[str, Any]
-        with _kernels_of(name):
-            if limit_s < 10:
-                part = {"rows": [], "error": f"left out: {TOTAL_LIMIT_S} s are over"}
-            elif name == SMOKE:
-                part = smoke_part(device, limit_s, PROGRAM_LIMIT_S * times)
-            elif name == TESTS:
-                part = suite_part(test_paths, limit_s, device)
-            elif name in (BENCH, REDUCE_OVERHEAD):
-                alone = name == REDUCE_OVERHEAD
-                part = bench_part(
-                    device, limit_s, path.parent, reduce_overhead=alone, rehearses=rehearses
-                )
-            else:
-                part = child_part(name, device, limit_s, rehearses=rehearses)
+        if limit_s < 10:
+            part = {"rows": [], "error": f"left out: {TOTAL_LIMIT_S} s are over"}
+        elif name == TESTS:
+            part = suite_part(test_paths, limit_s, device)
+        elif name in (BENCH, REDUCE_OVERHEAD):
+            alone = name == REDUCE_OVERHEAD
+            part = bench_part(
+                device, limit_s, path.parent, reduce_overhead=alone, rehearses=rehearses
+            )
+        else:
+            most_s = PROGRAM_LIMIT_S * times
+            part = programs_part(name, device, limit_s, most_s, rehearses=rehearses)
         good = part["error"] is None and all(row["ok"] for row in part["rows"])
         seconds = round(time.monotonic() - start, 1)
         document["parts"].append({"name": name, "ok": good, "seconds": seconds, **part})
@@ -403,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    groups = {"parts": (SMOKE, *PART_NAMES), "tests": (TESTS,), "bench": (BENCH, REDUCE_OVERHEAD)}
+    groups = {"parts": PART_NAMES, "tests": (TESTS,), "bench": (BENCH, REDUCE_OVERHEAD)}
     names = tuple(BUDGETS_S)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--part", choices=names, action="append", help="a part; repeatable")
@@ -438,7 +416,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     few = TEST_PATHS[:1] if options.rehearse else TEST_PATHS
     paths = options.tests or (["tests"] if options.group == TESTS else few)
     document = check(device, chosen, paths, path, tell, options.times, rehearses=rehearses)
-    console.print(table_of(document))
+    table = table_of(document)
+    console.print(table.rich(["" if row[-1] == "yes" else "red" for row in table.rows]))
     for part in document["parts"]:
         if part["error"]:
             console.print(f"{part['name']}:", part["error"], markup=False, soft_wrap=True)

@@ -1,20 +1,17 @@
-"""The parts of the GPU check in processes of their own: parity with eager, the optimizer, more.
+"""The parts of the GPU check, as programs of which each runs in a process of its own.
 
-``python -m benchmarks.gpu_parts PART DEVICE [rehearse]`` runs one part and prints its rows as JSON.
-Each part has a process of its own, since a CUDA error makes every later call in a process fail.
+``python -m benchmarks.gpu_parts PART PROGRAM DEVICE [rehearse]`` runs one and prints its rows as
+JSON. A CUDA error makes every later call in a process fail, so none shares its process.
 ``rehearse`` takes the smallest model; a CPU then runs all of them, but what only a GPU has.
 """
 
+import functools
 import json
 import os
-import pathlib
 import statistics
 import sys
-import tempfile
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,184 +20,33 @@ from torch import Tensor, nn
 
 import graphfsdp
 from benchmarks.adam_table import bytes_per_param
-from benchmarks.gpu_sharding import Row, make_deterministic, overlap, shape_of
+from benchmarks.gpu_programs import (
+    NUM_SEQUENCES,
+    PROGRAMS,
+    Row,
+    compare,
+    compiled,
+    gpt,
+    narrowed,
+    shape_of,
+)
+from benchmarks.gpu_sharding import make_deterministic, overlap
 from graphfsdp.bench.clock import interleave, time_window
-from graphfsdp.bench.machine import profiled
 from graphfsdp.optim import CPUOffload, FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
 
-SCOPES = ("none", "forward_backward", "full_iteration")
-NUM_STEPS = 20
-BATCH_SIZE = 4
-LR, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
-
-
+LR = 1e-3
 TINY = shape_of("gpt-tiny")
+Part = Callable[[torch.device], Iterable[Row]]
 
 
-# --- What a graph on CUDA must do: the numbers of eager, and more than replaying ---
+def of_gpu(name: str, part: Part) -> Part:
+    """Return a part that a CPU only names."""
 
+    def run(device: torch.device) -> Iterable[Row]:
+        return [Row(name, "only on a GPU")] if device.type == "cpu" else part(device)
 
-def train(
-    device: torch.device,
-    scope: str,
-    shape: GPTConfig = TINY,
-    *,
-    bf16: bool = False,
-    prepare: Callable[[nn.Module], Any] = lambda model: None,
-    evaluates: bool = False,
-) -> dict[str, Tensor]:
-    """``prepare`` may change the model, and returns the loss function."""
-    torch.manual_seed(0)
-    model = GPT(replace(shape, hidden_dropout=0.1, attention_dropout=0.1)).to(device)
-    if bf16:
-        for param in model.parameters():  # not the buffers: RoPE needs float32
-            param.data = param.data.bfloat16()
-    loss_fn = prepare(model)
-    optimizer = FusedAdam(
-        model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, master_weights=bf16
-    )
-    generator = torch.Generator().manual_seed(1)
-    size = (2, BATCH_SIZE, shape.seq_length)
-    seen: dict[str, Tensor] = {}
-    with graphfsdp.capture(
-        model, optimizer, scope=scope, loss_fn=loss_fn, max_grad_norm=1.0
-    ) as step:
-        for index in range(NUM_STEPS):
-            for group in optimizer.param_groups:
-                group["lr"] = LR * (1 - index / NUM_STEPS)
-            batch = torch.randint(shape.vocab_size, size, generator=generator).to(device)
-            seen[f"loss of step {index}"] = step(*batch)
-            assert step.grad_norm is not None
-            seen[f"gradient norm of step {index}"] = step.grad_norm.clone()
-            if evaluates:
-                step.evaluate(*torch.zeros_like(batch))
-        for name, param in model.named_parameters():
-            seen[f"parameter {name}"] = param.detach().clone()
-    return seen
-
-
-def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str | None:
-    """Name the first value that is not equal, and by how much; None if all are."""
-    for name, value in expected.items():
-        if not torch.equal(value, got[name]):
-            gap = (value.double() - got[name].double()).abs().max().item()
-            return f"{name} differs by {gap:.3g}"
-    return None
-
-
-def parity(names: Sequence[str], device: torch.device, *, bf16: bool) -> Iterator[Row]:
-    """Compare every loss, gradient norm and final parameter with eager's, bit for bit."""
-    for name in names:
-        eager = train(device, "none", shape_of(name), bf16=bf16)
-        for scope in SCOPES:
-            other = "eager again" if scope == "none" else scope
-            what = f"{name} {'bf16' if bf16 else 'fp32'}: {other} against eager, {NUM_STEPS} steps"
-            yield Row(what, *_verdict(eager, train(device, scope, shape_of(name), bf16=bf16)))
-
-
-def _verdict(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, bool]:
-    difference = first_difference(expected, got)
-    return difference or "equal bit for bit", difference is None
-
-
-def _compare(device: torch.device, prepare: Callable[[nn.Module], Any]) -> tuple[str, bool]:
-    eager = train(device, "none", prepare=prepare)
-    return _verdict(eager, train(device, "full_iteration", prepare=prepare))
-
-
-def autocast(device: torch.device) -> tuple[str, bool]:
-    def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss: Tensor = model(tokens, targets)
-        return loss
-
-    return _compare(device, lambda model: loss_fn)
-
-
-def compiled(device: torch.device) -> tuple[str, bool]:
-    if device.type == "cpu":
-        return "refused on a CPU by name", True
-    return _compare(device, lambda model: model.compile())
-
-
-def evaluation(device: torch.device) -> tuple[str, bool]:
-    plain = train(device, "full_iteration")
-    return _verdict(plain, train(device, "full_iteration", evaluates=True))
-
-
-@contextmanager
-def tiny_step(
-    device: torch.device, shape: GPTConfig = TINY, **options: Any
-) -> Iterator[tuple[graphfsdp.CapturedStep, Tensor]]:
-    torch.manual_seed(0)
-    model = GPT(shape).to(device)
-    tokens = torch.randint(256, (BATCH_SIZE, shape.seq_length), device=device)
-    optimizer = FusedAdam(model.parameters(), lr=LR)
-    with graphfsdp.capture(model, optimizer, **options) as step:
-        yield step, tokens
-
-
-def drawing(device: torch.device) -> tuple[str, bool]:
-    """Write the driver's drawing, and count what the driver names."""
-    with tiny_step(device) as (step, tokens), tempfile.TemporaryDirectory() as folder:
-        for _ in range(6):
-            step(tokens, tokens)
-        report = step.report()
-        report.html(pathlib.Path(folder) / "report.html")
-        counts = {kind: sum(names.values()) for kind, names in report.by_kind.items()}
-        if device.type == "cpu":
-            return f"{counts}", True
-        path = pathlib.Path(folder) / "graph.dot"
-        step.debug_dump(path)
-        text = path.read_text()
-        modules = {name for name, seen in report.by_module.items() if seen}
-    num_nodes = sum(counts.values())
-    good = text.startswith("digraph") and report.num_nodes == num_nodes and len(modules) > 5
-    return f"DOT of {len(text)} bytes, {counts}, {len(modules)} modules", good
-
-
-def launches(device: torch.device) -> tuple[str, bool]:
-    """Count what one replay launches, and whether it makes the host wait."""
-    if device.type == "cpu":
-        return "nothing is launched on a CPU", True
-    with tiny_step(device) as (step, tokens):
-        for _ in range(6):
-            step(tokens, tokens)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # once it is on, torch says that it is a prototype
-                torch.cuda.set_sync_debug_mode("error")
-            step(tokens, tokens)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        with profiled(device) as profile:
-            step(tokens, tokens)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    graphs, kernels = counts.get("cudaGraphLaunch", 0), counts.get("cudaLaunchKernel", 0)
-    text = f"{graphs} graph launch, {kernels} kernels beside it, no wait of the host"
-    return text, graphs == 1 and kernels <= 10
-
-
-def lengths(device: torch.device) -> tuple[str, bool]:
-    """Capture several lengths; their graphs are to share one pool."""
-    shape = TINY if device.type == "cpu" else replace(TINY, seq_length=256, hidden_size=256)
-    longest = shape.seq_length
-    reserved: list[int] = []
-    with tiny_step(device, shape, on_change="recapture", warmup_steps=1) as (step, tokens):
-        for length in (longest, longest * 3 // 4, longest // 2, longest // 4):
-            for _ in range(4):
-                step(tokens[:, :length].contiguous(), tokens[:, :length].contiguous())
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                reserved.append(torch.cuda.memory_reserved(device))
-        report = step.report()
-    if not reserved:
-        return f"{report.num_captures} captures", report.num_captures == 4
-    growth = (reserved[-1] - reserved[0]) / max(report.pool_bytes, 1)
-    text = f"{report.num_captures} captures; after the longest, three more take {growth:.0%} of "
-    return f"{text}a pool", report.num_captures == 4 and growth < 0.5
+    return run
 
 
 def synchronize(tokens: Tensor) -> None:
@@ -223,17 +69,10 @@ BREAKS: Mapping[str, tuple[Callable[[Tensor], None], str]] = {
 }
 
 
-def broken(device: torch.device) -> Iterator[Row]:
+def broken(
+    name: str, break_it: Callable[[Tensor], None], expected: str, device: torch.device
+) -> Iterator[Row]:
     """Let a capture break, and go on: draw, empty the cache, capture again."""
-    for name, (break_it, expected) in BREAKS.items() if device.type == "cuda" else ():
-        yield Row(f"a capture is broken: {name}", *_broken(device, break_it, expected))
-    if device.type == "cpu":
-        yield Row("a capture is broken", "no driver breaks a capture on a CPU")
-
-
-def _broken(
-    device: torch.device, break_it: Callable[[Tensor], None], expected: str
-) -> tuple[str, bool]:
     breaks = True
 
     def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -242,7 +81,11 @@ def _broken(
             break_it(tokens)
         return loss
 
-    with tiny_step(device, loss_fn=loss_fn) as (step, tokens):
+    torch.manual_seed(0)
+    model = GPT(TINY).to(device)
+    tokens = torch.randint(256, (NUM_SEQUENCES, TINY.seq_length), device=device)
+    optimizer = FusedAdam(model.parameters(), lr=LR)
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
         said = "CUDA has captured it"
         for _ in range(4):
             try:
@@ -257,42 +100,30 @@ def _broken(
         for _ in range(6):
             step(tokens, tokens)
         phase = step.phase.value
-    return f"{said}, then {phase}", said == expected and phase == "replay"
-
-
-FEATURES: Mapping[str, Callable[[torch.device], tuple[str, bool]]] = {
-    "autocast to bfloat16": autocast,
-    "DOT, nodes, report page": drawing,
-    "one launch for each replay": launches,
-    "four lengths, one pool": lengths,
-    "evaluations in between": evaluation,
-}
-
-
-def features(
-    device: torch.device, tests: Mapping[str, Callable[[torch.device], tuple[str, bool]]]
-) -> Iterator[Row]:
-    for what, test in tests.items():
-        try:
-            yield Row(what, *test(device))
-        except Exception as error:  # whatever it is: the other rows have something to tell
-            yield Row(what, f"{type(error).__name__}: {error}", ok=False)
+    yield Row(name, f"{said}, then {phase}", said == expected and phase == "replay")
 
 
 # --- FusedAdam beside torch's: memory traffic per second, and offloaded state ---
 
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 TOLERANCE = 1e-5
 # What is asked of FusedAdam on a GPU: of a copy's memory traffic, and of torch's speed.
 LEAST_SHARE, LEAST_SPEEDUP = 0.9, 1.0
 LARGEST_COPY_BYTES = 4 * 2**30
 
 
-def parameters_of(shape: GPTConfig, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+def sizes_of(shape: GPTConfig) -> list[torch.Size]:
     with torch.device("meta"):
-        sizes = [param.shape for param in GPT(shape).parameters()]
+        return [param.shape for param in GPT(shape).parameters()]
+
+
+def parameters_of(
+    sizes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype
+) -> list[nn.Parameter]:
+    """The same in each call."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(size: torch.Size) -> Tensor:
+    def random(size: Sequence[int]) -> Tensor:
         return torch.randn(size, generator=generator, device=device).to(dtype)
 
     params = [nn.Parameter(random(size)) for size in sizes]
@@ -309,10 +140,11 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
     return 2e3 * num_bytes / statistics.median(times[1:])
 
 
-def optimizers(shape: GPTConfig, device: torch.device, *rounds: int) -> Iterator[Row]:
+def optimizers(shape: GPTConfig, rounds: tuple[int, int], device: torch.device) -> Iterator[Row]:
     """Compare with torch's AdamW, called from Python, and on a GPU replayed from a CUDA graph."""
-    ours, theirs = (parameters_of(shape, device, torch.float32) for _ in range(2))
-    mixed = parameters_of(shape, device, torch.bfloat16)
+    sizes = sizes_of(shape)
+    ours, theirs = (parameters_of(sizes, device, torch.float32) for _ in range(2))
+    mixed = parameters_of(sizes, device, torch.bfloat16)
     settings: dict[str, Any] = {"lr": 1e-4, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
     fused = FusedAdam(ours, **settings)
     fused_mixed = FusedAdam(mixed, master_weights=True, **settings)
@@ -337,13 +169,11 @@ def optimizers(shape: GPTConfig, device: torch.device, *rounds: int) -> Iterator
     num_params = sum(param.numel() for param in ours)
     ceiling = copy_bytes_per_s(device, min(round(plain_bytes * num_params), LARGEST_COPY_BYTES))
     size = f"{num_params / 1e6:.1f}M parameters in {len(ours)} tensors"
-    yield from speed_rows(steps, moved, num_params, size, ceiling, device, *rounds)
+    judged = functools.partial(speed_rows, moved, num_params, ceiling, device, rounds)
+    yield from judged(steps, size)
     if device.type == "cuda":
         replays = {name: _captured(step, device).replay for name, step in steps.items()}
-        size += ", from a CUDA graph"
-        yield from speed_rows(
-            replays, moved, num_params, size, ceiling, device, *rounds, by_graph=True
-        )
+        yield from judged(replays, f"{size}, from a CUDA graph", by_graph=True)
 
 
 def _captured(step: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -359,19 +189,19 @@ def _captured(step: Callable[[], object], device: torch.device) -> torch.cuda.CU
 
 
 def speed_rows(
-    steps: Mapping[str, Callable[[], object]],
     moved: Mapping[str, float],
     num_params: int,
-    size: str,
     ceiling: float,
     device: torch.device,
-    *rounds: int,
+    rounds: tuple[int, int],
+    steps: Mapping[str, Callable[[], object]],
+    size: str,
+    *,
     by_graph: bool = False,
 ) -> Iterator[Row]:
     """Judge times beside those of the first contender; ``moved`` is bytes per parameter."""
     reference = next(iter(steps))
-    num_rounds, num_steps = rounds
-    windows = interleave(steps, num_rounds, num_steps, device)
+    windows = interleave(steps, *rounds, device)
     for name, own in windows.items():
         ms = statistics.median(window.mean_ms for window in own)
         rate = moved[name] * num_params / ms * 1e3
@@ -400,7 +230,7 @@ def offload(name: str, device: torch.device) -> Iterator[Row]:
     sets: dict[str, list[nn.Parameter]] = {}
     steps: dict[str, Callable[[], object]] = {}
     for kind, options in kinds.items():
-        sets[kind] = parameters_of(shape_of(name), device, torch.float32)
+        sets[kind] = parameters_of(sizes_of(shape_of(name)), device, torch.float32)
         optimizer: Any = FusedAdam(sets[kind], lr=LR)
         if options is not None:
             optimizer = CPUOffload(optimizer, **options)
@@ -420,39 +250,48 @@ def offload(name: str, device: torch.device) -> Iterator[Row]:
         yield Row(f"{name} optimizer step, {kind}", text, good, {"ms": ms})
 
 
-def run_part(name: str, device: torch.device, *, rehearses: bool) -> Iterator[Row]:
-    """``rehearses``: on the smallest model."""
+def parts(*, rehearses: bool) -> Mapping[str, Mapping[str, Part]]:
+    """Return the programs of each part by name; ``rehearses``: on the smallest model."""
     small = ("gpt-tiny",) if rehearses else ("gpt-tiny", "llama-tiny", "gpt-11m")
     large = "gpt-tiny" if rehearses else "gpt2-124m"
     largest = TINY if rehearses else replace(shape_of("gpt2-355m"), hidden_size=1792)
     often, seldom = ((2, 1), (2, 1)) if rehearses else ((20, 10), (8, 5))
-    table: Mapping[str, Callable[[], Iterable[Row]]] = {
-        "parity-fp32": lambda: parity(small, device, bf16=False),
-        "parity-bf16": lambda: parity(small, device, bf16=True),
-        "optimizer": lambda: optimizers(shape_of(large), device, *often),
-        "optimizer-1b": lambda: optimizers(largest, device, *seldom),
-        "features": lambda: features(device, FEATURES),
-        "broken": lambda: broken(device),
-        "compile": lambda: features(device, {"torch.compile inside the graph": compiled}),
-        "offload": lambda: offload(large, device),
-        "overlap": lambda: overlap(large, device),
+    programs = {
+        "smoke": PROGRAMS,
+        "parity-fp32": {name: gpt(name) for name in small},
+        "parity-bf16": {name: gpt(name, narrowed, master_weights=True) for name in small},
     }
-    yield from table[name]()
+    inside = "torch.compile inside the graph"
+    compiles = of_gpu(inside, functools.partial(compare, inside, gpt("gpt-tiny", compiled)))
+    return {
+        part: {name: functools.partial(compare, name, each) for name, each in members.items()}
+        for part, members in programs.items()
+    } | {
+        "broken": {
+            name: of_gpu(name, functools.partial(broken, name, *how))
+            for name, how in BREAKS.items()
+        },
+        "compile": {inside: compiles},
+        "optimizer": {large: functools.partial(optimizers, shape_of(large), often)},
+        "optimizer-1b": {"1b": functools.partial(optimizers, largest, seldom)},
+        "offload": {large: functools.partial(offload, large)},
+        "overlap": {large: functools.partial(overlap, large)},
+    }
 
 
 def main() -> None:
-    """Run one part; the last line of the output is the result."""
-    name, device, rehearses = sys.argv[1], torch.device(sys.argv[2]), "rehearse" in sys.argv[3:]
+    """Run one program; the last line of the output is the result."""
+    part, name, device = sys.argv[1], sys.argv[2], torch.device(sys.argv[3])
     if device.type == "cpu":
         torch.set_num_threads(1)
-    if name.startswith(("parity", "features", "overlap", "compile", "broken")):
+    if not part.startswith(("optimizer", "offload")):
         # Read at the first matrix product; child processes inherit it.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         make_deterministic()
     rows: list[dict[str, object]] = []
     error = None
     try:
-        for row in run_part(name, device, rehearses=rehearses):
+        for row in parts(rehearses="rehearse" in sys.argv[4:])[part][name](device):
             rows.append(asdict(row))
             # The last line that was printed counts, also if the process is killed meanwhile.
             print(json.dumps({"rows": rows, "error": "it did not end"}), flush=True)

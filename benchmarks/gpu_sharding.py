@@ -15,7 +15,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -30,11 +29,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.futures import Future
 
 import graphfsdp
+from benchmarks.gpu_programs import Row, shape_of
 from graphfsdp.base import rank_agreement
 from graphfsdp.bench.machine import profiled
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.sharding.module import unit_of
-from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.gpt import GPT
 
 # Of each collective's forms c10d calls one; its stub has all.
 # mypy: disable-error-code="override"
@@ -58,20 +58,6 @@ VARIANTS: Mapping[str, Mapping[str, bool] | None] = {
     "overlap and pool": {"buffer_pool": True},
     CAPTURED: {},
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    what: str
-    result: str
-    ok: bool = True
-    data: Mapping[str, object] = field(default_factory=dict)
-
-
-def shape_of(name: str) -> GPTConfig:
-    model = find_workload(name).model
-    assert isinstance(model, GPTConfig)
-    return model
 
 
 def make_deterministic() -> None:

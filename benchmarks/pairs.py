@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import graphfsdp
+from benchmarks.gpu_parts import parameters_of, sizes_of
 from graphfsdp.bench.batches import batch_source
-from graphfsdp.bench.clock import Window, interleave
+from graphfsdp.bench.clock import interleave
 from graphfsdp.bench.contenders import OwnContender, Setting
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.measure import NUM_WARMUP_STEPS
@@ -62,24 +63,6 @@ def record(times_ms: Mapping[str, Sequence[float]], reference: str, own: str) ->
     }
 
 
-def gpt2_124m() -> list[tuple[int, ...]]:
-    """148 tensors, with GPT-2's own vocabulary, which nobody has padded."""
-    with torch.device("meta"):
-        model = GPT(find_preset("gpt2-124m").gpt(50257))
-    return [tuple(param.shape) for param in model.parameters()]
-
-
-def make_parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
-    """The same in each call."""
-    generator = torch.Generator().manual_seed(0)
-    params = []
-    for shape in shapes:
-        param = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        param.grad = torch.randn(shape, generator=generator).to(dtype)
-        params.append(param)
-    return params
-
-
 def torch_step(params: list[nn.Parameter]) -> Step:
     """Of bfloat16 parameters the usual step over float32 copies."""
     if params[0].dtype == torch.float32:
@@ -90,7 +73,7 @@ def torch_step(params: list[nn.Parameter]) -> Step:
     @torch.no_grad()
     def step() -> None:
         for copy, param in zip(copies, params, strict=True):
-            assert param.grad is not None, "make_parameters sets it"
+            assert param.grad is not None, "parameters_of sets it"
             copy.grad = param.grad.float()
         optimizer.step()
         for copy, param in zip(copies, params, strict=True):
@@ -99,7 +82,7 @@ def torch_step(params: list[nn.Parameter]) -> Step:
     return step
 
 
-def adam(shapes: Sequence[tuple[int, ...]], num_rounds: int = 5, num_placements: int = 6) -> Record:
+def adam(shapes: Sequence[Sequence[int]], num_rounds: int = 5, num_placements: int = 6) -> Record:
     """Where the pages lie changes the time of one and the same optimizer by up to a tenth.
 
     So both are made anew several times, in alternating order.
@@ -108,7 +91,7 @@ def adam(shapes: Sequence[tuple[int, ...]], num_rounds: int = 5, num_placements:
     for name, dtype in (("fp32", torch.float32), ("bf16, fp32 main weights", torch.bfloat16)):
         cpu_ms: dict[str, list[float]] = {"torch": [], "FusedAdam": []}
         for placement in range(num_placements):
-            sets = [make_parameters(shapes, dtype), make_parameters(shapes, dtype)]
+            sets = [parameters_of(shapes, CPU, dtype) for _ in range(2)]
             mine, others = sets if placement % 2 == 0 else reversed(sets)
             ours = FusedAdam(mine, master_weights=dtype == torch.bfloat16, **SETTINGS)
             steps: dict[str, Step] = {"torch": torch_step(others), "FusedAdam": ours.step}
@@ -158,14 +141,11 @@ def checkpoint(num_rounds: int = 12, num_layers: int = 8, width: int = 384) -> R
                 for run in runs.values():
                     run()
                 windows = interleave(runs, num_rounds, 1, CPU)
-                found[way] = record(_clock_ms(windows), "dcp", "graphfsdp")
+                clock_ms = {each: [one.mean_ms for one in own] for each, own in windows.items()}
+                found[way] = record(clock_ms, "dcp", "graphfsdp")
     finally:
         shutil.rmtree(folder)
     return found
-
-
-def _clock_ms(windows: Mapping[str, Sequence[Window]]) -> dict[str, list[float]]:
-    return {name: [window.mean_ms for window in own] for name, own in windows.items()}
 
 
 def guards_of(case: Case, num_pairs: int) -> Record:
@@ -213,7 +193,8 @@ def told(found: Record) -> Iterator[str]:
 
 
 QUESTIONS: Mapping[str, tuple[str, Callable[[], Record]]] = {
-    "adam": ("adam_cpu", lambda: adam(gpt2_124m())),
+    # 148 tensors, with GPT-2's own vocabulary, which nobody has padded.
+    "adam": ("adam_cpu", lambda: adam(sizes_of(find_preset("gpt2-124m").gpt(50257)))),
     "checkpoint": ("checkpoint_speed", checkpoint),
     "guards": ("guard_cost_cpu", lambda: guards([planned.case for planned in suite("zoo")])),
 }

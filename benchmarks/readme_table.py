@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from benchmarks import adam_table, layout_table
-from benchmarks.gpu_check import described
+from benchmarks.gpu_check import described, table_of
 from graphfsdp.bench.records import REFERENCE, BenchResult, read_result
 from graphfsdp.bench.report import RESULT
 from graphfsdp.bench.tables import (
@@ -135,16 +135,11 @@ def gpu_check(results: pathlib.Path) -> str:
         return found["environment"]["date"][:10], found["environment"]["gpu"]
 
     newest = max(documents, key=run_of)
-    rows = tuple(
-        (part["name"], row["what"], row["result"], "yes" if row["ok"] else "**no**")
-        for found in documents
-        if run_of(found) == run_of(newest)
-        for part in found["parts"]
-        for row in part["rows"]
-    )
-    table = Table("", ("part", "what", "result", "good"), rows, num_left=3)
+    parts = [
+        part for found in documents if run_of(found) == run_of(newest) for part in found["parts"]
+    ]
     text = described(newest["environment"])
-    return f"{table.markdown()}\n\n{text[0].upper()}{text[1:]}."
+    return f"{table_of({**newest, 'parts': parts}).markdown()}\n\n{text[0].upper()}{text[1:]}."
 
 
 SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {

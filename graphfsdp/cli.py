@@ -1,18 +1,18 @@
 """The command line: ``graphfsdp COMMAND ...``, also as ``python -m graphfsdp COMMAND ...``."""
 
-import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
+from types import MappingProxyType
 
 import torch
 from rich.console import Console
 
 import graphfsdp
 from graphfsdp.command_line import print_line
-from graphfsdp.errors import CheckpointError, ConfigError, GraphFSDPError
+from graphfsdp.errors import ConfigError, GraphFSDPError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -21,59 +21,28 @@ EXIT_INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 _SAY_FIRST_S = 5.0
 
 
-@dataclass(frozen=True)
-class Command:
-    name: str
-    summary: str
-    run: Callable[[Sequence[str]], int | None]  # returns an exit code other than 0
-
-
-def _train(arguments: Sequence[str]) -> None:
-    # Here, since the trainer is much to import for another command's help.
-    from graphfsdp.training.arguments import parse_train_arguments
-    from graphfsdp.training.loop import train
-
-    train(parse_train_arguments(arguments), Console())
-
-
-def _plan(arguments: Sequence[str]) -> None:
-    from graphfsdp.planning.command import run_plan
-
-    run_plan(arguments, Console())
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    from graphfsdp.bench.command import run_bench
-
-    return run_bench(arguments, Console())
-
-
-def _check(arguments: Sequence[str]) -> int:
-    from graphfsdp.preflight.command import run_check
-
-    return run_check(arguments)
-
-
-def _checkpoint(arguments: Sequence[str]) -> int:
-    from graphfsdp.checkpoint.convert import run_checkpoint_command
-
-    say = functools.partial(print_line, Console())
-    try:
-        return 0 if run_checkpoint_command(arguments, say) else EXIT_FAILED
-    except CheckpointError as error:
-        if arguments[:1] != ["diff"]:
-            raise
-        # 1 says that two differ, as with the diff of files
-        _complain_of_rank(str(error))
-        return EXIT_BAD_INPUT
-
-
-COMMANDS = (
-    Command("train", "train a GPT with the whole iteration in one graph", _train),
-    Command("bench", "measure what the capture brings, beside what people use instead", _bench),
-    Command("plan", "tell what each rank of a training run will need, without the ranks", _plan),
-    Command("checkpoint", "show, convert and compare checkpoints", _checkpoint),
-    Command("check", "tell what a graph could not hold of a training program", _check),
+# What each is for, and the function that takes its arguments and a console and returns an exit code
+# other than 0; imported late, since one command is much to import for another one's help.
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "train": ("train a GPT with the whole iteration in one graph", "training.loop:run_train"),
+        "bench": (
+            "measure what the capture brings, beside what people use instead",
+            "bench.command:run_bench",
+        ),
+        "plan": (
+            "tell what each rank of a training run will need, without the ranks",
+            "planning.command:run_plan",
+        ),
+        "checkpoint": (
+            "show, convert and compare checkpoints",
+            "checkpoint.convert:run_checkpoint_command",
+        ),
+        "check": (
+            "tell what a graph could not hold of a training program",
+            "preflight.command:run_check",
+        ),
+    }
 )
 
 
@@ -115,17 +84,17 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"]:
         print_line(Console(), f"graphfsdp {graphfsdp.__version__}")
         return 0
-    known = ", ".join(command.name for command in COMMANDS)
+    known = ", ".join(COMMANDS)
     if not arguments:
         raise ConfigError(f"no command given; expected {known}: graphfsdp --help explains")
-    for command in COMMANDS:
-        if command.name == arguments[0]:
-            return command.run(arguments[1:]) or 0
-    raise ConfigError(f"unknown command {arguments[0]!r}; expected {known}")
+    if arguments[0] not in COMMANDS:
+        raise ConfigError(f"unknown command {arguments[0]!r}; expected {known}")
+    run = resolve_name(f"graphfsdp.{COMMANDS[arguments[0]][1]}")
+    return run(arguments[1:], Console()) or 0
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {command.name:<10} {command.summary}" for command in COMMANDS)
+    commands = "\n".join(f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items())
     return (
         f"usage: graphfsdp COMMAND ...\n\ncommands:\n{commands}\n\n"
         f"'graphfsdp COMMAND --help' lists a command's flags; --version prints the version"

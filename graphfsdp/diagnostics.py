@@ -4,7 +4,7 @@ For models that ``fully_shard`` has cut, for other DTensors and for plain models
 call each function together; every one reads values on the host, so none belongs into an
 iteration that is captured. ``shard_table`` and ``check_slices`` look at memory alone.
 
-Shapes: P = parameters; R = ranks of a group.
+Shapes: P = parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,7 +90,7 @@ def find_nonfinite(model: nn.Module) -> tuple[NonFinite, ...]:
     named = list(model.named_parameters())
     found: dict[str, list[NonFinite]] = {name: [] for name, _ in named}
     for groups, members in _by_groups(named, mesh_groups).items():
-        mine = torch.stack([_bad_counts(param) for _, param in members])  # [P, 4]
+        mine = torch.stack([_bad_counts(param) for _, param in members]).tolist()  # [P, 4]
         for rank, counts in _gathered(mine, groups):
             for (name, _), row in zip(members, counts, strict=True):
                 for what, (num_nan, num_inf) in (("weight", row[:2]), ("gradient", row[2:])):
@@ -140,27 +140,19 @@ def _bad_counts(param: nn.Parameter) -> Tensor:
 
 
 def _gathered(
-    mine: Tensor,  # [P, 4]
+    mine: list[list[int]],  # [P, 4]
     groups: RankGroups,
 ) -> list[tuple[int, list[list[int]]]]:
     """Return global ranks in order, and what each of them has counted."""
     if not dist.is_initialized():
-        return [(_NO_RANK, mine.tolist())]
-    ranks = torch.tensor([dist.get_rank()], device=mine.device)
-    counts = mine[None]  # [R, P, 4] in the end
+        return [(_NO_RANK, mine)]
+    found = [(dist.get_rank(), mine)]
     # Plain parameters have no mesh: every rank has all of them.
     for group in groups or (dist.group.WORLD,):
-        ranks, counts = (_joined(tensor, group) for tensor in (ranks, counts))
-    return sorted(zip(ranks.tolist(), counts.tolist(), strict=True))
-
-
-def _joined(
-    tensor: Tensor,  # [N, ...] of the same shape on each rank
-    group: dist.ProcessGroup | None,
-) -> Tensor:  # [ranks * N, ...]
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, tensor, group=group)
-    return torch.cat(everyone)
+        everyone: list[list[tuple[int, list[list[int]]]]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, found, group=group)
+        found = [pair for pairs in everyone for pair in pairs]
+    return sorted(found)
 
 
 @dataclass(frozen=True)

@@ -62,29 +62,24 @@ def _window(step_ms: Sequence[float], host_ms: float, cpu_ns: int) -> Window:
     return Window(rounded, host_ms / num_steps, cpu_ns / 1e6 / num_steps)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    num_rounds: int
-    num_steps: int
-
-
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 _MIN_STEPS, _MAX_STEPS = 2, 50
 _WINDOW_MS = 40.0
 
 
-def make_schedule(step_ms: Sequence[float], seconds: float) -> Schedule:
-    """Fit rounds into a time, once it is known how long a step of each contender takes.
+def make_schedule(step_ms: Sequence[float], seconds: float) -> tuple[int, int]:
+    """Return how many rounds fit into a time, and steps into a window.
 
-    A window has several steps, since its first one finds its neighbour's data in the caches, and
-    is long beside the clock's own cost. There are enough rounds to see how the ratio scatters.
+    ``step_ms`` says how long a step of each contender takes. A window has several steps, since its
+    first one finds its neighbour's data in the caches, and is long beside the clock's own cost.
+    There are enough rounds to see how the ratio scatters.
     """
     all_ms = sum(step_ms)
     num_steps = round(_WINDOW_MS / min(step_ms))
     num_steps = min(num_steps, int(seconds * 1e3 / (2 * MIN_ROUNDS * all_ms)), _MAX_STEPS)
     num_steps = max(num_steps, _MIN_STEPS)
     num_rounds = int(seconds * 1e3 / (num_steps * all_ms))
-    return Schedule(min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps)
+    return min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps
 
 
 def interleave(

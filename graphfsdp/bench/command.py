@@ -11,9 +11,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from graphfsdp.bench.agreement import TIMEOUT_MINUTES
 from graphfsdp.bench.compare import run_compare
-from graphfsdp.bench.contenders import CONTENDERS, Setting
+from graphfsdp.bench.contenders import CONTENDERS, TIMEOUT_MINUTES, Setting
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.measure import Job, Say, measure_case
 from graphfsdp.bench.mlperf import run_mlperf

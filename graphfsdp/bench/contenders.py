@@ -7,7 +7,7 @@ import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -26,13 +27,14 @@ from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.ranks import Ranks
+from graphfsdp.training.ranks import Ranks, process_group
 
 PEAK_LR = 1e-3
 ADAM: Mapping[str, Any] = MappingProxyType(
     {"lr": PEAK_LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 )
 MAX_GRAD_NORM = 1.0
+TIMEOUT_MINUTES = 30
 WARMUP_STEPS = 3  # of graphfsdp.capture
 _LR_WARMUP_STEPS = 10
 
@@ -375,3 +377,14 @@ def find_contenders(names: tuple[str, ...] | None) -> tuple[ContenderSpec, ...]:
     return tuple(
         spec for spec in CONTENDERS if names is None or spec.name == REFERENCE or spec.name in names
     )
+
+
+@contextlib.contextmanager
+def group_for(specs: Sequence[ContenderSpec], setting: Setting) -> Iterator[None]:
+    """Keep a group of one rank where a contender needs one and no launcher has made any."""
+    if dist.is_initialized() or not any(spec.needs_group for spec in specs):
+        yield
+        return
+    alone = Ranks(launched=True)
+    with process_group(alone, setting.device, timeout_minutes=TIMEOUT_MINUTES, store=HashStore()):
+        yield

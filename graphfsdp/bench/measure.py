@@ -7,21 +7,31 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
-from graphfsdp.bench.agreement import Failure, attempt, group_for, line_up
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
-from graphfsdp.bench.clock import Schedule, Window, make_schedule, time_window
-from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
+from graphfsdp.bench.clock import Window, make_schedule, time_window
+from graphfsdp.bench.contenders import (
+    Contender,
+    ContenderSpec,
+    Setting,
+    find_contenders,
+    group_for,
+)
 from graphfsdp.bench.machine import (
     find_peak,
     kernel_roofline,
@@ -46,6 +56,9 @@ from graphfsdp.bench.records import (
 from graphfsdp.bench.timeline import replay_nodes
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
+from graphfsdp.training.ranks import Ranks
+
+T = TypeVar("T")
 
 # Three eager iterations, the capture, and two replays; torch.compile compiles in the first.
 NUM_WARMUP_STEPS = 6
@@ -57,6 +70,56 @@ _NUM_EARLY_STEPS = 10
 _NUM_PROFILED = 3
 # Of a case's time: when no further contender starts, and no further round.
 _START_SHARE, _TIMING_SHARE = 0.5, 0.8
+_MAX_CHARACTERS = 3000  # of a traceback
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why something did not work, on some rank: a sentence, and the end of the traceback."""
+
+    reason: str
+    detail: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int | None = None) -> "Failure":
+        where = "" if rank is None else f"rank {rank}: "
+        text = " ".join(str(error).split("\n\n")[0].split())
+        if len(text) > 400:
+            text = text[:400] + " ..."
+        name = type(error).__name__
+        lines = without_folders("".join(traceback.format_exception(error)))
+        return cls(f"{where}{name}: {text}", lines[-_MAX_CHARACTERS:])
+
+
+def without_folders(text: str) -> str:
+    """Return a traceback with files as Python finds them: results go to other people."""
+    folders = {os.getcwd(), sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
+    for folder in sorted(folders, key=len, reverse=True):
+        text = text.replace(os.path.join(folder, ""), "")
+    return text
+
+
+def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
+    """Run what may fail; where it fails on any rank, every rank gets the failure.
+
+    A rank that went on alone would wait for the others in its next collective.
+    """
+    failure: Failure | None = None
+    made: list[T] = []
+    try:
+        made.append(make())
+    except Exception as error:  # whatever a contender dies of is a result: it could not run here
+        failure = Failure.of(error, ranks.rank if ranks.size > 1 else None)
+    failures = [found for found in ranks.exchange(failure) if found is not None]
+    return failures[0] if failures else made[0]
+
+
+def line_up(ranks: Ranks, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if ranks.size > 1:
+        dist.barrier()
+
 
 # Told what goes on: a phase, and a contender's name or "".
 Say = Callable[[str, str], None]
@@ -261,7 +324,7 @@ class _CaseBench:
 
     def run(self, specs: Sequence[ContenderSpec]) -> tuple[ContenderResult, ...]:
         self._start(specs)
-        self._time(self._probe())
+        self._time(*self._probe())
         line_up(self._setting.ranks, self._setting.device)
         losses = self._reference().all_losses()
         rooflines = self._rooflines()
@@ -322,7 +385,7 @@ class _CaseBench:
         self._running.append(built)
         return None
 
-    def _probe(self) -> Schedule:
+    def _probe(self) -> tuple[int, int]:
         step_ms = []
         for item in list(self._running):
             self._say("probe", item.spec.name)
@@ -334,11 +397,11 @@ class _CaseBench:
         schedule = make_schedule(step_ms, self._options.seconds)
         return self._setting.ranks.exchange(schedule)[0]
 
-    def _time(self, schedule: Schedule) -> None:
+    def _time(self, num_rounds: int, num_steps: int) -> None:
         """The order turns round after each round; where time is nearly over, fewer must do."""
         order = list(self._running)
-        for number in range(schedule.num_rounds):
-            batches = self._source.take(self._next_step, schedule.num_steps)
+        for number in range(num_rounds):
+            batches = self._source.take(self._next_step, num_steps)
             if number and self._is_late(_TIMING_SHARE):
                 break
             with without_collector():
@@ -347,7 +410,7 @@ class _CaseBench:
                         self._say("timing", item.spec.name)
                         self._window(item, batches, keep=True)
             order.reverse()
-            self._next_step += schedule.num_steps
+            self._next_step += num_steps
 
     def _window(
         self, item: RunningContender, batches: list[Batch], *, keep: bool = False

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from graphfsdp.bench.agreement import group_for
-from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, ContenderSpec
+from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, ContenderSpec, group_for
 from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, Say, measure_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, MemoryRecord
 from graphfsdp.bench.workloads import Case, find_workload
@@ -36,14 +35,6 @@ class CaseFailedError(GraphFSDPError):
     """A case has no result at all; the message says why."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ending:
-    """How a child ended: the contender that it was at, and what happened to it."""
-
-    contender: str
-    reason: str
-
-
 def run_case(job: Job, say: Say) -> CaseResult:
     """A contender that ends the process is left out, with the reason; the others start anew.
 
@@ -56,13 +47,14 @@ def run_case(job: Job, say: Say) -> CaseResult:
             return found
         if isinstance(found, ConfigError):
             raise CaseFailedError(str(found))
-        assert isinstance(found, _Ending)
-        if not found.contender or found.contender == REFERENCE:
-            raise CaseFailedError(found.reason)
+        assert isinstance(found, tuple)
+        contender, reason = found
+        if not contender or contender == REFERENCE:
+            raise CaseFailedError(reason)
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise CaseFailedError(f"{found.reason} (at {found.contender})")
-        excluded = {**job.excluded, found.contender: found.reason}
+            raise CaseFailedError(f"{reason} (at {contender})")
+        excluded = {**job.excluded, contender: reason}
         job = dataclasses.replace(job, excluded=excluded, limit_s=left_s)
 
 
@@ -94,6 +86,7 @@ def child_main(
 def _run_child(
     measure: Callable[[Job, Say], object], job: Job, say: Say, deadline: float
 ) -> object:
+    """Return what was measured, or the contender that the child was at and how it ended."""
     context = multiprocessing.get_context("spawn")
     hears, tells = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as folder:
@@ -111,7 +104,7 @@ def _run_child(
                         child.join()
                         break
                     case str():
-                        return _Ending(at, message)
+                        return at, message
                     case (str(phase), str(name)):
                         at = name
                         say(phase, name)
@@ -122,7 +115,7 @@ def _run_child(
             hears.close()
         tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
     assert child.exitcode is not None
-    return _Ending(at, _how(child.exitcode, tail))
+    return at, _how(child.exitcode, tail)
 
 
 def _next_message(hears: Connection, child: BaseProcess, deadline: float) -> object:

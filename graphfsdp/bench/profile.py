@@ -1,6 +1,5 @@
 """Profiles of contenders: a Chrome trace for each, its largest kernels, gaps and phases."""
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -170,8 +169,7 @@ def summarise(
     kernels, ranges = kernels_of(events), [event for event in events if is_range(event)]
     on_cpu = bool(kernels) and kernels[0].category == "cpu_op"
     step_us = (end - begin) / num_steps
-    busy = _busy(kernels, begin, end)
-    found = gaps(busy, ranges, begin, end)
+    busy_us, found = _busy_and_gaps(kernels, ranges, begin, end)
     num_named = name_replays(trace, events, nodes)
     notes = []
     if nodes and not num_named:
@@ -184,7 +182,7 @@ def summarise(
         what="operators" if on_cpu else "kernels",
         num_steps=num_steps,
         step_ms=step_us / 1e3,
-        busy_ms=sum(stretch.us for stretch in busy) / num_steps / 1e3,
+        busy_ms=busy_us / num_steps / 1e3,
         num_kernels=len(outermost(kernels) if on_cpu else kernels) / num_steps,
         largest=_totals(_own_us(kernels), num_steps, step_us)[:NUM_LARGEST],
         num_gaps=len(found) / num_steps,
@@ -225,45 +223,26 @@ def _totals(
     return tuple(sorted(found, key=lambda total: -total.ms))
 
 
-@dataclass(frozen=True)
-class _Busy:
-    """A stretch of time in which something ran, from the first to the last event in it."""
-
-    start: float
-    end: float
-    first: str = ""
-    last: str = ""
-
-    @property
-    def us(self) -> float:
-        return self.end - self.start
-
-
-def _busy(kernels: Sequence[Event], begin: float, end: float) -> list[_Busy]:
-    found: list[_Busy] = []
-    for event in kernels:
-        own = _Busy(max(event.start, begin), min(event.end, end), event.name, event.name)
-        if own.us < 0:
-            continue
-        if found and own.start <= found[-1].end:
-            before = found.pop()
-            last = own.last if own.end > before.end else before.last
-            own = _Busy(before.start, max(before.end, own.end), before.first, last)
-        found.append(own)
-    return found
-
-
-def gaps(busy: Sequence[_Busy], ranges: Sequence[Event], begin: float, end: float) -> list[Gap]:
-    """Return the stretches in which nothing ran, the longest first."""
+def _busy_and_gaps(
+    kernels: Sequence[Event], ranges: Sequence[Event], begin: float, end: float
+) -> tuple[float, list[Gap]]:
+    """Return the microseconds in which something ran, and the other stretches, longest first."""
     found = []
-    for before, after in itertools.pairwise([_Busy(begin, begin), *busy, _Busy(end, end)]):
-        us, middle = after.start - before.end, (before.end + after.start) / 2
-        if us > _SHORTEST_GAP_US:
-            around = [event for event in ranges if event.start <= middle < event.end]
-            innermost = min(around, key=lambda event: event.us, default=None)
+    busy_us, reached, last = 0.0, begin, ""
+    for event in [*kernels, Event("", "", end, end, ("", ""))]:
+        start, stop = max(event.start, begin), min(event.end, end)
+        if stop < start:
+            continue
+        if start - reached > _SHORTEST_GAP_US:
+            middle = (reached + start) / 2
+            around = [each for each in ranges if each.start <= middle < each.end]
+            innermost = min(around, key=lambda each: each.us, default=None)
             within = "" if innermost is None else range_name(innermost)
-            found.append(Gap(us / 1e3, before.last, after.first, within))
-    return sorted(found, key=lambda gap: -gap.ms)
+            found.append(Gap((start - reached) / 1e3, last, event.name, within))
+        if stop > reached:
+            busy_us += stop - max(start, reached)
+            reached, last = stop, event.name
+    return busy_us, sorted(found, key=lambda gap: -gap.ms)
 
 
 def range_name(event: Event) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from graphfsdp.bench.records import (
@@ -57,7 +58,7 @@ class Table:
         for index, name in enumerate(self.heading):
             made.add_column(name, justify="left" if index < self.num_left else "right")
         for index, row in enumerate(self.rows):
-            made.add_row(*row, style=styles[index] if styles else "")
+            made.add_row(*map(escape, row), style=styles[index] if styles else "")
         return made
 
 

@@ -1,12 +1,13 @@
 """``graphfsdp checkpoint show|convert|diff``: checkpoints without a model."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from graphfsdp.checkpoint.folder import begin, entries, resolve
@@ -19,8 +20,8 @@ from graphfsdp.checkpoint.reading import CheckpointFiles
 from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.checkpoint.values import Json, decode
 from graphfsdp.checkpoint.writing import Snapshot, objects_file, write_snapshot
-from graphfsdp.command_line import Parser
-from graphfsdp.errors import CheckpointError
+from graphfsdp.command_line import Parser, print_line
+from graphfsdp.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def open_any(path: str | os.PathLike[str], step: int | None = None) -> Opened:
     return Opened(folder, files.manifest, files, files.tensor)
 
 
-def convert(source: str, target: str, *, step: int | None = None, dtype: str | None = None) -> str:
+def convert(source: str, target: str, step: int | None = None, dtype: str | None = None) -> str:
     """Write a checkpoint in another form, which the target's name says; return what was written."""
     opened = open_any(source, step)
     place = Path(target)
@@ -212,24 +213,25 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def run_checkpoint_command(arguments: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Run what the arguments say; ``say`` prints a line. False is a difference that was found."""
+def run_checkpoint_command(arguments: Sequence[str], console: Console) -> int:
+    """Return 1 for a difference that was found."""
     given = _make_parser().parse_args(arguments)
+    found = False
+    lines: Iterable[str]
     if given.command == "show":
         opened = open_any(given.path, given.step)
-        for line in describe(opened, verify=given.verify, tensors=given.tensors):
-            say(line)
-        return True
-    if given.command == "convert":
-        say(f"written: {convert(given.source, given.target, step=given.step, dtype=given.dtype)}")
-        return True
-    found = False
-    for line in differences(open_any(given.left), open_any(given.right)):
-        found = True
-        say(line)
-    if not found:
-        say("equal, bit for bit")
-    return not found
+        lines = describe(opened, verify=given.verify, tensors=given.tensors)
+    elif given.command == "convert":
+        lines = [f"written: {convert(given.source, given.target, given.step, given.dtype)}"]
+    else:
+        try:
+            lines = [*differences(open_any(given.left), open_any(given.right))]
+        except CheckpointError as error:  # 1 says that two differ, as with the diff of files
+            raise ConfigError(str(error)) from None
+        found = bool(lines)
+    for line in lines or ["equal, bit for bit"]:
+        print_line(console, line)
+    return int(found)
 
 
 def _make_parser() -> Parser:

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, name_model
-from graphfsdp.checkpoint.objects import TensorSink
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER
 from graphfsdp.checkpoint.optimizer import optimizer_facts
 from graphfsdp.checkpoint.parts import NamedPart, box
 from graphfsdp.checkpoint.safetensors_file import once_each, read_state
 from graphfsdp.checkpoint.saving import describe_state
-from graphfsdp.checkpoint.stages import Stages, as_module, joined_facts, names_elsewhere
+from graphfsdp.checkpoint.stages import as_module, joined_facts, names_elsewhere
 from graphfsdp.checkpoint.values import Json, decode, encode, tensor_under
 from graphfsdp.checkpoint.writing import describe_part, share_out
 from graphfsdp.errors import CheckpointError
@@ -55,16 +54,9 @@ def full_state_dict(
     module: nn.Module = as_module(model)
     names_elsewhere(module, members)  # which refuses names that two stages use
 
-    def describe() -> tuple[list[NamedPart], dict[str, Json]]:
-        named = name_model(module)
-        sink = TensorSink(named)
-        with_buffers = isinstance(module, Stages) or members.rank == 0
-        parts, facts = describe_state(named, optimizer, sink, with_buffers=with_buffers)
-        return parts + sink.parts, facts
-
-    parts, facts = members.together(describe)
+    sink, facts = members.together(lambda: describe_state(module, optimizer, members))
     facts = joined_facts(module, facts, members)
-    tensors = _gather(parts, members)
+    tensors = _gather(sink.parts, members)
     return {} if members.rank else full_state(facts, tensors, tensors.__getitem__)
 
 

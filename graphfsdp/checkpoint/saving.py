@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphfsdp.checkpoint.folder import begin
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import NamedModel, model_parts, name_model
+from graphfsdp.checkpoint.named import model_parts, name_model
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -24,7 +24,7 @@ from graphfsdp.checkpoint.objects import (
     encode_objects,
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
-from graphfsdp.checkpoint.parts import FusedWeight, NamedPart
+from graphfsdp.checkpoint.parts import FusedWeight
 from graphfsdp.checkpoint.stages import Stages, as_module, joined_facts, names_elsewhere
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.checkpoint.writing import Snapshot, write_snapshot
@@ -115,18 +115,14 @@ def _begin(
         things[RANDOM] = RandomState()
 
     module: nn.Module = as_module(model)
-    has_stages = isinstance(module, Stages)
     names_elsewhere(module, members, fused)  # which refuses names that two stages use
 
     def take_snapshot() -> Snapshot:
-        named = name_model(module, fused)
-        sink = TensorSink(named)
-        with_buffers = has_stages or members.rank == 0
-        parts, facts = describe_state(named, optimizer, sink, with_buffers=with_buffers)
-        if members.size > 1 and named.buffers() and not has_stages:
-            things[BUFFERS] = BufferState(named)
+        sink, facts = describe_state(module, optimizer, members, fused)
+        if members.size > 1 and sink.model.buffers() and not isinstance(module, Stages):
+            things[BUFFERS] = BufferState(sink.model)
         encoded = encode_objects(things, sink)
-        return keep(Snapshot((*parts, *sink.parts), facts, encoded))
+        return keep(Snapshot(tuple(sink.parts), facts, encoded))
 
     snapshot, root = members.together(take_snapshot), Path(path)
     snapshot = replace(snapshot, facts=joined_facts(module, snapshot.facts, members))
@@ -135,20 +131,21 @@ def _begin(
 
 
 def describe_state(
-    named: NamedModel,
+    module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    sink: TensorSink,
-    *,
-    with_buffers: bool,
-) -> tuple[list[NamedPart], dict[str, Json]]:
+    members: Members,
+    fused: Sequence[FusedWeight] = (),
+) -> tuple[TensorSink, dict[str, Json]]:
     """Return views of the living tensors, and the facts of model and optimizer."""
-    parts = list(model_parts(named, with_buffers=with_buffers))
+    named = name_model(module, fused)
+    with_buffers = isinstance(module, Stages) or members.rank == 0
+    sink = TensorSink(named, list(model_parts(named, with_buffers=with_buffers)))
     extra = {name: state for name, (_, state) in named.extra.items()}
     facts = {"aliases": named.aliases, "extra": encode(extra, "extra", sink.store)}
     if optimizer is not None:
-        facts["optimizer"], its_parts = describe_optimizer(named, optimizer, sink.store)
-        parts += its_parts
-    return parts, facts
+        facts["optimizer"], parts = describe_optimizer(named, optimizer, sink.store)
+        sink.parts += parts
+    return sink, facts
 
 
 class AsyncSaver:

@@ -51,9 +51,9 @@ exit code: 0 no hazard, 1 hazards, 2 the check could not run.
 """
 
 
-def run_check(arguments: Sequence[str]) -> int:
+def run_check(arguments: Sequence[str], console: Console) -> int:
     if "--precision-table" in arguments[:1]:
-        Console().print(rich_table())
+        console.print(rich_table())
         return 0
     given = _parse(arguments)
     how = ScriptCheck(

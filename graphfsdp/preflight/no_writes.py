@@ -6,6 +6,7 @@ by themselves, in C or Rust, processes that the program starts, and the network.
 
 import builtins
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,28 +28,12 @@ def nothing_written() -> Iterator[None]:
     Devices and temporary files are left alone, where the program does not run among these.
     """
     with tempfile.TemporaryDirectory(prefix="graphfsdp_check_") as scratch:
-        aside = _Aside(Path(scratch))
-        patches = aside.patches()
-        for owner, name, replacement in patches:
-            original = getattr(owner, name)
-            replacement.original = original
-            setattr(owner, name, replacement)
-        try:
+        replaced = _Aside(Path(scratch)).replaced()
+        with contextlib.ExitStack() as stack:
+            for owner, name, answer in replaced:
+                replacement = functools.partial(answer, getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, replacement))
             yield
-        finally:
-            for owner, name, replacement in patches:
-                setattr(owner, name, replacement.original)
-
-
-class _Replacement:
-    """Stands for a function whose first arguments may be paths."""
-
-    def __init__(self, answer: Callable[..., Any]) -> None:
-        self.original: Callable[..., Any] = answer
-        self._answer = answer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._answer(self.original, *args, **kwargs)
 
 
 class _Aside:
@@ -60,7 +46,8 @@ class _Aside:
         if not here.is_relative_to(temporary):
             self._free.append(temporary)
 
-    def patches(self) -> list[tuple[Any, str, _Replacement]]:
+    def replaced(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Return functions whose first arguments may be paths, and what answers in their place."""
         found: list[tuple[Any, str, Callable[..., Any]]] = [
             (builtins, "open", self._open),
             (io, "open", self._open),
@@ -72,7 +59,7 @@ class _Aside:
         found += [(os, name, self._drop) for name in ("remove", "unlink", "rmdir", "truncate")]
         found += [(os, name, self._move) for name in ("rename", "replace")]
         found += [(os, name, self._link) for name in ("symlink", "link")]
-        return [(owner, name, _Replacement(answer)) for owner, name, answer in found]
+        return found
 
     def _place(self, path: Any) -> Path | None:
         """Return where a path lies aside; None for what is no path, or is left alone."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -209,14 +210,8 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_program(argv: list[str], folder: str) -> Iterator[None]:
-    saved_argv, saved_path = sys.argv, list(sys.path)
-    sys.argv = argv
-    sys.path.insert(0, folder)
-    try:
+    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", [folder, *sys.path]):
         yield
-    finally:
-        sys.argv = saved_argv
-        sys.path[:] = saved_path
 
 
 def _find(name: str) -> Any:

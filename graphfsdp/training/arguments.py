@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import get_args
 
@@ -38,16 +38,6 @@ the five most used flags:
   --cuda-graph-scope full_iteration  one graph for all of an iteration; none is eager
 
   graphfsdp train --preset gpt2-124m --data corpus.txt --cuda-graph-scope full_iteration"""
-
-
-@dataclass(frozen=True)
-class Preset:
-    config: TrainConfig
-    description: str
-
-    @property
-    def name(self) -> str:
-        return self.config.preset
 
 
 # The vocabulary is padded to a multiple of 128.
@@ -138,28 +128,27 @@ _TINY = TrainConfig(
     log_interval=100,
 )
 
-PRESETS = (
-    Preset(TrainConfig(), "about two minutes on two CPU cores"),
-    Preset(_TINY, "4 layers, width 64, 4 x 32 tokens: bound by launches, not by arithmetic"),
-    Preset(_sized(_GPT2, "gpt2-124m", 12, 768, 12), "GPT-2's smallest"),
-    Preset(_sized(_GPT2, "gpt2-355m", 24, 1024, 16), "GPT-2 medium"),
-    Preset(_sized(_GPT2, "gpt2-774m", 36, 1280, 20), "GPT-2 large"),
-    Preset(_sized(_LLAMA, "llama-160m", 12, 768, 12, 2048), "Llama style, small"),
-    Preset(_sized(_LLAMA, "llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
-    Preset(_sized(_LLAMA3, "llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
-    Preset(_MLPERF_LLAMA31_8B, "the same to a loss of 3.3, as MLPerf's llama31_8b asks for it"),
-    Preset(_sized(_LLAMA3, "llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
-    Preset(
-        _sized(_LLAMA3, "llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"
-    ),
+# Configurations and what is said of them.
+PRESETS: tuple[tuple[TrainConfig, str], ...] = (
+    (TrainConfig(), "about two minutes on two CPU cores"),
+    (_TINY, "4 layers, width 64, 4 x 32 tokens: bound by launches, not by arithmetic"),
+    (_sized(_GPT2, "gpt2-124m", 12, 768, 12), "GPT-2's smallest"),
+    (_sized(_GPT2, "gpt2-355m", 24, 1024, 16), "GPT-2 medium"),
+    (_sized(_GPT2, "gpt2-774m", 36, 1280, 20), "GPT-2 large"),
+    (_sized(_LLAMA, "llama-160m", 12, 768, 12, 2048), "Llama style, small"),
+    (_sized(_LLAMA, "llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
+    (_sized(_LLAMA3, "llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
+    (_MLPERF_LLAMA31_8B, "the same to a loss of 3.3, as MLPerf's llama31_8b asks for it"),
+    (_sized(_LLAMA3, "llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
+    (_sized(_LLAMA3, "llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"),
 )
 
 
 def find_preset(name: str) -> TrainConfig:
-    for preset in PRESETS:
-        if preset.name == name:
-            return preset.config
-    known = ", ".join(preset.name for preset in PRESETS)
+    configs = {config.preset: config for config, _ in PRESETS}
+    if name in configs:
+        return configs[name]
+    known = ", ".join(configs)
     raise ConfigError(f"--preset {name}: there is no such preset; choose one of {known}")
 
 
@@ -191,7 +180,7 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; a flag that is not given leaves no trace in the result."""
-    presets = "".join(f"\n  {preset.name:<12} {preset.description}" for preset in PRESETS)
+    presets = "".join(f"\n  {config.preset:<12} {about}" for config, about in PRESETS)
     parser = Parser(
         prog="graphfsdp train",
         usage="graphfsdp train [flags]",
@@ -201,8 +190,8 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    names = [preset.name for preset in PRESETS]
-    parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {', '.join(names)}")
+    names = ", ".join(config.preset for config, _ in PRESETS)
+    parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {names}")
     groups = add_flags(parser, TrainConfig, _SECTIONS)
     groups["data and length of the run"].add_argument(
         "--data-path", dest="data", metavar="PATH", help="Megatron's spelling of --data"

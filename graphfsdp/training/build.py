@@ -58,9 +58,7 @@ class TrainingRun:
         return loss
 
 
-def build_run(
-    config: TrainConfig, ranks: Ranks, device: torch.device, log: RunLog | None = None
-) -> TrainingRun:
+def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunLog) -> TrainingRun:
     """Make every part, the cheapest to refuse first; all ranks together, in a process group.
 
     With ``--mllog`` the graph is captured on made-up tokens before the data is touched, and the
@@ -96,8 +94,7 @@ def build_run(
         program = _make_program(config, ranks, device, vocab_size, example)
         model, trained, optimizer, step = program
         try:
-            if log is not None:
-                log.run_starts(step)
+            log.run_starts(step)
             corpus, batches = ranks.decide(load_data)
             ranks.refuse_differences(_corpus_facts(corpus))
         except BaseException:  # whatever ends it, a graph must not outlive the process group

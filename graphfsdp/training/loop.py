@@ -1,9 +1,10 @@
 """The training loop: one captured step per iteration, nothing read from the device between."""
 
 import dataclasses
+import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -14,22 +15,21 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
+from graphfsdp.data import Corpus, TokenBatches
 from graphfsdp.data.batches import Batch
 from graphfsdp.moe import overflowed_tokens
+from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
-from graphfsdp.training.evaluation import (
-    generate_sample,
-    pipeline_validation_loss,
-    validation_loss,
-)
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
-from graphfsdp.training.ranks import find_ranks, process_group
+from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
+
+_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class TrainResult:
     validation_loss: float
     unigram_entropy: float
     metrics: Metrics
+
+
+def run_train(arguments: Sequence[str], console: Console) -> None:
+    train(parse_train_arguments(arguments), console)
 
 
 def train(config: TrainConfig, console: Console) -> TrainResult:
@@ -148,7 +152,7 @@ def _iterate(
     log: RunLog,
 ) -> Metrics:
     config, step = run.config, run.step
-    log.block_starts(start.iteration * run.batch.num_sequences)
+    log.block_starts()
     window = _Window(run)
     for iteration in range(start.iteration, config.train_iters):
         batch = next(feed)
@@ -169,15 +173,13 @@ def _iterate(
             phase = graphfsdp.Phase.CAPTURE if captured else phase_before
             metrics = window.measure(position, loss, lr, phase)
             if evaluates:
-                val_loss = _validate(run, done, log)
+                val_loss = _validate(run, log)
                 metrics = dataclasses.replace(metrics, val_loss=val_loss)
                 is_last = is_last or reached(config, val_loss)
                 if is_last:
-                    log.run_stops(
-                        done * run.batch.num_sequences, success=is_success(config, val_loss)
-                    )
+                    log.run_stops(success=is_success(config, val_loss))
                 else:
-                    log.block_starts(done * run.batch.num_sequences)
+                    log.block_starts()
             out.log(metrics)
             if directory is not None:
                 directory.add(metrics)
@@ -196,16 +198,15 @@ def _is_due(done: int, interval: int) -> bool:
     return interval > 0 and done % interval == 0
 
 
-def _validate(run: TrainingRun, done: int, log: RunLog) -> float:
-    num_samples = done * run.batch.num_sequences
-    log.block_stops(num_samples)
+def _validate(run: TrainingRun, log: RunLog) -> float:
+    log.block_stops()
     size = {"num_batches": run.config.eval_iters, "batch_size": run.config.micro_batch_size}
     if run.trained is run.model:
         loss = validation_loss(run.model, run.batches, ranks=run.ranks, **size)
     else:
         width = run.batch.num_microbatches
         loss = pipeline_validation_loss(run.step, run.batches, width=width, **size)
-    log.validated(num_samples, loss)
+    log.validated(loss)
     return loss
 
 
@@ -292,3 +293,85 @@ def _facts(run: TrainingRun) -> dict[str, object]:
             "python": platform.python_version(),
         },
     }
+
+
+@torch.no_grad()
+def validation_loss(
+    model: GPT,
+    batches: TokenBatches,
+    *,
+    num_batches: int,
+    batch_size: int,
+    ranks: Ranks | None = None,
+) -> float:
+    """Mean loss in nats per token over fixed batches of the held-out part.
+
+    Ranks share the batches out: all must call this, and all get the same mean, whose terms and
+    whose order of addition do not depend on the number of ranks.
+    """
+    ranks = ranks or Ranks()
+    num_rounds = math.ceil(num_batches / ranks.size)
+    # Sharded weights are gathered by all ranks together, so each runs equally many batches; one
+    # that has none left runs the last again, which is then not counted.
+    mine = [min(turn * ranks.size + ranks.rank, num_batches - 1) for turn in range(num_rounds)]
+    device = next(model.parameters()).device
+    model.eval()  # without dropout, so that nothing is drawn from the generators
+    try:
+        losses: list[Tensor] = [
+            model(*(tensor.to(device) for tensor in batch))
+            for batch in batches.validation_batches(num_batches, batch_size, mine)
+        ]
+    finally:
+        model.train()
+    in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
+    return float(in_order.double().mean())
+
+
+def pipeline_validation_loss(
+    step: graphfsdp.CapturedStep,
+    batches: TokenBatches,
+    *,
+    num_batches: int,
+    batch_size: int,
+    width: int,
+) -> float:
+    """Return the same of a pipeline that splits what it is given into ``width`` micro-batches.
+
+    Each pipeline runs all batches, so many at a time.
+    """
+    found = list(batches.validation_batches(num_batches, batch_size, range(num_batches)))
+    total, full = 0.0, num_batches - num_batches % width
+    groups = [found[first : first + width] for first in range(0, full, width)]
+    groups += [[batch] * width for batch in found[full:]]
+    for number, group in enumerate(groups):
+        tokens, targets = (torch.cat(parts) for parts in zip(*group, strict=True))
+        loss = step.evaluate(tokens, target=targets).double()
+        total += float(loss) * (width if number < full // width else 1)
+    return total / len(found)
+
+
+def generate_sample(
+    model: GPT,
+    batches: TokenBatches,
+    corpus: Corpus,
+    *,
+    num_tokens: int,
+    seed: int,
+) -> tuple[str, str]:
+    """Continue the start of the held-out part; ranks with a sharded model must all call this.
+
+    Prompt and continuation are text for a corpus of bytes, else token numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompt = batches.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
+    prompt = prompt.to(next(model.parameters()).device)
+    tokens = model.generate(prompt, num_tokens, generator=generator)[0].tolist()
+    border = prompt.shape[1]
+    return _show(tokens[:border], corpus), _show(tokens[border:], corpus)
+
+
+def _show(tokens: list[int], corpus: Corpus) -> str:
+    if not corpus.is_bytes:
+        return " ".join(str(token) for token in tokens)
+    # A model with a larger vocabulary than bytes need may also draw a token that is none.
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")

@@ -68,29 +68,20 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
-@dataclass(frozen=True)
-class GpuPeak:
-    """Dense matrix arithmetic of a GPU in TFLOP/s, as its data sheet gives it."""
-
-    name: str  # a part of torch.cuda.get_device_name()
-    bf16_tflops: float  # float32 sums, without sparsity
-    tf32_tflops: float  # float32 inputs rounded to TF32
-    fp32_tflops: float
-
-
-# The first whose name is a part of the device's name counts, so longer names come first.
+# Dense matrix arithmetic of GPUs in TFLOP/s: bfloat16 with float32 sums, float32 rounded to TF32,
+# float32. The first whose name is a part of the device's name counts, so longer names come first.
 # Source: NVIDIA's data sheets; halves of the figures given "with sparsity".
 GPU_PEAKS = (
-    GpuPeak("GB200", 2500.0, 1250.0, 80.0),
-    GpuPeak("B200", 2250.0, 1100.0, 75.0),
-    GpuPeak("H200", 989.0, 494.0, 67.0),
-    GpuPeak("H100 PCIe", 756.0, 378.0, 51.0),
-    GpuPeak("H100 NVL", 835.0, 417.0, 60.0),
-    GpuPeak("H100", 989.0, 494.0, 67.0),
-    GpuPeak("A100", 312.0, 156.0, 19.5),
-    GpuPeak("L40S", 362.0, 183.0, 91.6),
-    GpuPeak("L4", 121.0, 60.0, 30.3),
-    GpuPeak("RTX 4090", 165.2, 82.6, 82.6),
+    ("GB200", 2500.0, 1250.0, 80.0),
+    ("B200", 2250.0, 1100.0, 75.0),
+    ("H200", 989.0, 494.0, 67.0),
+    ("H100 PCIe", 756.0, 378.0, 51.0),
+    ("H100 NVL", 835.0, 417.0, 60.0),
+    ("H100", 989.0, 494.0, 67.0),
+    ("A100", 312.0, 156.0, 19.5),
+    ("L40S", 362.0, 183.0, 91.6),
+    ("L4", 121.0, 60.0, 30.3),
+    ("RTX 4090", 165.2, 82.6, 82.6),
 )
 
 
@@ -119,12 +110,11 @@ def flops_per_token(model: GPT) -> int:
 
 def peak_tflops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return a GPU's peak for products of that dtype, or None for a GPU not in the table."""
-    for peak in GPU_PEAKS:
-        if peak.name in device_name:
+    for name, bf16, tf32, fp32 in GPU_PEAKS:
+        if name in device_name:
             if dtype == torch.bfloat16:
-                return peak.bf16_tflops
-            uses_tf32 = torch.get_float32_matmul_precision() != "highest"
-            return peak.tf32_tflops if uses_tf32 else peak.fp32_tflops
+                return bf16
+            return tf32 if torch.get_float32_matmul_precision() != "highest" else fp32
     return None
 
 

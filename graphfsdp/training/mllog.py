@@ -5,6 +5,7 @@ to training 6.1.0.
 """
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import math
@@ -74,39 +75,35 @@ class RunLog:
         self._write("start", "run_start")
         self._is_running = True
 
-    def block_starts(self, num_samples: int) -> None:
-        self._num_samples = self._block_samples = num_samples
-        self._write("start", "block_start", samples_count=num_samples)
+    def block_starts(self) -> None:
+        self._block_samples = self._num_samples
+        self._write("start", "block_start", samples_count=self._num_samples)
         self._block_began = time.perf_counter()
 
     def trained(self, num_samples: int) -> None:
         """Another iteration is done, or on its way on the device."""
         self._num_samples = num_samples
 
-    def block_stops(self, num_samples: int) -> None:
-        seconds = time.perf_counter() - self._block_began
-        self._num_samples = num_samples
+    def block_stops(self) -> None:
+        seconds, num_samples = time.perf_counter() - self._block_began, self._num_samples
         speed = {"throughput": (num_samples - self._block_samples) / seconds}
         self._write("event", "tracked_stats", speed, samples_count=num_samples)
         self._write("end", "block_stop", samples_count=num_samples)
         self._write("start", "eval_start", samples_count=num_samples)
 
-    def validated(self, num_samples: int, loss: float) -> None:
-        self._write("event", "eval_accuracy", loss, samples_count=num_samples)
-        self._write("end", "eval_stop", samples_count=num_samples)
+    def validated(self, loss: float) -> None:
+        self._write("event", "eval_accuracy", loss, samples_count=self._num_samples)
+        self._write("end", "eval_stop", samples_count=self._num_samples)
 
-    def run_stops(self, num_samples: int, *, success: bool) -> None:
+    def run_stops(self, *, success: bool) -> None:
         """The target is reached, the last iteration done, or the run has ended on its way."""
         with self._one_end:
             if not self._is_running:
                 return
             self._is_running = False
         status = "success" if success else "aborted"
-        self._write("end", "run_stop", samples_count=num_samples, status=status)
-        self._write("event", "train_samples", num_samples)
-
-    def abort(self) -> None:
-        self.run_stops(self._num_samples, success=False)
+        self._write("end", "run_stop", samples_count=self._num_samples, status=status)
+        self._write("event", "train_samples", self._num_samples)
 
 
 @contextlib.contextmanager
@@ -137,11 +134,12 @@ def open_run_log(
         if config.target_loss is not None:
             logger.event("target_accuracy", config.target_loss)
         log = RunLog(logger)
+        abort = functools.partial(log.run_stops, success=False)
         try:
-            with _on_sigterm(log.abort):
+            with _on_sigterm(abort):
                 yield log
         finally:
-            log.abort()
+            abort()
 
 
 def _open_file(name: str) -> _LogFile:

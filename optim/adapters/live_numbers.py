@@ -9,6 +9,7 @@ memory that a recording reads, and is computed anew, in Python, before each repl
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -83,56 +84,24 @@ class LiveNumber:
         found = self._of(function, self, *others)
         return found if found is NotImplemented else self.tape.fix(found)
 
-    def __add__(self, other: object) -> Any:
-        return self._of(operator.add, self, other)
+    def _with(self, function: Callable[..., Any], other: object) -> Any:
+        return self._of(function, self, other)
 
-    def __radd__(self, other: object) -> Any:
-        return self._of(operator.add, other, self)
+    def _behind(self, function: Callable[..., Any], other: object) -> Any:
+        return self._of(function, other, self)
 
-    def __sub__(self, other: object) -> Any:
-        return self._of(operator.sub, self, other)
-
-    def __rsub__(self, other: object) -> Any:
-        return self._of(operator.sub, other, self)
-
-    def __mul__(self, other: object) -> Any:
-        return self._of(operator.mul, self, other)
-
-    def __rmul__(self, other: object) -> Any:
-        return self._of(operator.mul, other, self)
-
-    def __truediv__(self, other: object) -> Any:
-        return self._of(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: object) -> Any:
-        return self._of(operator.truediv, other, self)
-
-    def __pow__(self, other: object) -> Any:
-        return self._of(operator.pow, self, other)
-
-    def __rpow__(self, other: object) -> Any:
-        return self._of(operator.pow, other, self)
+    __add__, __radd__ = (partialmethod(each, operator.add) for each in (_with, _behind))
+    __sub__, __rsub__ = (partialmethod(each, operator.sub) for each in (_with, _behind))
+    __mul__, __rmul__ = (partialmethod(each, operator.mul) for each in (_with, _behind))
+    __truediv__, __rtruediv__ = (partialmethod(each, operator.truediv) for each in (_with, _behind))
+    __pow__, __rpow__ = (partialmethod(each, operator.pow) for each in (_with, _behind))
+    __lt__, __le__ = partialmethod(_fixed, operator.lt), partialmethod(_fixed, operator.le)
+    __gt__, __ge__ = partialmethod(_fixed, operator.gt), partialmethod(_fixed, operator.ge)
+    __eq__ = partialmethod(_fixed, operator.eq)
+    __ne__ = partialmethod(_fixed, operator.ne)
 
     def __neg__(self) -> Any:
         return self._of(operator.neg, self)
-
-    def __lt__(self, other: object) -> Any:
-        return self._fixed(operator.lt, other)
-
-    def __le__(self, other: object) -> Any:
-        return self._fixed(operator.le, other)
-
-    def __gt__(self, other: object) -> Any:
-        return self._fixed(operator.gt, other)
-
-    def __ge__(self, other: object) -> Any:
-        return self._fixed(operator.ge, other)
-
-    def __eq__(self, other: object) -> Any:
-        return self._fixed(operator.eq, other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._fixed(operator.ne, other)
 
     def __hash__(self) -> int:
         return int(self._fixed(hash))

@@ -9,7 +9,7 @@ import torch
 
 import bench_results
 import forked
-from benchmarks import gpu_check, gpu_parts, gpu_sharding, gpu_smoke
+from benchmarks import gpu_check, gpu_parts, gpu_programs, gpu_sharding
 from graphfsdp._capture.phase import Phase
 from graphfsdp.bench.clock import Window
 from graphfsdp.bench.command import with_unasked
@@ -51,15 +51,21 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
     assert document["ok"]
     assert document["environment"]["torch"] == torch.__version__
     rows = {row["what"]: row for part in document["parts"] for row in part["rows"]}
-    parity = "gpt-tiny fp32: full_iteration against eager, 20 steps"
-    assert rows[parity]["result"] == "equal bit for bit"
+    parity = "gpt-tiny: full_iteration against eager"
+    assert rows[parity]["result"].endswith("tensors equal bit for bit")
     assert parity in result.stdout
     assert "1 passed, 0 failed, 0 skipped" in result.stdout
 
 
-@pytest.mark.parametrize("name", gpu_check.PART_NAMES)
+def test_the_little_programs_are_twenty_five() -> None:
+    assert len(gpu_programs.PROGRAMS) == 25
+    assert set(gpu_parts.parts(rehearses=True)) == set(gpu_check.PART_NAMES)
+
+
+@pytest.mark.parametrize("name", gpu_check.PART_NAMES[1:])
 def test_every_part_runs_on_a_machine_without_a_gpu(name: str) -> None:
-    rows = list(gpu_parts.run_part(name, torch.device("cpu"), rehearses=True))
+    programs = gpu_parts.parts(rehearses=True)[name]
+    rows = [row for program in programs.values() for row in program(torch.device("cpu"))]
     assert rows
     assert [row for row in rows if not row.ok] == []
     assert json.dumps([row.data for row in rows])
@@ -106,7 +112,9 @@ def test_a_gpu_part_of_an_optimizer_is_judged_by_bandwidth_and_speed(
     def judge(ceiling: float, *, by_graph: bool) -> list[bool]:
         moved = dict.fromkeys(names, 28.0)
         steps: dict[str, Any] = dict.fromkeys(names)
-        rows = gpu_parts.speed_rows(steps, moved, 10, "x", ceiling, device, 1, 1, by_graph=by_graph)
+        rows = gpu_parts.speed_rows(
+            moved, 10, ceiling, device, (1, 1), steps, "x", by_graph=by_graph
+        )
         return [row.ok for row in rows]
 
     assert judge(600.0, by_graph=True) == [True, True, False]  # 560 and 140 bytes/s
@@ -124,16 +132,17 @@ def test_rows_of_a_part_that_is_killed_are_kept(monkeypatch: pytest.MonkeyPatch)
         raise subprocess.TimeoutExpired(command, timeout, said.encode(), b"warnings")
 
     monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", late)
-    part = gpu_check.child_part("overlap", torch.device("cpu"), 5)
-    assert part["rows"] == [row]
-    assert part["error"] == "stopped after 5 s\nwarnings"
+    part = gpu_check.programs_part("overlap", torch.device("cpu"), 5, 5, rehearses=True)
+    stopped = {"what": "gpt-tiny", "result": "stopped after 5 s", "ok": False}
+    assert part["rows"] == [row, stopped]
+    assert part["error"] == "gpt-tiny:\nwarnings\nstopped after 5 s"
 
     def crash(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, -11, said, "Segmentation fault")
 
     monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", crash)
-    part = gpu_check.child_part("overlap", torch.device("cpu"), 5)
-    assert part["rows"] == [row]
+    part = gpu_check.programs_part("overlap", torch.device("cpu"), 5, 5, rehearses=True)
+    assert part["rows"][0] == row
     assert "ended with -11" in part["error"]
     assert "Segmentation fault" in part["error"]
 
@@ -156,26 +165,16 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
     assert seen == [100, wanted]
 
 
-def test_a_feature_that_fails_does_not_stop_the_others() -> None:
-    def fail(device: torch.device) -> Any:
-        raise RuntimeError("no such thing")
-
-    tests = {"bad": fail, "good": lambda device: ("seen", True)}
-    rows = gpu_parts.features(torch.device("cpu"), tests)
-    found = [(row.what, row.result, row.ok) for row in rows]
-    assert found == [("bad", "RuntimeError: no such thing", False), ("good", "seen", True)]
-
-
 def test_no_part_takes_the_seconds_of_later_ones(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: dict[str, float] = {}
 
-    def note(name: str, device: torch.device, limit_s: float, *, rehearses: bool) -> dict[str, Any]:
+    def note(name: str, device: Any, limit_s: float, *_: float, rehearses: bool) -> dict[str, Any]:
         limits[name] = limit_s
         return {"rows": [], "error": None}
 
-    monkeypatch.setattr(gpu_check, "child_part", note)
+    monkeypatch.setattr(gpu_check, "programs_part", note)
     names, path = ("parity-fp32", "overlap", "optimizer"), tmp_path / "result.json"
     gpu_check.check(torch.device("cpu"), names, [], path, times=2.0)
     budgets = gpu_check.BUDGETS_S
@@ -183,37 +182,41 @@ def test_no_part_takes_the_seconds_of_later_ones(
     for index, name in enumerate(names):
         later = sum(budgets[other] for other in names[index + 1 :])
         assert 0 < 2 * (gpu_check.TOTAL_LIMIT_S - later) - limits[name] < 30
-    assert next(iter(budgets)) == gpu_check.SMOKE
+    assert next(iter(budgets)) == "smoke"
     assert list(budgets)[-1] == gpu_check.REDUCE_OVERHEAD
 
 
 def test_a_little_program_that_fails_tells_its_whole_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-        bad = command[3] == "clipping"
-        said = "Traceback (most recent call last):\n  ...\nRuntimeError: no" if bad else ""
-        return subprocess.CompletedProcess(command, int(bad), "" if bad else "equal\n", said)
+    def run(part: str, command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        rows = [{"what": command[2], "result": "equal", "ok": True}]
+        bad = command[2] == "clipping"
+        error = "Traceback (most recent call last):\n  ...\nRuntimeError: no" if bad else None
+        document = {"rows": [] if bad else rows, "error": error}
+        return subprocess.CompletedProcess(command, 0, f"said\n{json.dumps(document)}", "")
 
     monkeypatch.setattr(gpu_check, "_run", run)
-    part = gpu_check.smoke_part(torch.device("cpu"), 100, 100)
-    assert len(part["rows"]) == len(gpu_smoke.PROGRAMS) == 25
-    assert [row["what"] for row in part["rows"] if not row["ok"]] == ["clipping"]
+    part = gpu_check.programs_part("smoke", torch.device("cpu"), 100, 100, rehearses=True)
+    assert [row["what"] for row in part["rows"]] == list(gpu_programs.PROGRAMS)
+    (bad,) = (row for row in part["rows"] if not row["ok"])
+    assert (bad["what"], bad["result"]) == ("clipping", "RuntimeError: no")
     assert part["error"].startswith("clipping:\nTraceback (most recent call last):\n  ...")
-    late = gpu_check.smoke_part(torch.device("cpu"), 0, 100, ["two layers"])
+    late = gpu_check.programs_part("smoke", torch.device("cpu"), 0, 100, rehearses=True)
     assert late["rows"][0]["result"].startswith("left out")
 
 
-def test_a_little_program_compares_eager_and_captured(capsys: pytest.CaptureFixture[str]) -> None:
-    program, device = gpu_smoke.PROGRAMS["two layers"], torch.device("cpu")
-    gpu_smoke.compare(program, device)
-    assert "equal bit for bit" in capsys.readouterr().out
+def test_a_little_program_compares_eager_and_captured() -> None:
+    program, device = gpu_programs.PROGRAMS["two layers"], torch.device("cpu")
+    (row,) = gpu_programs.compare("two", program, device)
+    assert row.ok
+    assert "equal bit for bit" in row.result
     calls = {Phase.REPLAY: lambda loss: loss + 1}
     changed = dataclasses.replace(
         program, call=lambda step, x: calls.get(step.phase, torch.clone)(step(x))
     )
-    with pytest.raises(AssertionError, match="loss of step 4 differs by up to 1"):
-        gpu_smoke.compare(changed, device)
+    (row,) = gpu_programs.compare("two", changed, device)
+    assert (row.result, row.ok) == ("loss of step 4 differs by 1", False)
 
 
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
@@ -242,11 +245,9 @@ def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
     assert part["error"] is None
     rows = {row["what"]: row for row in part["rows"]}
     captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
-    assert "1.500 ms/step" in captured["result"]
-    assert (
-        "2.50 (2.00 to 3.00) times as fast as eager; losses equal bit for bit"
-        in (captured["result"])
-    )
+    assert captured["result"].startswith("ms/step 1.500, p95 ")
+    assert "times as fast as eager 2.50 (2.00 to 3.00), " in captured["result"]
+    assert "losses against eager equal bit for bit" in captured["result"]
     assert rows["gpt-tiny fp32, 4 x 32 tokens: compile"]["result"] == "no compiler"
     assert all(row["ok"] for row in part["rows"])
     assert {row["result"] for row in part["rows"] if "moe" in row["what"]} == {"left out: no time"}
@@ -280,8 +281,8 @@ def test_a_benchmark_that_fails_is_an_error_of_its_part(
 def test_a_difference_is_named() -> None:
     eager = {"loss of step 0": torch.tensor(1.0), "parameter a": torch.zeros(3)}
     other = {**eager, "parameter a": torch.tensor([0.0, 0.5, 0.0])}
-    assert gpu_parts.first_difference(eager, eager) is None
-    assert gpu_parts.first_difference(eager, other) == "parameter a differs by 0.5"
+    assert gpu_programs.first_difference(eager, eager) is None
+    assert gpu_programs.first_difference(eager, other) == "parameter a differs by 0.5"
 
 
 def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> None:

@@ -83,8 +83,8 @@ def test_validation_loss_is_that_of_the_kept_parameters(
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     from graphfsdp.data import TokenBatches, load_corpus
-    from graphfsdp.training.evaluation import validation_loss
     from graphfsdp.training.gpt import GPT, GPTConfig
+    from graphfsdp.training.loop import validation_loss
 
     lines = run(device, tmp_path / "run", "--swiglu", "--position-embedding-type", "rope")
     kept = json.loads((tmp_path / "run" / "config.json").read_text())

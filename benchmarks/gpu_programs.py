@@ -1,16 +1,13 @@
-"""Twenty-five programs of two layers: what a GPU says first of each way to use graphfsdp.
+"""Little programs: what a GPU says first of each way to use graphfsdp, and parity of larger models.
 
-``python -m benchmarks.gpu_smoke PROGRAM DEVICE`` trains one, eagerly and captured, and compares
-losses and parameters bit for bit. Each has a process of its own, since a CUDA error makes every
-later call in a process fail, and ends with a traceback if anything is wrong.
+Each is trained eagerly and captured, and what both have seen is compared bit for bit.
 """
 
 import contextlib
-import os
-import sys
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,10 +17,20 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import optim
+from graphfsdp.bench.workloads import find_workload
+from graphfsdp.training.gpt import GPT, GPTConfig
 
 WIDTH = 16
 ROWS = 12  # three microbatches
-NUM_STEPS = 7  # the last three are replays
+NUM_SEQUENCES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    result: str
+    ok: bool = True
+    data: Mapping[str, object] = field(default_factory=dict)
 
 
 def layers(between: nn.Module | None = None, last: int = 4) -> nn.Module:
@@ -39,30 +46,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.embedding(x.abs().clamp(max=3).long()))
-        return out
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x.unsqueeze(1).expand(-1, 8, -1)).chunk(3, dim=-1)
-        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in heads)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 2)
-        self.norm = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.norm(self.first(x.view(-1, 1, 4, 4))))
         return out
 
 
@@ -151,18 +134,24 @@ def scaled_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return adam(params, grad_scaler=optim.DeviceGradScaler(256.0, device=params[0].device))
 
 
+def noise(generator: torch.Generator) -> tuple[Tensor, ...]:  # [ROWS, WIDTH]
+    return (torch.randn(ROWS, WIDTH, generator=generator),)
+
+
 @dataclass(frozen=True)
 class Program:
-    """A model, how it is stepped, and what capture() is told."""
+    """A model, how it is stepped, and what capture() is told; the last three steps are replays."""
 
     make: Callable[[], nn.Module] = layers
     optimizer: Optimizer = adam
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model
-    call: Callable[[graphfsdp.CapturedStep, Tensor], Tensor] = lambda step, x: step(x)
-    scope: str = "full_iteration"
+    call: Callable[..., Tensor] = lambda step, *batch: step(*batch)
+    scopes: tuple[str, ...] = ("full_iteration",)
     is_sharded: bool = False
+    batch: Callable[[torch.Generator], tuple[Tensor, ...]] = noise
+    num_steps: int = 7
 
 
 ZERO3 = {"strategy": "optim_grads_params"}
@@ -173,8 +162,18 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "dropout": Program(lambda: layers(nn.Dropout(0.3))),
         "three microbatches": Program(options={"microbatches": 3}),
         "layer norm": Program(lambda: layers(nn.LayerNorm(WIDTH))),
-        "attention": Program(Attention),
-        "convolution and batch norm": Program(Convolution),
+        "attention": Program(
+            lambda: nn.Sequential(
+                nn.Unflatten(1, (4, 4)),
+                nn.TransformerEncoderLayer(4, 2, WIDTH, dropout=0.1, batch_first=True),
+            )
+        ),
+        "convolution and batch norm": Program(
+            lambda: nn.Sequential(
+                *(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)),
+                nn.Conv2d(4, 2, 2),
+            )
+        ),
         "tied embedding": Program(Tied),
         "bfloat16 with main weights": Program(
             optimizer=lambda params: adam(params, master_weights=True), dtype=torch.bfloat16
@@ -190,7 +189,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "FusedLion": Program(optimizer=lambda params: optim.FusedLion(params, lr=0.01)),
         "recomputation": Program(Recomputed),
         "a stream of the model's own": Program(SideStream),
-        "forward and backward alone": Program(scope="forward_backward"),
+        "forward and backward alone": Program(scopes=("forward_backward",)),
         "an iteration of one's own": Program(options={"iteration": own_iteration}),
         "evaluation in between": Program(call=evaluated),
         "two batch sizes": Program(options={"on_change": "recapture"}, call=two_lengths),
@@ -218,6 +217,40 @@ def one_rank(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def shape_of(name: str) -> GPTConfig:
+    model = find_workload(name).model
+    assert isinstance(model, GPTConfig)
+    return model
+
+
+def narrowed(model: nn.Module) -> nn.Module:
+    for param in model.parameters():  # not the buffers: RoPE needs float32
+        param.data = param.data.bfloat16()
+    return model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
+
+
+def gpt(
+    name: str, prepare: Callable[[nn.Module], nn.Module] = lambda model: model, **options: Any
+) -> Program:
+    """Return a GPT with dropout and clipping; ``options`` are of its optimizer."""
+    shape = replace(shape_of(name), hidden_dropout=0.1, attention_dropout=0.1)
+    size = (2, NUM_SEQUENCES, shape.seq_length)
+    return Program(
+        functools.partial(GPT, shape),
+        functools.partial(adam, betas=(0.9, 0.95), weight_decay=0.1, **options),
+        {"loss_fn": None, "max_grad_norm": 1.0},
+        prepare=prepare,
+        scopes=("none", "forward_backward", "full_iteration"),
+        batch=lambda generator: torch.randint(shape.vocab_size, size, generator=generator).unbind(),
+        num_steps=20,
+    )
+
+
 def train(program: Program, device: torch.device, scope: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = program.prepare(program.make().to(device, program.dtype))
@@ -228,11 +261,15 @@ def train(program: Program, device: torch.device, scope: str) -> dict[str, Tenso
     generator = torch.Generator().manual_seed(1)
     seen: dict[str, Tensor] = {}
     with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
-        for index in range(NUM_STEPS):
+        for index in range(program.num_steps):
             for group in optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + index)
-            x = torch.randn(ROWS, WIDTH, generator=generator).to(device, program.dtype)
-            seen[f"loss of step {index}"] = program.call(step, x)
+            batch = [part.to(device) for part in program.batch(generator)]
+            if batch[0].is_floating_point():
+                batch = [part.to(program.dtype) for part in batch]
+            seen[f"loss of step {index}"] = program.call(step, *batch)
+            if step.grad_norm is not None:
+                seen[f"gradient norm of step {index}"] = step.grad_norm.clone()
         if scope != "none":
             assert step.phase.value == "replay", step.phase
         for name, param in model.named_parameters():
@@ -241,27 +278,21 @@ def train(program: Program, device: torch.device, scope: str) -> dict[str, Tenso
     return seen
 
 
-def compare(program: Program, device: torch.device) -> None:
-    """AssertionError names the first tensor that differs."""
-    eager = train(program, device, "none")
-    captured = train(program, device, program.scope)
-    for what, value in eager.items():
-        other = captured[what]
-        gap = (value.double() - other.double()).abs().max() if value.numel() else 0
-        assert torch.equal(value, other), f"{what} differs by up to {float(gap):.3g}"
-    print(f"{len(eager)} tensors equal bit for bit")
+def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str | None:
+    """Name the first value that is not equal, and by how much; None if all are."""
+    for name, value in expected.items():
+        if not torch.equal(value, got[name]):
+            gap = (value.double() - got[name].double()).abs().max().item()
+            return f"{name} differs by {gap:.3g}"
+    return None
 
 
-def main() -> None:
-    """Run one program; whatever is wrong is raised."""
-    name, device = sys.argv[1], torch.device(sys.argv[2])
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    program = PROGRAMS[name]
+def compare(name: str, program: Program, device: torch.device) -> Iterator[Row]:
     with one_rank(device) if program.is_sharded else contextlib.nullcontext():
-        compare(program, device)
-
-
-if __name__ == "__main__":
-    main()
+        eager = train(program, device, "none")
+        for scope in program.scopes:
+            what = name if len(program.scopes) == 1 else f"{name}: {scope} against eager"
+            difference = first_difference(eager, train(program, device, scope))
+            yield Row(
+                what, difference or f"{len(eager)} tensors equal bit for bit", difference is None
+            )
