@@ -86,9 +86,10 @@ def data(index: int, width: int = WIDTH) -> Tensor:
     return torch.randn(12, width, generator=generator).to(rank_device())
 
 
-def trained(model: Any, scope: str, **options: Any) -> Training:
+def trained(model: Any, scope: str, decoupled: bool = False, **options: Any) -> Training:
     result = Training()
-    with graphfsdp.capture(model, adam(model), scope=scope, max_grad_norm=1.0, **options) as step:
+    optimizer = adam(model, **({"use_decoupled_grad": True} if decoupled else {}))
+    with graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=1.0, **options) as step:
         for index in range(14):
             result.losses.append(step(data(index)))
         result.params = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
@@ -97,8 +98,9 @@ def trained(model: Any, scope: str, **options: Any) -> Training:
 
 
 def replayed_as_eager(microbatches: int = 1, **options: Any) -> Training:
+    decoupled = bool(options.get("policy", {}).get("use_decoupled_grad"))
     runs = [
-        trained(make(**options), scope, microbatches=microbatches)
+        trained(make(**dict(options)), scope, decoupled, microbatches=microbatches)
         for scope in ("none", "full_iteration")
     ]
     assert_same_training(*runs)
@@ -143,6 +145,57 @@ def test_layers_that_multiply_in_8_bits_replay_as_eager(
     layers: str, gather_format: str | None, options: dict[str, Any]
 ) -> None:
     replayed_as_eager(2, gather_format=gather_format, layers=layers, **options)
+
+
+DECOUPLED = {
+    "param_dtype": torch.bfloat16,
+    "main_grads_dtype": torch.bfloat16,
+    "use_decoupled_grad": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "strategy", "microbatches", "options"),
+    [
+        ("float8", "no_shard", 2, {"policy": DECOUPLED}),
+        ("float8", "optim_grads_params", 2, {"fp8_format": "hybrid", "recompute": True}),
+        ("float8_rowwise", "optim", 1, {"overlap": False}),
+        ("float8_rowwise", "optim_grads_params", 2, {"policy": DECOUPLED}),
+        ("mxfp8", "optim_grads", 2, {"fp8_format": "hybrid"}),
+        ("mxfp8", "optim_grads_params", 1, {"recompute": True, "overlap": False}),
+    ],
+)
+@on_ranks("ranks4")
+def test_products_and_gathers_in_8_bits_replay_as_eager_on_four_ranks(
+    layers: str, strategy: str, microbatches: int, options: dict[str, Any]
+) -> None:
+    options = {"gather_format": layers, "layers": layers, "strategy": strategy} | options
+    replayed_as_eager(microbatches, **options)
+
+
+@pytest.mark.parametrize("layers", FORMATS)
+@on_ranks("ranks4")
+def test_an_infinity_on_one_rank_skips_the_step_of_all(layers: str) -> None:
+    """Or an overflow of the loss; in a warm-up and in replays, and the runs go on as equals."""
+    runs = []
+    for scope in ("none", "full_iteration"):
+        model = make(layers, layers=layers, fp8_format="hybrid")
+        found, skipped = [], []
+        options: dict[str, Any] = {"scope": scope, "skip_nonfinite": True, "max_grad_norm": 1.0}
+        with graphfsdp.capture(model, adam(model), **options) as step:
+            for index in range(10):
+                batch = data(index)
+                if index in (1, 6) and dist.get_rank() == 2:
+                    batch[3, 5] = torch.inf
+                if index == 8 and dist.get_rank() == 1:
+                    batch.mul_(1e30)  # finite, but the loss is not
+                step(batch)
+                found += [param.to_local().clone() for param in model.parameters()]
+                assert step.skipped_steps is not None
+                skipped.append(int(step.skipped_steps))
+        runs.append(found)
+        assert skipped == [0, 1, 1, 1, 1, 1, 2, 2, 3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("gather_format", FORMATS)
