@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import graphfsdp
 from graphfsdp import ConfigError, PhaseError
 from graphfsdp.config import MixedPrecisionPolicy
-from graphfsdp.eight_bit import convert_linears
+from graphfsdp.eight_bit import DelayedScaling, convert_linears
 from graphfsdp.eight_bit.formats import (
     NUMBER,
     from_float8,
@@ -72,7 +72,13 @@ def make(gather_format: str | None, strategy: str = "optim_grads_params", **opti
     torch.manual_seed(0)
     model = Layers(options.pop("width", WIDTH), options.pop("recompute", False)).to(rank_device())
     if layers := options.pop("layers", None):
-        convert_linears(model.blocks, layers, fp8_format=options.pop("fp8_format", "e4m3"))
+        convert_linears(
+            model,
+            layers,
+            fp8_format=options.pop("fp8_format", "e4m3"),
+            recipe=options.pop("recipe", None),
+            where=lambda name, linear: name != "head",
+        )
     policy = MixedPrecisionPolicy(
         gather_format=gather_format, **options.pop("policy", {"param_dtype": torch.bfloat16})
     )
@@ -173,13 +179,47 @@ def test_products_and_gathers_in_8_bits_replay_as_eager_on_four_ranks(
     replayed_as_eager(microbatches, **options)
 
 
-@pytest.mark.parametrize("layers", FORMATS)
+DELAYED = {"layers": "float8", "recipe": DelayedScaling(0, 3), "fp8_format": "hybrid"}
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "options"),
+    [
+        (2, {"gather_format": None}),
+        (1, {"gather_format": "float8", "recompute": True}),
+        (1, {"gather_format": None, "strategy": "optim", "policy": {}}),
+    ],
+)
+@on_ranks("ranks2")
+def test_delayed_scales_replay_as_eager_and_are_those_of_all_ranks(
+    microbatches: int, options: dict[str, Any]
+) -> None:
+    replayed_as_eager(microbatches, **DELAYED, **options)
+    model = make(**DELAYED, **options)
+    seen = Wire()
+    with graphfsdp.capture(model, adam(model), scope="none", microbatches=microbatches) as step:
+        step(data(0) * (1 + dist.get_rank()))
+        with seen:
+            step(data(1) * (1 + dist.get_rank()))
+    gathers = options["gather_format"] is not None
+    assert seen.num_amax == microbatches + gathers  # one for all layers, after each backward
+    for buffer in model.buffers():
+        largest = buffer.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert torch.equal(largest, buffer)
+    assert (model.blocks[0].up.scale[::2] != 1.0).all()
+
+
+@pytest.mark.parametrize("layers", [*FORMATS, "delayed"])
 @on_ranks("ranks4")
 def test_an_infinity_on_one_rank_skips_the_step_of_all(layers: str) -> None:
     """Or an overflow of the loss; in a warm-up and in replays, and the runs go on as equals."""
     runs = []
     for scope in ("none", "full_iteration"):
-        model = make(layers, layers=layers, fp8_format="hybrid")
+        recipe = DelayedScaling(0, 4) if layers == "delayed" else None
+        chosen = "float8" if recipe else layers
+        gathered = None if recipe else layers
+        model = make(gathered, layers=chosen, recipe=recipe, fp8_format="hybrid")
         found, skipped = [], []
         options: dict[str, Any] = {"scope": scope, "skip_nonfinite": True, "max_grad_norm": 1.0}
         with graphfsdp.capture(model, adam(model), **options) as step:
@@ -226,7 +266,8 @@ def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
     loss = model(data(0))
     with Shapes():  # type: ignore[no-untyped-call]
         loss.backward()
-    assert len(quantised_shapes) >= 8  # a gradient for each product, of two layers in two blocks
+    # A gradient for each of two layers in two blocks, and for each product.
+    assert len(quantised_shapes) >= (4 if gather_format == "float8" else 8)
     assert not {(3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)} & set(quantised_shapes)
     plain.blocks[0].unshard()
     assert type(seen[0]) is EightBitWeight
