@@ -1,6 +1,7 @@
 """Scales of float8 that come from the magnitudes of earlier backward passes.
 
-A layer has two buffers: ``scale`` [3], of input, weight and gradient, and ``amax_history`` [H, 3],
+A layer has two buffers: ``fp8_scale`` [3], of input, weight and gradient, and ``fp8_amax_history``
+[H, 3],
 whose first row takes the largest magnitudes since the last update. When a backward pass of the
 model is over all layers are updated at once, so that scales stand still from a forward pass to the
 end of its backward, recomputation included.
@@ -28,6 +29,7 @@ from graphfsdp.eight_bit.formats import NUMBER
 from graphfsdp.errors import ConfigError
 
 INPUT, WEIGHT, GRADIENT = range(3)
+SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Delayed(Protocol):
     """A layer with such scales."""
 
     recipe: DelayedScaling
-    scale: Tensor
-    amax_history: Tensor
+    fp8_scale: Tensor
+    fp8_amax_history: Tensor
     of_gradients: torch.dtype
 
 
@@ -70,16 +72,16 @@ def delayed_scale(layer: Delayed, values: Tensor, which: int, *, record: bool) -
     amax = values.abs().amax().to(torch.float32)
     finite = amax.isfinite()
     if record:
-        place = layer.amax_history[0, which]
+        place = layer.fp8_amax_history[0, which]
         place.copy_(torch.maximum(place, amax.where(finite, 0.0)))
-    return layer.scale[which].where(finite, torch.nan)
+    return layer.fp8_scale[which].where(finite, torch.nan)
 
 
 def update_when_backward_ends(model: nn.Module, args: Any, output: Any) -> None:
     """Take note of a forward pass, as its hook."""
     outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
     outputs = [each for each in outputs if each.requires_grad]
-    layers: Any = [each for each in model.modules() if getattr(each, "recipe", None) is not None]
+    layers: Any = [each for each in model.modules() if HISTORY in each._buffers]
     engine = torch.autograd.Variable._execution_engine
     if outputs and layers:
         update = partial(update_scales, layers)
@@ -93,11 +95,12 @@ def update_scales(layers: Sequence[Delayed]) -> None:
     Capture: no host sync; an all-reduce, two operators a tensor and about twenty others.
     """
     recipe = layers[0].recipe
-    history = torch.stack([layer.amax_history for layer in layers])  # [L, H, 3]
-    scale = torch.stack([layer.scale for layer in layers])
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    history = torch.stack([layer.fp8_amax_history for layer in layers])  # [L, H, 3]
+    scale = torch.stack([layer.fp8_scale for layer in layers])
+    everyone = dist.group.WORLD  # None without a process group
+    if everyone is not None and everyone.size() > 1:
         recent = history[:, 0].contiguous()
-        all_reduce_(recent, dist.group.WORLD, reduction="max")
+        all_reduce_(recent, everyone, reduction="max")
         history[:, 0] = recent
     amax = history.amax(1) if recipe.amax_compute_algo == "max" else history[:, 0].clone()
     largest = torch.full_like(scale, torch.finfo(NUMBER).max)
@@ -105,5 +108,5 @@ def update_scales(layers: Sequence[Delayed]) -> None:
     new = (largest / amax / 2**recipe.margin).clamp(max=torch.finfo(torch.float32).max)
     history = history.roll(-1, 1)
     history[:, 0] = 0.0
-    torch._foreach_copy_([layer.amax_history for layer in layers], list(history))
-    torch._foreach_copy_([layer.scale for layer in layers], list(new.where(amax > 0, scale)))
+    torch._foreach_copy_([layer.fp8_amax_history for layer in layers], list(history))
+    torch._foreach_copy_([layer.fp8_scale for layer in layers], list(new.where(amax > 0, scale)))

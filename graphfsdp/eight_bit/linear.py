@@ -13,7 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 from graphfsdp.config import Fp8Format, GatherFormat
 from graphfsdp.eight_bit.delayed import (
     GRADIENT,
+    HISTORY,
     INPUT,
+    SCALE,
     WEIGHT,
     DelayedScaling,
     delayed_scale,
@@ -32,8 +34,8 @@ class EightBitLinear(nn.Linear):
     quantised when they are used; the bias is added in the dtype of the input.
     """
 
-    scale: Tensor  # see delayed.py
-    amax_history: Tensor
+    fp8_scale: Tensor  # see delayed.py
+    fp8_amax_history: Tensor
 
     def __init__(
         self,
@@ -48,8 +50,8 @@ class EightBitLinear(nn.Linear):
         self.number_format, self.fp8_format, self.recipe = number_format, fp8_format, recipe
         if recipe is not None:
             new = partial(torch.zeros, device=linear.weight.device, dtype=torch.float32)
-            self.register_buffer("scale", new(3) + 1)
-            self.register_buffer("amax_history", new(recipe.amax_history_len, 3))
+            self.register_buffer(SCALE, new(3) + 1)
+            self.register_buffer(HISTORY, new(recipe.amax_history_len, 3))
         self.train(linear.training)
 
     @property
@@ -59,8 +61,8 @@ class EightBitLinear(nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.recipe is not None:
-            self.scale.fill_(1.0)
-            self.amax_history.zero_()
+            self.fp8_scale.fill_(1.0)
+            self.fp8_amax_history.zero_()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Capture: no host sync."""
@@ -146,7 +148,7 @@ def _check_recipe(model: nn.Module, number_format: GatherFormat) -> None:
         f"needs the module that is called, and a {type(model).__name__} is not": type(model).forward
         is nn.Module.forward,
         "can be given once, and the model has layers with one": any(
-            getattr(each, "recipe", None) for each in model.modules()
+            HISTORY in each._buffers for each in model.modules()
         ),
     }
     for remedy, holds in remedies.items():

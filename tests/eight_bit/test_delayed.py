@@ -78,10 +78,12 @@ def test_a_layer_computes_as_the_reference(
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=bound)
         for reference, values in zip(references, operands, strict=True):
             reference.update(float(values.abs().max()))
-        assert layer.scale.tolist() == [reference.scale for reference in references]
+        assert layer.fp8_scale.tolist() == [reference.scale for reference in references]
         for column, reference in enumerate(references):
-            assert layer.amax_history[1:, column].tolist() == pytest.approx(reference.kept, rel=0)
-            assert layer.amax_history[0, column] == 0.0
+            assert layer.fp8_amax_history[1:, column].tolist() == pytest.approx(
+                reference.kept, rel=0
+            )
+            assert layer.fp8_amax_history[0, column] == 0.0
 
 
 def train(scope: str, device: torch.device, **options: Any) -> tuple[list[Tensor], Any]:
@@ -109,6 +111,7 @@ def train(scope: str, device: torch.device, **options: Any) -> tuple[list[Tensor
         if scope == "full_iteration":
             assert step.report().num_calls["replay"] == 10
         if spoil:
+            assert step.skipped_steps is not None
             assert int(step.skipped_steps) == len(spoil)
     return [*losses, *model.state_dict().values()], model
 
@@ -131,8 +134,8 @@ def test_replays_equal_eager(device: torch.device, options: dict[str, Any]) -> N
     assert len(finite) == len(eager) - len(options.get("spoil", ()))
     assert all(torch.equal(a, b) for a, b in finite)
     for layer in (model.up, model.down):
-        assert layer.amax_history.isfinite().all()
-        assert (layer.scale != 1.0).all()
+        assert layer.fp8_amax_history.isfinite().all()
+        assert (layer.fp8_scale != 1.0).all()
 
 
 def test_a_saturated_value_stays_finite_and_an_evaluation_leaves_no_trace(
@@ -147,7 +150,7 @@ def test_a_saturated_value_stays_finite_and_an_evaluation_leaves_no_trace(
     copied = copy.deepcopy(model)
     copied(torch.randn(6, 32, device=device)).backward()
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
-    assert not torch.equal(copied.up.scale, model.up.scale)
+    assert not torch.equal(copied.up.fp8_scale, model.up.fp8_scale)
 
 
 def test_a_history_is_saved_and_loaded_under_a_live_graph(
@@ -174,7 +177,7 @@ def test_a_history_is_saved_and_loaded_under_a_live_graph(
     with graphfsdp.capture(other, its_optimizer) as step:
         for index in range(20, 26):
             step(batch(index))
-        assert not torch.equal(other.up.amax_history, model.up.amax_history)
+        assert not torch.equal(other.up.fp8_amax_history, model.up.fp8_amax_history)
         graphfsdp.load(tmp_path / "at_six", other, its_optimizer)
         for index in range(6, 12):
             its_loss = step(batch(index))
@@ -182,6 +185,18 @@ def test_a_history_is_saved_and_loaded_under_a_live_graph(
     assert torch.equal(its_loss, loss)
     for name, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_runs_go_on_from_bfloat16_and_back(tmp_path: Path) -> None:
+    """Scales that a checkpoint lacks are found anew, and those that a model lacks are left out."""
+    torch.manual_seed(0)
+    plain, delayed = Net(), convert_linears(Net(), recipe=DelayedScaling())
+    delayed(torch.randn(6, 32)).backward()
+    for before, after, name in ((plain, delayed, "plain"), (delayed, Net(), "delayed")):
+        graphfsdp.save(tmp_path / name, before, FusedAdam(before.parameters()))
+        graphfsdp.load(tmp_path / name, after, FusedAdam(after.parameters()))
+        for ours, theirs in zip(before.parameters(), after.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_what_has_no_delayed_scaling_is_refused() -> None:

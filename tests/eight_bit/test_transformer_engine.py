@@ -54,7 +54,10 @@ def compiled(names: tuple[str, ...]) -> dict[str, Any]:
 class Layer:
     def __init__(self, recipe: DelayedScaling) -> None:
         self.recipe, self.of_gradients = recipe, torch.float8_e5m2
-        self.scale, self.amax_history = torch.ones(3), torch.zeros(recipe.amax_history_len, 3)
+        self.fp8_scale, self.fp8_amax_history = (
+            torch.ones(3),
+            torch.zeros(recipe.amax_history_len, 3),
+        )
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -66,18 +69,18 @@ def test_scales_and_histories_are_its_own_bit_for_bit(
     names = "_update_amax_history", "_default_get_amax_and_update_history", "_default_sf_compute"
     theirs = compiled(names)
     layers = [Layer(DelayedScaling(margin, length, algorithm)) for _ in range(2)]
-    kept = [(each.scale.clone(), each.amax_history.clone()) for each in layers]
+    kept = [(each.fp8_scale.clone(), each.fp8_amax_history.clone()) for each in layers]
     largest = torch.tensor([448.0, 448.0, 57344.0])
     for factor in (1.0, 3e4, 0.0, 1e-42, 1e-30, 3e38, 5.0, 1.0, 1.0, 0.0, 2.0):
         for layer, (scale, history) in zip(layers, kept, strict=True):
-            layer.amax_history[0] = torch.rand(3) * factor
-            history[0] = layer.amax_history[0]
+            layer.fp8_amax_history[0] = torch.rand(3) * factor
+            history[0] = layer.fp8_amax_history[0]
             history, amax = theirs[names[1]](history, algorithm)
             theirs[names[2]](amax, scale, largest, margin)
         update_scales(layers)
         for layer, (scale, history) in zip(layers, kept, strict=True):
-            assert torch.equal(layer.scale, scale)
-            assert torch.equal(layer.amax_history, history)
+            assert torch.equal(layer.fp8_scale, scale)
+            assert torch.equal(layer.fp8_amax_history, history)
 
 
 def test_the_recipe_has_its_words_and_defaults() -> None:

@@ -94,7 +94,8 @@ def data(index: int, width: int = WIDTH) -> Tensor:
 
 def trained(model: Any, scope: str, decoupled: bool = False, **options: Any) -> Training:
     result = Training()
-    optimizer = adam(model, **({"use_decoupled_grad": True} if decoupled else {}))
+    extra: dict[str, Any] = {"use_decoupled_grad": True} if decoupled else {}
+    optimizer = adam(model, **extra)
     with graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=1.0, **options) as step:
         for index in range(14):
             result.losses.append(step(data(index)))
@@ -179,7 +180,7 @@ def test_products_and_gathers_in_8_bits_replay_as_eager_on_four_ranks(
     replayed_as_eager(microbatches, **options)
 
 
-DELAYED = {"layers": "float8", "recipe": DelayedScaling(0, 3), "fp8_format": "hybrid"}
+DELAYED: dict[str, Any] = {"layers": "float8", "recipe": DelayedScaling(0, 3), "fp8_format": "hybrid"}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_delayed_scales_replay_as_eager_and_are_those_of_all_ranks(
         largest = buffer.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         assert torch.equal(largest, buffer)
-    assert (model.blocks[0].up.scale[::2] != 1.0).all()
+    assert (model.blocks[0].up.fp8_scale[::2] != 1.0).all()
 
 
 @pytest.mark.parametrize("layers", [*FORMATS, "delayed"])
