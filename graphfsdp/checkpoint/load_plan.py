@@ -14,6 +14,7 @@ from torch import Tensor
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, cut, shape_of
 from graphfsdp.checkpoint.parts import NamedPart, Part, whole
+from graphfsdp.eight_bit.delayed import HISTORY, SCALE
 from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.storage import join_remainder
 
@@ -95,7 +96,8 @@ def plan_model(plan: LoadPlan) -> None:
         for member in plan.model.members(name):
             key = plan.saved_key(member.name)
             if key is None:
-                plan.problems.append(f"model: {member.name!r} is missing in the checkpoint")
+                if not _is_of_8_bits(member.name):
+                    plan.problems.append(f"model: {member.name!r} is missing in the checkpoint")
                 plan.unread.add(name)
                 continue
             used.add(key)
@@ -107,10 +109,15 @@ def plan_model(plan: LoadPlan) -> None:
             for _, piece in cut("", [member], part):
                 _plan_weight(plan, key, main_key, main, piece)
     for key in plan.manifest.tensors:
-        if key.startswith(MODEL) and key not in used:
+        if key.startswith(MODEL) and key not in used and not _is_of_8_bits(key):
             plan.problems.append(
                 f"model: {key.removeprefix(MODEL)!r} is in the checkpoint, but not in the model"
             )
+
+
+def _is_of_8_bits(name: str) -> bool:
+    """Whether it can be found anew: runs go on in 8 bits that were not, and the other way."""
+    return name.rpartition(".")[2] in (SCALE, HISTORY)
 
 
 def _plan_weight(

@@ -92,15 +92,23 @@ def product(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
     )
 
 
-def grad_of_left(grad: Tensor, right: Operand, number: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Return [M, K] for grad [M, N] and right [N, K]."""
+def grad_of_left(
+    grad: Tensor | Operand, right: Operand, number: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """Return [M, K] for grad [M, N], of one scale or in full, and right [N, K]."""
+    if isinstance(grad, Operand):
+        return product(grad, right.transposed(), dtype)
     if right.format is GatherFormat.FLOAT8_ROWWISE:
         grad = grad.float() * right.scale.reciprocal().t()
     return product(Operand.of(grad, right.format, number), right.transposed(), dtype)
 
 
-def grad_of_right(grad: Tensor, left: Operand, number: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Return [N, K] for grad [M, N] and left [M, K]."""
+def grad_of_right(
+    grad: Tensor | Operand, left: Operand, number: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """Return [N, K] for grad [M, N], of one scale or in full, and left [M, K]."""
+    if isinstance(grad, Operand):
+        return product(grad.transposed(), left.transposed(), dtype)
     if left.format is GatherFormat.FLOAT8_ROWWISE:
         grad = grad.float() * left.scale.reciprocal()
     return product(Operand.of(grad.t(), left.format, number), left.transposed(), dtype)

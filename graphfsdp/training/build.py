@@ -16,7 +16,7 @@ from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE, Corpus, Feed, TokenBatches, load_corpus
 from graphfsdp.data.token_file import is_token_file
-from graphfsdp.eight_bit import convert_linears
+from graphfsdp.eight_bit import DelayedScaling, convert_linears
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
 from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
@@ -298,11 +298,19 @@ def make_model(
     for param in model.parameters():
         param.data = param.data.to(dtype)
     if config.fp8_format is not None:
+        recipe = None
+        if config.fp8_recipe == "delayed":
+            chosen = config.fp8_amax_history_len, config.fp8_amax_compute_algo
+            recipe = DelayedScaling(config.fp8_margin, *chosen)
         convert_linears(
-            model.blocks,
+            model,
             config.number_format,
             fp8_format=config.fp8_format,
-            where=lambda name, linear: not name.endswith("router.gate"),  # chooses experts
+            recipe=recipe,
+            # A router's gate chooses experts.
+            where=lambda name, linear: (
+                name.startswith("blocks.") and not name.endswith("router.gate")
+            ),
         )
     return model.to(device)
 

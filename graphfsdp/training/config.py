@@ -17,7 +17,7 @@ from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingTy
 
 DtypeName = Literal["fp32", "bf16"]
 Fp8FormatName = Literal["e4m3", "hybrid"]
-Fp8RecipeName = Literal["tensorwise", "rowwise", "mxfp8"]
+Fp8RecipeName = Literal["tensorwise", "delayed", "rowwise", "mxfp8"]
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
@@ -204,9 +204,12 @@ class TrainConfig:
     ] = False
     fp8_recipe: Annotated[
         Fp8RecipeName,
-        "one scale for a tensor, for each row, or for 32 values of a row; needs --fp8-format or "
-        "--fp8-param-gather",
+        "one scale for a tensor, of its values or (delayed) of earlier ones, for each row, or for "
+        "32 values of a row; needs --fp8-format or --fp8-param-gather",
     ] = "tensorwise"
+    fp8_margin: Annotated[int, "delayed scales are 2^margin times smaller than need be"] = 0
+    fp8_amax_history_len: Annotated[int, "backward passes that decide a delayed scale"] = 1
+    fp8_amax_compute_algo: Annotated[Literal["most_recent", "max"], "which one"] = "most_recent"
     # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
     # ``numbers``. Capture.
     cuda_graph_scope: Annotated[
@@ -438,6 +441,7 @@ class TrainConfig:
         """Of gathers and products, where these are in 8 bits."""
         return {
             "tensorwise": GatherFormat.FLOAT8,
+            "delayed": GatherFormat.FLOAT8,
             "rowwise": GatherFormat.FLOAT8_ROWWISE,
             "mxfp8": GatherFormat.MXFP8,
         }[self.fp8_recipe]
@@ -445,14 +449,14 @@ class TrainConfig:
     def _check_ranges(self) -> None:
         for name in (
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
-            *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
+            *("lr_decay_iters", "distributed_timeout_minutes", "keep_last", "fp8_amax_history_len"),
             *("num_distributed_optimizer_instances", "expert_model_parallel_size"),
             *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
         ):
             self._at_least(name, 1)
         for name in (
             *("seed", "lr_warmup_iters", "eval_interval", "sample_tokens", "save_interval"),
-            *("weight_decay", "adam_eps", "eod_token_id"),
+            *("weight_decay", "adam_eps", "eod_token_id", "fp8_margin"),
         ):
             self._at_least(name, 0)
         self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)
@@ -484,12 +488,17 @@ class TrainConfig:
                 "--optimizer-cpu-offload steps on the CPU, which waits for the gradients, so that "
                 "the optimizer cannot be in the graph; add --cuda-graph-scope forward_backward"
             )
-        for name in ("pin_cpu_grads", "pin_cpu_params"):
-            if getattr(self, name) and not self.optimizer_cpu_offload:
-                raise ConfigError(f"{flag_name(name)} needs --optimizer-cpu-offload")
-        for name in ("save_interval", "async_save", "keep_last"):
-            if getattr(self, name) and self.save is None:
-                raise ConfigError(f"{flag_name(name)} needs --save DIR, which says where to")
+        needs = (
+            ("--optimizer-cpu-offload", self.optimizer_cpu_offload, "pin_cpu_"),
+            ("--save DIR, which says where to", self.save, ("save_interval", "async_", "keep_")),
+            ("--num-experts", self.num_experts, ("moe_", "expert_model_parallel_size")),
+            ("--fp8-recipe delayed", self.fp8_recipe == "delayed", ("fp8_margin", "fp8_amax_")),
+        )
+        for field in fields(self):
+            for remedy, is_given, names in needs:
+                changed = getattr(self, field.name) != field.default
+                if field.name.startswith(names) and changed and not is_given:
+                    raise ConfigError(f"{flag_name(field.name)} needs {remedy}")
         if self.main_params_dtype == "bf16" and not self.bf16:
             raise ConfigError(
                 "--main-params-dtype bf16 asks for main weights that are narrower than the "
@@ -503,6 +512,8 @@ class TrainConfig:
                 f"--fp8-recipe {self.fp8_recipe} says how scales are shared in 8 bits; add "
                 "--fp8-format e4m3, --fp8-param-gather, or both"
             )
+        if self.fp8_recipe == "delayed" and self.fp8_format is None:
+            raise ConfigError("--fp8-recipe delayed is about products; add --fp8-format hybrid")
         if in_8_bits and self.mllog is not None:
             raise ConfigError(
                 "--mllog has no word for products and gathers in 8 bits; leave out "
@@ -516,10 +527,6 @@ class TrainConfig:
 
     def _check_experts(self) -> None:
         if self.num_experts is None:
-            for field in fields(self):
-                own = field.name.startswith("moe_") or field.name == "expert_model_parallel_size"
-                if own and getattr(self, field.name) != field.default:
-                    raise ConfigError(f"{flag_name(field.name)} needs --num-experts")
             return
         if self.moe_skip_overflow and self.moe_expert_capacity_factor is None:
             raise ConfigError("--moe-skip-overflow needs --moe-expert-capacity-factor")
@@ -541,10 +548,8 @@ class TrainConfig:
                 )
 
     def _check_pipeline(self) -> None:
-        size, virtual = (
-            self.pipeline_model_parallel_size,
-            self.num_layers_per_virtual_pipeline_stage,
-        )
+        size = self.pipeline_model_parallel_size
+        virtual = self.num_layers_per_virtual_pipeline_stage
         if size == 1:
             if virtual is not None:
                 raise ConfigError(

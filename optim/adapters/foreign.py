@@ -76,6 +76,7 @@ class ForeignAdamAdapter(BakedAdapter):
                 capturable=bool(getattr(made, "capturable", False)),
                 dtensor=is_dtensor(param),
                 empty_shard=not local_part(param).numel(),
+                gathered_in_8_bits=policy.gather_format is not None,
             )
             row = find_row(situation)
             if not row.captured:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import PrecisionError
 
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
 Version = tuple[int, ...]
 _NARROW = (torch.bfloat16, torch.float16)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NUM_NAMED = 3
 
 
 class Case(Enum):
+    QUANTISED_PARAM = "parameters that are 8-bit numbers themselves"
     NOT_CAPTURABLE = "made without capturable=True"
     GRAD_UNLIKE_PARAM = "a gradient's dtype is not its parameter's"
     EMPTY_SHARD = "a rank owns no element of a parameter"
@@ -35,6 +38,7 @@ class Case(Enum):
     BF16_MOMENTS = "bfloat16 moments"
     MOMENTS = "moments that are not both float32 or both bfloat16"
     REMAINDERS = "store_param_remainders=True"
+    GATHERED_IN_8_BITS = "weights that gather_format quantises"
     REST = "everything else"
 
 
@@ -50,10 +54,14 @@ class Situation:
     capturable: bool = True  # it was made so that it may be captured
     dtensor: bool = False
     empty_shard: bool = False  # this rank owns no element of the parameter
+    quantised: bool = False  # the parameter itself, by its class or its dtype
+    gathered_in_8_bits: bool = False  # from the parameter, which is the main weight
 
     def is_case(self, case: Case) -> bool:
         same = {self.moments} & {(dtype, dtype) for dtype in (torch.float32, torch.bfloat16)}
         return {
+            Case.QUANTISED_PARAM: self.quantised,
+            Case.GATHERED_IN_8_BITS: self.gathered_in_8_bits,
             Case.NOT_CAPTURABLE: not self.capturable,
             Case.GRAD_UNLIKE_PARAM: self.grad != self.param,
             Case.EMPTY_SHARD: self.empty_shard,
@@ -100,11 +108,19 @@ _ONE_DTYPE = "its kernels take one dtype for parameter and gradient"
 _ON_HOST = "it keeps lr and the step count on the host, which a replay would freeze"
 
 
+_ROUNDED_AWAY = (
+    "a step is smaller than the distance of 8-bit numbers, so there must be a main weight",
+    "parameters in float32 or bfloat16, which convert_linears and gather_format quantise",
+)
+
+
 def _rows(optimizer: str, *refused: tuple[Case, str, str, Version]) -> Iterator[PrecisionRow]:
     """Yield a row for each case that is refused, with why, remedy and ``before``, and the rest."""
+    yield PrecisionRow(optimizer, Case.QUANTISED_PARAM, False, *_ROUNDED_AWAY)
     for case, why, remedy, before in refused:
         yield PrecisionRow(optimizer, case, False, why, remedy, before)
     if all(case is not Case.REST for case, *_ in refused):
+        yield PrecisionRow(optimizer, Case.GATHERED_IN_8_BITS, True)
         yield PrecisionRow(optimizer, Case.REST, True)
 
 
@@ -243,6 +259,13 @@ def _own_dtype(param: Tensor) -> torch.dtype:
     return param.dtype
 
 
+def is_quantised(param: Tensor) -> bool:
+    """Whether 8-bit numbers are all there is of it, also where its class hides their dtype."""
+    local = local_part(param)
+    # Transformer Engine's parameters have their quantiser with them.
+    return local.dtype in _FLOAT8 or hasattr(local, "_quantizer")
+
+
 @dataclass(frozen=True)
 class OptimizerFacts:
     name: str  # its class, for messages
@@ -278,6 +301,13 @@ def check_precision(
     """
     if policy.use_decoupled_grad != facts.use_decoupled_grad:
         raise PrecisionError(_decoupling_message(policy, facts))
+    quantised = [name for name, p in named_params.items() if p.requires_grad and is_quantised(p)]
+    if quantised:
+        why, remedy = _ROUNDED_AWAY
+        raise PrecisionError(
+            f"{facts.name} cannot step on {Case.QUANTISED_PARAM.value}, as "
+            f"{_list_names(quantised)}: {why}. Remedy: {remedy}"
+        )
     main = partial(main_param_dtype, policy=policy, facts=facts)
     grad = partial(main_grad_dtype, policy=policy, facts=facts)
     compared: tuple[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]], ...] = (

@@ -1,11 +1,8 @@
 """Linear layers that multiply in 8 bits: the numbers by definition, and captured as eager."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from graphfsdp import ConfigError
@@ -85,11 +82,7 @@ class Net(nn.Module):
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recompute:
-            contexts: Any = graphfsdp.recompute_contexts
-            out = checkpoint(self.body, x, use_reentrant=False, context_fn=contexts)
-        else:
-            out = self.body(x)
+        out: Tensor = graphfsdp.recompute(self.body, x) if self.recompute else self.body(x)
         loss: Tensor = out.square().mean()
         return loss
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +52,8 @@ CASES: dict[Case, dict[str, Any]] = {
     Case.BF16_MOMENTS: {"moments": (BF16, BF16)},
     Case.MOMENTS: {"moments": (FP32, BF16)},
     Case.REMAINDERS: {"param": BF16, "grad": BF16, "main": FP32, "remainders": True},
+    Case.QUANTISED_PARAM: {"quantised": True},
+    Case.GATHERED_IN_8_BITS: {"gathered_in_8_bits": True},
     Case.REST: {},
 }
 
@@ -139,11 +142,52 @@ def use(package: str, situation: Situation) -> None:
     if not decoupled and situation.main is not None:
         policy = MixedPrecisionPolicy()
     adapter = adapt(make_foreign(package, [param], **contract))
+    if situation.gathered_in_8_bits:
+        policy = dataclasses.replace(policy, gather_format="float8")
     adapter.check({"layer.weight": param}, policy, Scope.FORWARD_BACKWARD)
     adapter.check({"layer.weight": param}, policy, Scope.FULL_ITERATION)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.optimizer == TE], ids=row_name)
+def rows_of(*names: str) -> list[PrecisionRow]:
+    """Their rows about the dtypes of plain tensors."""
+    rows = [row for row in TABLE if row.optimizer in names]
+    return [row for row in rows if row.case is not Case.QUANTISED_PARAM]
+
+
+class Quantised(nn.Parameter):
+    """Looks like Transformer Engine's: any dtype outside, and its quantiser beside it."""
+
+    _quantizer = "Float8Quantizer"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(getattr(optim, name), lr=0.1) for name in NATIVE),
+        partial(torch.optim.AdamW, lr=0.1, fused=True),
+        partial(torch.optim.SGD, lr=0.1, fused=True),
+        partial(torch.optim.RMSprop, lr=0.1),
+        partial(make_foreign, "transformer_engine"),
+        partial(make_foreign, "apex"),
+        lambda params: optim.CPUOffload(FusedAdam(params)),
+    ],
+)
+def test_parameters_that_are_8_bit_numbers_are_refused_and_frozen_ones_not(make: Any) -> None:
+    row = next(row for row in TABLE if row.case is Case.QUANTISED_PARAM)
+    good = nn.Parameter(torch.zeros(2, 4))
+    adapter = adapt(make([good]))
+    for bad in (nn.Parameter(torch.zeros(2, 4).to(torch.float8_e4m3fn)), Quantised(good.data)):
+        named = {"good": good, "layer.weight": bad}
+        for scope in (Scope.FORWARD_BACKWARD, Scope.FULL_ITERATION):
+            with pytest.raises((PrecisionError, ConfigError)) as caught:
+                adapter.check(named, MixedPrecisionPolicy(), scope)
+        for part in (row.case.value, "'layer.weight'", row.why, row.remedy):
+            assert part in str(caught.value)
+        bad.requires_grad_(False)
+        adapter.check(named, MixedPrecisionPolicy(), Scope.FORWARD_BACKWARD)
+
+
+@pytest.mark.parametrize("row", rows_of(TE), ids=row_name)
 def test_transformer_engine_is_captured_as_its_rows_say(
     row: PrecisionRow, monkeypatch: pytest.MonkeyPatch, mesh_of_one: None
 ) -> None:
@@ -162,7 +206,7 @@ def test_transformer_engine_is_captured_as_its_rows_say(
         use("transformer_engine", situation)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.optimizer == APEX], ids=row_name)
+@pytest.mark.parametrize("row", rows_of(APEX), ids=row_name)
 def test_apex_is_captured_as_its_rows_say(row: PrecisionRow, mesh_of_one: None) -> None:
     situation = Situation(APEX, (0, 1), **CASES[row.case])
     if row.captured:
@@ -175,7 +219,7 @@ def test_apex_is_captured_as_its_rows_say(row: PrecisionRow, mesh_of_one: None) 
         use("apex", situation)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.optimizer in NATIVE], ids=row_name)
+@pytest.mark.parametrize("row", rows_of(*NATIVE), ids=row_name)
 def test_every_native_row_is_captured(row: PrecisionRow) -> None:
     assert row.captured
     model = nn.Linear(4, 4, bias=False)
@@ -249,7 +293,7 @@ def test_native_optimizers_are_captured_with_any_dtypes(
     assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.optimizer == TORCH_SGD], ids=row_name)
+@pytest.mark.parametrize("row", rows_of(TORCH_SGD), ids=row_name)
 def test_the_fused_sgd_of_torch_is_captured_as_its_rows_say(
     row: PrecisionRow, mesh_of_one: None
 ) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import graphfsdp
 from graphfsdp import ConfigError, PhaseError
 from graphfsdp.config import MixedPrecisionPolicy
-from graphfsdp.eight_bit import convert_linears
+from graphfsdp.eight_bit import DelayedScaling, convert_linears
 from graphfsdp.eight_bit.formats import (
     NUMBER,
     from_float8,
@@ -75,7 +75,13 @@ def make(gather_format: str | None, strategy: str = "optim_grads_params", **opti
     torch.manual_seed(0)
     model = Layers(options.pop("width", WIDTH), options.pop("recompute", False)).to(rank_device())
     if layers := options.pop("layers", None):
-        convert_linears(model.blocks, layers, fp8_format=options.pop("fp8_format", "e4m3"))
+        convert_linears(
+            model,
+            layers,
+            fp8_format=options.pop("fp8_format", "e4m3"),
+            recipe=options.pop("recipe", None),
+            where=lambda name, linear: name != "head",
+        )
     policy = MixedPrecisionPolicy(
         gather_format=gather_format, **options.pop("policy", {"param_dtype": torch.bfloat16})
     )
@@ -89,9 +95,13 @@ def data(index: int, width: int = WIDTH) -> Tensor:
     return torch.randn(12, width, generator=generator).to(rank_device())
 
 
-def trained(model: Any, scope: str, num_steps: int, **options: Any) -> Training:
+def trained(
+    model: Any, scope: str, num_steps: int, decoupled: bool = False, **options: Any
+) -> Training:
     result = Training()
-    with graphfsdp.capture(model, adam(model), scope=scope, max_grad_norm=1.0, **options) as step:
+    extra: dict[str, Any] = {"use_decoupled_grad": True} if decoupled else {}
+    optimizer = adam(model, **extra)
+    with graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=1.0, **options) as step:
         for index in range(num_steps):
             result.losses.append(step(data(index)))
         result.params = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
@@ -102,8 +112,9 @@ def trained(model: Any, scope: str, num_steps: int, **options: Any) -> Training:
 def replayed_as_eager(
     microbatches: int = 1, num_steps: int = NUM_STEPS, **options: Any
 ) -> Training:
+    decoupled = bool(options.get("policy", {}).get("use_decoupled_grad"))
     runs = [
-        trained(make(**options), scope, num_steps, microbatches=microbatches)
+        trained(make(**dict(options)), scope, num_steps, decoupled, microbatches=microbatches)
         for scope in ("none", "full_iteration")
     ]
     assert_same_training(*runs)
@@ -155,6 +166,95 @@ def test_layers_that_multiply_in_8_bits_replay_as_eager(
     replayed_as_eager(2, num_steps, gather_format=gather_format, layers=layers, **options)
 
 
+DECOUPLED = {
+    "param_dtype": torch.bfloat16,
+    "main_grads_dtype": torch.bfloat16,
+    "use_decoupled_grad": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "strategy", "microbatches", "options"),
+    [
+        ("float8", "no_shard", 2, {"policy": DECOUPLED}),
+        ("float8", "optim_grads_params", 2, {"fp8_format": "hybrid", "recompute": True}),
+        ("float8_rowwise", "optim", 1, {"overlap": False}),
+        ("float8_rowwise", "optim_grads_params", 2, {"policy": DECOUPLED}),
+        ("mxfp8", "optim_grads", 2, {"fp8_format": "hybrid"}),
+        ("mxfp8", "optim_grads_params", 1, {"recompute": True, "overlap": False}),
+    ],
+)
+@on_ranks("ranks4")
+def test_products_and_gathers_in_8_bits_replay_as_eager_on_four_ranks(
+    layers: str, strategy: str, microbatches: int, options: dict[str, Any]
+) -> None:
+    options = {"gather_format": layers, "layers": layers, "strategy": strategy} | options
+    replayed_as_eager(microbatches, **options)
+
+
+DELAYED: dict[str, Any] = {
+    "layers": "float8",
+    "recipe": DelayedScaling(0, 3),
+    "fp8_format": "hybrid",
+}
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "options"),
+    [
+        (2, {"gather_format": None}),
+        (1, {"gather_format": "float8", "recompute": True}),
+        (1, {"gather_format": None, "strategy": "optim", "policy": {}}),
+    ],
+)
+@on_ranks("ranks2")
+def test_delayed_scales_replay_as_eager_and_are_those_of_all_ranks(
+    microbatches: int, options: dict[str, Any]
+) -> None:
+    replayed_as_eager(microbatches, **DELAYED, **options)
+    model = make(**DELAYED, **options)
+    seen = Wire()
+    with graphfsdp.capture(model, adam(model), scope="none", microbatches=microbatches) as step:
+        step(data(0) * (1 + dist.get_rank()))
+        with seen:
+            step(data(1) * (1 + dist.get_rank()))
+    gathers = options["gather_format"] is not None
+    assert seen.num_amax == microbatches + gathers  # one for all layers, after each backward
+    for buffer in model.buffers():
+        largest = buffer.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert torch.equal(largest, buffer)
+    assert (model.blocks[0].up.fp8_scale[::2] != 1.0).all()
+
+
+@pytest.mark.parametrize("layers", [*FORMATS, "delayed"])
+@on_ranks("ranks4")
+def test_an_infinity_on_one_rank_skips_the_step_of_all(layers: str) -> None:
+    """Or an overflow of the loss; in a warm-up and in replays, and the runs go on as equals."""
+    runs = []
+    for scope in ("none", "full_iteration"):
+        recipe = DelayedScaling(0, 4) if layers == "delayed" else None
+        chosen = "float8" if recipe else layers
+        gathered = None if recipe else layers
+        model = make(gathered, layers=chosen, recipe=recipe, fp8_format="hybrid")
+        found, skipped = [], []
+        options: dict[str, Any] = {"scope": scope, "skip_nonfinite": True, "max_grad_norm": 1.0}
+        with graphfsdp.capture(model, adam(model), **options) as step:
+            for index in range(10):
+                batch = data(index)
+                if index in (1, 6) and dist.get_rank() == 2:
+                    batch[3, 5] = torch.inf
+                if index == 8 and dist.get_rank() == 1:
+                    batch.mul_(1e30)  # finite, but the loss is not
+                step(batch)
+                found += [param.to_local().clone() for param in model.parameters()]
+                assert step.skipped_steps is not None
+                skipped.append(int(step.skipped_steps))
+        runs.append(found)
+        assert skipped == [0, 1, 1, 1, 1, 1, 2, 2, 3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 @pytest.mark.parametrize("gather_format", FORMATS)
 @on_ranks("ranks2")
 def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
@@ -183,7 +283,8 @@ def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
     loss = model(data(0))
     with Shapes():  # type: ignore[no-untyped-call]
         loss.backward()
-    assert len(quantised_shapes) >= 8  # a gradient for each product, of two layers in two blocks
+    # A gradient for each of two layers in two blocks, and for each product.
+    assert len(quantised_shapes) >= (4 if gather_format == "float8" else 8)
     assert not {(3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)} & set(quantised_shapes)
     plain.blocks[0].unshard()
     assert type(seen[0]) is EightBitWeight
