@@ -11,8 +11,8 @@ Messages between two ranks are counted by pair, since the ranks of a pipeline se
 unequal numbers of them; one that its rank did not wait for before it failed does not count, since
 the other may never get it.
 
-Collectives that a driver only records do not count: no rank waits in them, however many of them one
-has issued before it failed.
+What a driver only records does not count: no rank waits in it, however much of it one has issued
+before it failed.
 """
 
 import json
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphfsdp.base.collectives import Interruptible
+from graphfsdp.base.collectives import Interruptible, interruptible
 from graphfsdp.base.rank_agreement import RankStore
 
 _PAUSE_S = 0.01
@@ -68,10 +68,12 @@ class Whereabouts:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Leave out the collectives that the body issues, which do not run."""
+        """Leave out the collectives and messages that the body issues, which do not run."""
         self._before = before = self._counts()
+        ask = self._waits.ask if self._waits is not None else lambda: None
         try:
-            yield
+            with interruptible(ask):  # it counts the messages, and is forgotten
+                yield
         finally:
             now = self._counts()
             self._left_out.update({name: now[name] - before.get(name, 0) for name in now})

@@ -282,8 +282,8 @@ STAND_IN_API ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
   return ncclSuccess;
 }
 STAND_IN_API ncclResult_t ncclCommAbort(ncclComm_t communicator) {
-  // Not freed: a thread may be inside.
-  if (get(communicator)->is_joined()) get(communicator)->abort();
+  // Not freed: a thread may be inside. NCCL takes one that is null.
+  if (communicator && get(communicator)->is_joined()) get(communicator)->abort();
   return ncclSuccess;
 }
 STAND_IN_API ncclResult_t ncclCommCount(const ncclComm_t communicator, int* count) {
