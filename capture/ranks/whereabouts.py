@@ -53,9 +53,13 @@ class Whereabouts:
         self._left_out = Counter(self._counts() if store.is_shared else ())
         self._waits: Interruptible | None = None
         self._before: dict[str, int] | None = None  # the recording that is under way
+        self._at_end: dict[str, int] | None = None  # of the last call, if it has sent messages
 
     def enter(self, kind: str, waits: Interruptible) -> None:
         self._waits = waits
+        if self._at_end is not None:  # somebody's own messages in between, unequal by rank
+            now = self._counts()
+            self._left_out.update({name: now[name] - self._at_end.get(name, 0) for name in now})
         number = self.calls[kind] + 1
         self.name, self._is_inside = f"{kind} {number}", True
         self.calls[kind] = number  # last: from now on the listening thread answers for this call
@@ -65,6 +69,7 @@ class Whereabouts:
         if self._waits is not None:
             sent, self._waits.by_gloo = self._waits.by_gloo, Counter()
             self._left_out.update(sent)
+            self._at_end = self._counts() if sent else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:

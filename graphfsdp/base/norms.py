@@ -122,7 +122,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model must be a torch.nn.Module, got {type(model).__name__}. Remedy: "
-            "clip_grad_norm_(model, max_norm): the module knows which gradients are sharded"
+            "clip_grad_norm_(model, max_norm): the module knows which gradients are sharded; for a "
+            "pipeline's schedule, max_grad_norm of graphfsdp.capture, which asks all stages"
         )
     if not max_norm > 0:
         raise ConfigError(f"max_norm must be a positive number, got {max_norm!r}")

@@ -22,7 +22,7 @@ from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.base.rank_agreement import RankAgreement
-from graphfsdp.base.sharded import main_grads_of, sharded_roots
+from graphfsdp.base.sharded import main_grads_of, pipeline_stages, sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import CaptureError, ConfigError, PrecisionError, split_remedy
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
@@ -138,6 +138,12 @@ def check_call(
     options = CaptureOptions(
         scope=Scope.parse(scope), microbatches=microbatches, max_grad_norm=max_grad_norm
     )
+    if pipeline_stages(model):
+        raise ConfigError(
+            f"check runs an iteration of one process, and a {type(model).__name__} runs on all "
+            "ranks of a pipeline. Remedy: check a stage's module with a loss of its own; or "
+            "capture the schedule, which names the same and leaves everything as it was"
+        )
     together = one_module(model)
     unwrapped = [_unwrap(item) for item in as_list(optimizer, "optimizer")]
     inner = [item for item, _ in unwrapped]

@@ -212,6 +212,8 @@ def alike(name: str) -> list[str]:
     with graphfsdp.capture(schedule, optim) as step:
         for index in range(8):
             x, target = batch(index)
+            if index in (1, 5):  # its own eager step sends unequally too
+                schedule.step(*([x] if dist.get_rank() == 0 else []), target=target)
             if index == 0:
                 with pytest.raises(ConfigError, match="without a target"):
                     step(x)
@@ -272,6 +274,15 @@ def test_what_a_pipeline_cannot_do_is_refused(case: str) -> None:
     schedule = schedule_of(KINDS["1f1b"], **of_schedule)
     with pytest.raises(ConfigError, match=words):
         graphfsdp.capture(schedule, adam(schedule, **of_optimizer), **of_capture)
+
+
+@on_ranks("ranks2")
+def test_what_takes_no_schedule_names_the_remedy() -> None:
+    schedule = schedule_of(KINDS["1f1b"])
+    with pytest.raises(ConfigError, match="a pipeline's schedule, max_grad_norm of"):
+        graphfsdp.clip_grad_norm_(schedule, 1.0)
+    with pytest.raises(ConfigError, match="check a stage's module with a loss of its own; or capt"):
+        graphfsdp.check(schedule, adam(schedule), batch(0)[0])
 
 
 @on_ranks("ranks2")
