@@ -141,7 +141,9 @@ def called_by_user() -> bool:
 def compiled_modules(model: nn.Module) -> Iterator[str]:
     """Yield the names of modules that torch.compile has made, or compiled in place."""
     for name, module in model.named_modules():
-        in_place = getattr(module, "_compiled_call_impl", None) is not None
+        call = getattr(module, "_compiled_call_impl", None)
+        # graphfsdp.capture_in_place has its calls there, too.
+        in_place = call is not None and not type(call).__module__.startswith("graphfsdp.in_place")
         if in_place or type(module).__name__ == "OptimizedModule":
             yield name
 
