@@ -23,7 +23,7 @@ from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import main_grads_of, sharded_roots
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.errors import CaptureError
 
 # After such a change there are other gradients to keep.
@@ -67,6 +67,8 @@ class Engine:
         self._has_iterated = False
         self._has_stepped = False
         self._captures = options.scope is not Scope.NONE
+        # Else other kinds of batches have graphs of their own, which may step.
+        self._has_one_graph = options.on_change is not OnChange.RECAPTURE
         self._regions = regions
 
     def _take_gradients(self) -> None:
@@ -185,7 +187,14 @@ class Engine:
         if trains and device.type == "cuda" and not sharded_roots(self.model):
             may_wait = not self.steps_inside and not gradients.have_other_hooks
             landing = Landing(gradients.storages(), may_wait=may_wait)
-        return ConstantWatch(self.model, device, stepping, has_run=has_run, landing=landing)
+        return ConstantWatch(
+            self.model,
+            device,
+            stepping,
+            has_run=has_run,
+            landing=landing,
+            names_idle=self._has_one_graph,
+        )
 
     def python(self, *, weakly: bool = False) -> Snapshot:
         """Return all Python that the iteration can name, as it is now; ``weakly``: no tensor."""

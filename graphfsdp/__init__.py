@@ -31,6 +31,7 @@ from graphfsdp.errors import PhaseError as PhaseError
 from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.errors import RankFailedError as RankFailedError
 from graphfsdp.errors import VerificationError as VerificationError
+from graphfsdp.in_place import capture_in_place as capture_in_place
 from graphfsdp.metric_ring import MetricRing as MetricRing
 from graphfsdp.preflight.check import check as check
 from graphfsdp.preflight.report import CheckReport as CheckReport
@@ -86,6 +87,7 @@ __all__ = [
     "UnshardHandle",
     "VerificationError",
     "capture",
+    "capture_in_place",
     "check",
     "clip_grad_norm_",
     "fully_shard",

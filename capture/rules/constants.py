@@ -213,6 +213,7 @@ class ConstantWatch:
         *,
         has_run: bool = False,
         landing: Landing | None = None,
+        names_idle: bool = True,
     ) -> None:
         """The numbers of ``optimizers`` are live, or guarded: their operators are left out.
 
@@ -223,6 +224,7 @@ class ConstantWatch:
         self._model = model
         self._device = device
         self._optimizers = optimizers
+        self._names_idle = names_idle
         self._has_run = has_run
         self._landing = landing
         self._expected: ConstantLog | None = None
@@ -302,7 +304,7 @@ class ConstantWatch:
 
     def _name_idle(self, log: ConstantLog) -> None:
         """Say which optimizers replays will never step: one that steps each fifth call, say."""
-        for index, optimizer in enumerate(self._optimizers):
+        for index, optimizer in enumerate(self._optimizers if self._names_idle else ()):
             if id(optimizer) not in log.num_steps:
                 _LOG.warning(
                     "optimizer %d (%s) takes no step in the captured iteration, so no replay will "

@@ -138,10 +138,22 @@ def called_by_user() -> bool:
     return is_users_file(next((f for f in files if not f.startswith(_CAPTURE)), "<none>"))
 
 
+def called_by_us() -> bool:
+    """Tell whether the caller's caller is capture or check, maybe through Python's library."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_PYTHON):
+        if is_installed_file(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_CAPTURE)
+
+
 def compiled_modules(model: nn.Module) -> Iterator[str]:
     """Yield the names of modules that torch.compile has made, or compiled in place."""
     for name, module in model.named_modules():
-        in_place = getattr(module, "_compiled_call_impl", None) is not None
+        call = getattr(module, "_compiled_call_impl", None)
+        # graphfsdp.capture_in_place has its calls there, too.
+        in_place = call is not None and not type(call).__module__.startswith("graphfsdp.in_place")
         if in_place or type(module).__name__ == "OptimizedModule":
             yield name
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -29,7 +28,6 @@ from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.watcher import PreflightWatcher
 
 Stop = Callable[[CheckReport], None]
-_OWN_LOSS = "loss_fn=loss_fn"
 
 
 class _Watcher(PreflightWatcher):
@@ -52,14 +50,6 @@ class _Watcher(PreflightWatcher):
             super().on_host_call(name, refusal)
 
 
-@dataclass
-class _Forwards:
-    """Calls of the model in one iteration."""
-
-    shapes: list[Any] = field(default_factory=list)
-    last_output: Any = None
-
-
 class BetweenSteps:
     """Follows a script until an optimizer steps for the second time, and ends it there.
 
@@ -75,13 +65,13 @@ class BetweenSteps:
         self._is_answered = is_answered
         self._stop = stop
         self._model: nn.Module | None = None
+        self._models: list[nn.Module] = []  # that, and others that the loop calls by themselves
         self._first: torch.optim.Optimizer | None = None
         self._others: list[torch.optim.Optimizer] = []
         self._num_steps = 0
         self._depth = 0
         self._watchers: list[_Watcher] = []
-        self._forwards: list[_Forwards] = []
-        self._clipped: list[float] = []
+        self._shapes: list[list[Any]] = []  # of what the model was called with, by iteration
         self._hazards = HazardLog()
         self._open = ExitStack()
         self._stance = ExitStack()
@@ -100,20 +90,12 @@ class BetweenSteps:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        clip = nn.utils.clip_grad_norm_
-
-        def noting_clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
-            self._clipped.append(float(max_norm))
-            return clip(parameters, max_norm, *args, **kwargs)
-
-        nn.utils.clip_grad_norm_ = noting_clip
         try:
             with warnings.catch_warnings():
                 # Of ours, which fire once more for the wrapper: that is meant.
                 warnings.filterwarnings("ignore", message=".*when there are global hooks on")
                 yield
         finally:
-            nn.utils.clip_grad_norm_ = clip
             for handle in handles:
                 handle.remove()
             self._open.close()
@@ -126,6 +108,10 @@ class BetweenSteps:
         if is_first and _is_trainable(module):
             self._model = module if self._model is None else self._model
             self._go_on()
+        if not self._depth and _is_trainable(module):
+            parts = (part for model in self._models for part in model.modules())
+            if all(module is not part for part in parts):
+                self._models.append(module)
         if module is not self._model:
             return
         self._depth += 1
@@ -135,10 +121,10 @@ class BetweenSteps:
             self._stance.enter_context(as_written())
         if len(self._watchers) == self._num_steps < 2:
             self._begin(module)
-        if self._forwards:
+        if self._shapes:
             batch = (args, _keywords_of_call())
             self._watchers[-1].note_batch(batch)
-            self._forwards[-1].shapes.append(pytree.tree_map(_shape, batch))
+            self._shapes[-1].append(pytree.tree_map(_shape, batch))
 
     def _go_on(self) -> None:
         """Look again; what the loop does between a step and the next forward stays outside."""
@@ -151,8 +137,7 @@ class BetweenSteps:
         watcher = _Watcher(model, device, self._hazards, for_cuda=self._for_cuda)
         self._begins = _user_place()
         self._watchers.append(watcher)
-        self._forwards.append(_Forwards())
-        self._clipped.clear()
+        self._shapes.append([])
         # Entered from a hook: the modes stay until the step is over.
         self._open.enter_context(watcher.watching())
         if self._num_steps == 0:
@@ -161,8 +146,6 @@ class BetweenSteps:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._model and self._depth:
             self._depth -= 1
-            if not self._depth and self._forwards:
-                self._forwards[-1].last_output = output
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *details: Any) -> None:
         if self._watchers:
@@ -190,11 +173,11 @@ class BetweenSteps:
         assert self._model is not None
         assert self._first is not None
         first, second = self._watchers
-        before, now = self._forwards
+        before, now = self._shapes
         for optimizer in (self._first, *self._others):
             self._note_optimizer(optimizer)
-        if before.shapes != now.shapes and len(before.shapes) == len(now.shapes):
-            self._hazards.add(_other_shapes(before.shapes, now.shapes))
+        if before != now and len(before) == len(now):
+            self._hazards.add(_other_shapes(before, now))
         elif not self._others:
             self._note_numbers(first, second)
         return CheckReport(
@@ -227,38 +210,15 @@ class BetweenSteps:
                     continue  # where the number came from is told already
                 second.refuse_at(each.op, each.refusal, site.module, site.source)
 
-    def _batch(self) -> str:
-        args, kwargs = self._forwards[-1].shapes[-1]
-        return ", ".join([*(["*batch"] if args else []), *(["**batch"] if kwargs else [])])
-
     def _advice(self) -> str:
-        optimizers = [self._first, *self._others]
-        names = _names(self._model, *optimizers)
-        microbatches = len(self._forwards[-1].shapes)
-        where = f" ({self._begins} to {self._ends})"
-        if self._others:
-            stepped = f"[{', '.join(names[1:])}]"
-            return (
-                f"before the loop:  step = graphfsdp.capture({names[0]}, {stepped}, "
-                "iteration=iteration)\n"
-                "in the loop:      step(*batch), where iteration(models, optimizers, *batch) has "
-                "what the loop does from the first call of a model to the last step"
-            )
-        options = _loss_option(self._forwards[-1].last_output)
-        if self._clipped:
-            options.append(f"max_grad_norm={self._clipped[-1]}")
-        if microbatches > 1:
-            options.append(f"microbatches={microbatches}")
-        arguments = ", ".join([*names, *options])
-        lines = [
-            f"before the loop:  step = graphfsdp.capture({arguments})",
-            f"in the loop:      loss = step({self._batch()}) in place of forward, backward and "
-            f"{names[1]}.step(){where}",
-        ]
-        if _OWN_LOSS in options:
-            what = f"the loop's lines from {names[0]}(...) to the loss"
-            lines.insert(0, f"a function:       loss_fn(model, *batch) has {what}")
-        return "\n".join(lines)
+        models = _listed(_names("model", *self._models))
+        optimizers = _listed(_names("optimizer", self._first, *self._others))
+        where = "" if self._others else f" ({self._begins} to {self._ends})"
+        return (
+            f"before the loop:  graphfsdp.capture_in_place({models}, {optimizers})\n"
+            f"the loop stays:   from the model's call to the optimizer's step{where} it is one "
+            "graph"
+        )
 
 
 def _is_trainable(module: nn.Module) -> bool:
@@ -301,20 +261,6 @@ def _other_shapes(before: list[Any], now: list[Any]) -> Hazard:
     )
 
 
-def _loss_option(output: Any) -> list[str]:
-    """Return what ``capture`` needs to find the loss in what the model returns."""
-
-    def is_loss(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
-
-    if is_loss(output) or is_loss(getattr(output, "loss", None)):
-        return []
-    if isinstance(output, tuple) and any(map(is_loss, output)):
-        index = next(index for index, value in enumerate(output) if is_loss(value))
-        return [] if index == 0 else [f"loss_fn=lambda model, *batch: model(*batch)[{index}]"]
-    return [_OWN_LOSS]
-
-
 def _user_frame() -> FrameType | None:
     return next((f for f in frames() if is_users_file(f.f_code.co_filename)), None)
 
@@ -326,7 +272,11 @@ def _user_place() -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
-def _names(*values: object) -> list[str]:
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+
+
+def _names(fallback: str, *values: object) -> list[str]:
     """Return what the script calls these where it steps."""
     frame = _user_frame()
     known: dict[int, str] = {}
@@ -337,5 +287,4 @@ def _names(*values: object) -> list[str]:
         owner = frame.f_locals.get("self")
         for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
             known.setdefault(id(value), f"self.{name}")
-    fallbacks = ["model", *(["optimizer"] * (len(values) - 1))]
-    return [known.get(id(value), name) for value, name in zip(values, fallbacks, strict=True)]
+    return [known.get(id(value), fallback) for value in values]

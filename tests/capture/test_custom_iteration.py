@@ -1,6 +1,7 @@
 """iteration=fn: whole iterations of the user's own, bit for bit the plain loop."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_states, quick_garbage_collection, snapshot
 from iterations import gan, gradient_penalty, moving_average, train_by
+from unseen import Unseen
 
 NUM_STEPS = 16
 Optimizer = torch.optim.Optimizer
@@ -193,13 +195,16 @@ def test_an_optimizer_that_no_replay_steps_is_named_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def iteration(models: Any, optimizers: Any, x: Tensor) -> Tensor:
+        next(runs)
         loss: Tensor = models[1](models[0](x)).square().mean()
         loss.backward()
         optimizers[1].step()
         if x.shape[0] > 50:
+            time.sleep(0.0)  # the clocks of this module are watched
             optimizers[0].step()
         return loss
 
+    runs = Unseen(None)
     models = [nn.Linear(6, 6), nn.Linear(6, 1)]
     optimizers = [torch.optim.SGD(models[0].parameters()), FusedAdam(models[1].parameters())]
     with (
@@ -211,6 +216,7 @@ def test_an_optimizer_that_no_replay_steps_is_named_in_the_log(
     told = [record.getMessage() for record in caplog.records if "takes no step" in record.msg]
     assert len(told) == 1
     assert told[0].startswith("optimizer 0 (SGD) takes no step in the captured iteration")
+    assert runs.num_calls == 4  # the log line reads a clock, which is not the iteration's
 
 
 @pytest.mark.parametrize("warmup_steps", [2, 3, 4])

@@ -219,8 +219,8 @@ def test_an_unchanged_script_is_told_the_lines_to_add_and_writes_nothing(
     assert main(["check", "plain.py"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("can be captured: ")
-    assert "graphfsdp.capture(model, optimizer, loss_fn=loss_fn, max_grad_norm=1.0)" in out
-    assert "in place of forward, backward and optimizer.step() (plain.py:13 to plain.py:19)" in out
+    assert "graphfsdp.capture_in_place(model, optimizer)" in out
+    assert "(plain.py:13 to plain.py:19) it is one graph" in out
     assert sorted(folder.rglob("*")) == before
     assert (folder / "checkpoint.pt").read_text() == "precious"
     assert main(["check", "plain.py", "read"]) == 1
@@ -234,8 +234,7 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 ) -> None:
     assert main(["check", "nanogpt.py"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "graphfsdp.capture(self.model, self.optimizer, " in out
-    assert "loss_fn=lambda model, *batch: model(*batch)[1], microbatches=2)" in out
+    assert "graphfsdp.capture_in_place(self.model, self.optimizer)" in out
     assert "cannot be captured: 2 hazards" in out
     for part in ("# counts", "random.Random", "# draws"):
         assert part in out
@@ -243,7 +242,7 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 
 def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gan.py"]) == 0
-    assert "graphfsdp.capture(D, [opt_d, opt_g], iteration=iteration)" in capsys.readouterr().out
+    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in capsys.readouterr().out
 
 
 def test_a_module_is_run_like_python_m(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.offload", f"{OPTIM}.whole"},
     OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused", "offload", "whole")},
 }
-_PROGRAMS = ("bench", "checkpoint", "integrations", "planning", "preflight", "training")
+_PROGRAMS = ("bench", "checkpoint", "in_place", "integrations", "planning", "preflight", "training")
 ON_TOP = frozenset({"graphfsdp", *(f"graphfsdp.{program}" for program in _PROGRAMS)})
 
 # Folders with more modules than MAX_MODULES; none is added.

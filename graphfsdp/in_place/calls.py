@@ -1,0 +1,213 @@
+"""What the loop does in an iteration: calls, with their arguments as places of values."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphfsdp._capture.trace.source import user_source_line
+from graphfsdp.errors import CaptureError
+
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+# What a loop may give a call besides tensors; it is compared in each iteration.
+CONSTANT = (*PLAIN, slice, type(Ellipsis), torch.Generator, torch.memory_format, torch.layout)
+_TENSORS = (Tensor, nn.Parameter)
+LATER = "put it behind optimizer.step()"
+_Leaf = Any
+
+
+@dataclass(frozen=True)
+class Made:
+    """A value that the iteration makes, by its place."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor from outside, by its place among the iteration's inputs."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A parameter or buffer of the models."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and other.tensor is self.tensor
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor to be, as it looks from outside."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        stride = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def empty(self) -> Tensor:
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_() if self.requires_grad else made
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a call returns: its place among what the iteration makes."""
+
+    index: int
+    form: Form
+
+
+class Unknown:
+    """Stands for what a module returns besides tensors and plain values."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise CaptureError(
+            f"the loop reads {name!r} of an object that a captured module returned, which a replay "
+            f"does not make. Remedy: return tensors, or {LATER}",
+            source=user_source_line(),
+        )
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What torch is told to do by contexts around a call."""
+
+    grad: bool
+    autocast: tuple[torch.dtype, bool] | None  # dtype, and whether casts are kept
+
+    @classmethod
+    def now(cls, kind: str) -> "Modes":
+        cast = None
+        if torch.is_autocast_enabled(kind):
+            cast = (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        return cls(torch.is_grad_enabled(), cast)
+
+
+@dataclass
+class Call:
+    """One thing that the loop does: ``key`` tells it from others, ``results`` what it returns."""
+
+    function: Callable[..., Any]
+    leaves: list[_Leaf]
+    spec: pytree.TreeSpec | None  # None: the leaves are the arguments
+    modes: Modes
+    forms: list[Form]  # of the tensors that are given to it
+    results: list[Any] = field(default_factory=list)  # Result, Own, or the value
+    result_spec: pytree.TreeSpec | None = None  # None: the result is one leaf
+
+    def is_like(self, other: "Call") -> bool:
+        return (
+            self.function == other.function
+            and self.modes == other.modes
+            and self.forms == other.forms
+            and self.spec == other.spec
+            and all(map(same, self.leaves, other.leaves))
+        )
+
+    def run(self, made: dict[int, Any], given: Sequence[Tensor]) -> Any:
+        """Do it, with these values; note what it makes."""
+
+        def value(leaf: _Leaf) -> Any:
+            if isinstance(leaf, Made):
+                return made[leaf.index]
+            if isinstance(leaf, Given):
+                return given[leaf.index]
+            return leaf.tensor if isinstance(leaf, Own) else leaf
+
+        values = [value(leaf) for leaf in self.leaves]
+        args, kwargs = values, {}
+        if self.spec is not None:
+            args, kwargs = pytree.tree_unflatten(values, self.spec)
+        with torch.set_grad_enabled(self.modes.grad):
+            result = self.function(*args, **kwargs)
+        if self.results:
+            for place, leaf in zip(self.results, pytree.tree_leaves(result), strict=True):
+                if isinstance(place, Result):
+                    made[place.index] = leaf
+        return result
+
+
+def flat(args: Any, kwargs: Any) -> tuple[Sequence[Any], pytree.TreeSpec | None]:
+    """Return all leaves and how they are nested, which few calls of torch functions are."""
+    if not kwargs and all(isinstance(value, CONSTANT) or type(value) in _TENSORS for value in args):
+        return args, None
+    return pytree.tree_flatten((args, kwargs))
+
+
+def same(one: _Leaf, other: _Leaf) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+@dataclass
+class Point:
+    """What the loop has done so far, and what may come next."""
+
+    call: Call | None = None
+    before: "Point | None" = None
+    following: list["Point"] = field(default_factory=list)
+    draws: frozenset[int] = frozenset()  # places of generators that its calls have drawn from
+
+    def calls(self) -> list[Call]:
+        found = []
+        point: Point | None = self
+        while point is not None and point.call is not None:
+            found.append(point.call)
+            point = point.before
+        return found[::-1]
+
+
+@dataclass
+class Program:
+    """What one captured iteration does, and which of its values it returns."""
+
+    calls: list[Call]
+    kept: list[int]
+    end: Point
+
+    def run(self, given: Sequence[Tensor], kind: str) -> list[Any]:
+        made = run_calls(self.calls, given, kind)
+        return [made[index] for index in self.kept]
+
+
+def run_calls(calls: Sequence[Call], given: Sequence[Tensor], kind: str) -> dict[int, Any]:
+    made: dict[int, Any] = {}
+    for cast, group in groupby(calls, key=lambda call: call.modes.autocast):
+        context: Any = nullcontext()
+        if cast is not None:
+            context = torch.autocast(kind, cast[0], cache_enabled=cast[1])
+        elif torch.is_autocast_enabled(kind):
+            context = torch.autocast(kind, enabled=False)
+        with context:
+            for call in group:
+                call.run(made, given)
+    return made
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return type(owner).__name__
+    name = str(getattr(function, "__name__", function))
+    return f"{getattr(owner, '__name__', owner)}.{name}" if name == "__get__" else name
+
+
+def refusal(why: str, remedy: str) -> CaptureError:
+    return CaptureError(f"{why}. Remedy: {remedy}", source=user_source_line())

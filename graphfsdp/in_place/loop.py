@@ -1,0 +1,327 @@
+"""The loop around the iterations, which goes on as it is written."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FrameType, MethodType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.report.report import CaptureReport
+from graphfsdp._capture.step import CapturedStep
+from graphfsdp.api import capture
+from graphfsdp.base.op_tensors import as_written
+from graphfsdp.errors import ConfigError, PhaseError
+from graphfsdp.in_place.calls import Point, Program, refusal
+from graphfsdp.in_place.region import MOST_NEW, Region
+from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
+from graphfsdp.preconditions import inner_optimizer
+
+# What tells of a tensor's form and not of its numbers: answered by the tensor that stands for it.
+_FORM = frozenset(
+    {
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__),
+        *(Tensor.element_size, Tensor.get_device, Tensor.__hash__, Tensor.is_signed),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type),
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf"),
+                *("is_cuda", "is_cpu", "is_sparse", "is_nested", "is_quantized", "is_meta"),
+                *("itemsize", "nbytes"),
+            )
+        ),
+    }
+)
+_GRADIENT_OF = vars(torch._C.TensorBase)["grad"].__get__
+_CLIP = nn.utils.clip_grad_norm_
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, loop: "InPlace") -> None:
+        super().__init__()
+        self._loop = loop
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._loop._on_function(func, args, kwargs or {})
+
+
+class _ModuleCall:
+    """Asked in place of a module's own call."""
+
+    def __init__(self, loop: "InPlace", module: nn.Module) -> None:
+        self._loop = loop
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop._on_module(self._module, args, kwargs)
+
+
+class InPlace:
+    """A loop whose iterations are captured where they stand; ``graphfsdp.capture_in_place``."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._models = models
+        self._optimizers = optimizers
+        self._options = {"on_change": "recapture", **options}
+        self._device = next(p.device for model in models for p in model.parameters())
+        self._stepping = JointOptimizer([adapt(inner_optimizer(o)) for o in optimizers]).stepping
+        self._step: CapturedStep | None = None
+        self._programs: list[Program] = []
+        self._root = Point()
+        self._own = frozenset(
+            id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())
+        )
+        self._stance = ExitStack()
+        self._mode = _Mode(self)
+        self._region: Region | None = None
+        self._is_running = False
+        self._is_zeroed = True
+        self._is_on = False  # the mode
+        self._zeroing_frame: FrameType | None = None
+        self._num_new = 0  # iterations in a row that were like none before
+        self._zeroing = {id(optimizer): optimizer.zero_grad for optimizer in optimizers}
+        self._steps = {id(optimizer): optimizer.step for optimizer in optimizers}
+        # These look the method up in the iteration, where it is the one of an adapter.
+        self._step_calls = {
+            id(optimizer): partial(type(self)._step_of, optimizer) for optimizer in optimizers
+        }
+        self._undo = ExitStack()
+
+    @property
+    def phase(self) -> Phase:
+        """Where the captured iteration is: warming up, replaying, closed."""
+        return Phase.WARMUP if self._step is None else self._step.phase
+
+    def report(self, **options: Any) -> CaptureReport:
+        """Return ``CapturedStep.report`` of the captured iteration."""
+        if self._step is None:
+            raise PhaseError(
+                "nothing is captured yet: the optimizer has stepped fewer than two times"
+            )
+        return self._step.report(**options)
+
+    def close(self) -> None:
+        """Give graphs back, and let the loop run as written; idempotent."""
+        self._leave()
+        self._undo.close()
+        if self._step is not None:
+            self._step.close()
+
+    def install(self) -> None:
+        """Take the place of the models' calls and of the optimizers' steps."""
+        for model in self._models:
+            for module in model.modules():
+                if vars(module).get("_compiled_call_impl") is not None:
+                    raise ConfigError(
+                        "the model is compiled, or captured in place already. Remedy: capture the "
+                        "uncompiled model, once"
+                    )
+                vars(module)["_compiled_call_impl"] = _ModuleCall(self, module)
+                self._undo.callback(vars(module).pop, "_compiled_call_impl", None)
+        for optimizer in self._optimizers:
+            self._replace(optimizer, "zero_grad", self._on_zero_grad)
+            self._replace(optimizer, "step", self._on_step)
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        before = vars(owner).get(name)
+
+        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(owner, args, kwargs)
+
+        vars(owner)[name] = MethodType(call, owner)  # which schedulers wrap
+
+        def put_back() -> None:
+            del vars(owner)[name]
+            if before is not None:
+                vars(owner)[name] = before
+
+        self._undo.callback(put_back)
+
+    def _on_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._is_running:
+            return module._call_impl(*args, **kwargs)
+        if self._region is None:
+            if not (torch.is_grad_enabled() and module.training):
+                return module._call_impl(*args, **kwargs)
+            self._leave()
+            params = (param for model in self._models for param in model.parameters())
+            self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
+            self._region = Region(self._root, self._own, self._device.type)
+            self._stance.enter_context(as_written())  # compiled functions of the loop
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_ = self._clip
+            self._is_on = True
+        first = next(module.parameters(), None)
+        if first is not None and not self._region.owns(first):
+            self._leave()
+            raise refusal(
+                f"{type(module).__name__} has other parameters than when its loop was captured, "
+                "as torch.func.functional_call gives it for a moment",
+                "graphfsdp.capture with iteration=",
+            )
+        return self._do(module._call_impl, args, kwargs)
+
+    def _on_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        region = self._region
+        if region is None or self._is_running or function in _FORM:
+            return function(*args, **kwargs)
+        if function == _GRADIENT_OF:
+            frame = sys._getframe(2)
+            if frame.f_code is nn.Module.zero_grad.__code__:
+                self._zero_module(frame)
+                return None  # and so it does nothing by itself
+        with self._left_if_it_fails():
+            return region.do(function, args, kwargs, self._real, only_if_touched=True)
+
+    def _on_zero_grad(self, owner: Any, args: Any, kwargs: Any) -> Any:
+        zero_grad = self._zeroing[id(owner)]
+        self._is_zeroed = True
+        if self._is_running or self._region is None:
+            return zero_grad(*args, **kwargs)
+        return self._do(zero_grad, args, kwargs)
+
+    def _zero_module(self, frame: FrameType) -> None:
+        """Note ``Module.zero_grad`` as one call; an attribute of a model would be pickled."""
+        if self._zeroing_frame is not frame:
+            self._zeroing_frame = frame
+            module, to_none = frame.f_locals["self"], frame.f_locals["set_to_none"]
+            self._is_zeroed = True
+            assert self._region is not None
+            with self._left_if_it_fails():
+                self._region.do(module.zero_grad, (to_none,), {}, self._real)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        step = self._steps[id(optimizer)]
+        region = self._region
+        if self._is_running or region is None:
+            return step(*args, **kwargs)
+        if args or any(value is not None for value in kwargs.values()):
+            self._leave()
+            raise ConfigError(
+                "optimizer.step(closure) runs the model within the step. Remedy: "
+                "graphfsdp.capture(..., scope='forward_backward')"
+            )
+        self._do(self._step_calls[id(optimizer)], (), {})
+        region.stepped.add(id(optimizer))
+        if len(region.stepped) < len(self._optimizers):
+            return None
+        self._leave()
+        region.check_unwritten()
+        if not self._is_zeroed:
+            raise refusal(
+                "gradients were not zeroed since the optimizer's last step; a captured iteration "
+                "begins without any",
+                "optimizer.zero_grad() in each iteration",
+            )
+        self._is_zeroed = False
+        if region.is_known:
+            self._num_new = 0
+            self._replay(region)
+            return None
+        self._num_new += 1
+        if self._num_new > MOST_NEW:
+            raise region.refusal_of_new()
+        return None
+
+    def _clip(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the many calls that this makes as one."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._is_running or self._region is None:
+            return _CLIP(params, *args, **kwargs)
+        return self._do(_CLIP, (params, *args), kwargs)
+
+    def _do(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assert self._region is not None
+        with self._left_if_it_fails(), _pop_mode_temporarily():
+            return self._region.do(function, args, kwargs, self._real)
+
+    @contextmanager
+    def _left_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._region = None  # what its mode sees goes through; the next region takes it off
+            raise
+
+    def _leave(self) -> None:
+        self._region = self._zeroing_frame = None
+        self._stance.close()
+        if self._is_on:
+            self._is_on = False
+            nn.utils.clip_grad_norm_ = _CLIP
+            is_ours = _get_current_function_mode() is self._mode
+            # Takes off whatever is on top.
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if not is_ours:
+                raise ConfigError(
+                    "a context of torch (a device, a torch function mode) begins before the "
+                    "model's call and ends before the optimizer's step, or the other way round. "
+                    "Remedy: put both into it, or neither"
+                )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def _real(self, run: Callable[..., Any], made: dict[int, Any], given: list[Tensor]) -> Any:
+        with self._running(), self._stepping():
+            return run(made, given)
+
+    @staticmethod
+    def _step_of(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def _replay(self, region: Region) -> None:
+        alive = region.alive()
+        index = self._program(region.point, sorted(alive))
+        program = self._programs[index]
+        region.check_undrawn()
+        if self._step is None:
+            models = self._models[0] if len(self._models) == 1 else self._models
+            optimizers = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
+            self._step = capture(models, optimizers, iteration=self._iterate, **self._options)
+        results = self._step(index, *region.given)
+        with torch.no_grad():
+            for place, result in zip(program.kept, results, strict=True):
+                tensor = alive.get(place)
+                if tensor is not None:
+                    tensor.requires_grad_(False).set_(result)
+
+    def _program(self, end: Point, alive: list[int]) -> int:
+        for index, program in enumerate(self._programs):
+            if program.end is end and set(alive) <= set(program.kept):
+                return index
+        self._programs.append(Program(end.calls(), alive, end))
+        return len(self._programs) - 1
+
+    def _iterate(self, models: Any, optimizers: Any, index: int, *given: Tensor) -> list[Any]:
+        with self._running():
+            return self._programs[index].run(given, self._device.type)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()

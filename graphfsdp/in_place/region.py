@@ -1,0 +1,270 @@
+"""From the first call of a model to the last step of an optimizer.
+
+Note [Put off]
+From the first call of a model to the last step of an optimizer everything that touches the model,
+its weights, or what came of them is put off: torch functions (which a mode sees) and calls of
+modules (which are asked in place of their forward) are noted with their arguments, and hand out
+tensors of the right form with nothing in them yet. The step runs what was noted as one captured
+iteration, and fills the tensors that somebody still holds. So Python between the calls runs in
+every iteration, and a loop that goes another way, or passes another number, makes another program
+with a graph of its own. What is not known yet runs as written, from the first call that differs,
+and is known the next time; the first iteration is of that kind.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree as pytree
+
+from graphfsdp.errors import CaptureError
+from graphfsdp.in_place.calls import (
+    CONSTANT,
+    LATER,
+    PLAIN,
+    Call,
+    Form,
+    Given,
+    Made,
+    Modes,
+    Own,
+    Point,
+    Result,
+    Unknown,
+    flat,
+    name_of,
+    refusal,
+    run_calls,
+    same,
+)
+
+MOST_NEW = 8  # iterations in a row: then the next one is new, too
+
+
+class Region:
+    """What the loop has done since the first call of a model; see Note [Put off]."""
+
+    def __init__(self, root: Point, own: frozenset[int], kind: str) -> None:
+        self.point = root
+        self.is_known = True
+        self.given: list[Tensor] = []
+        self.stepped: set[int] = set()
+        self._kind = kind
+        self._own = own
+        self._made: dict[int, Any] = {}  # what is there already, where the loop runs as written
+        self._made_by: dict[int, Any] = {}  # autograd's nodes, while they live
+        self._num_made = 0
+        self._refs: dict[int, weakref.ref[Tensor]] = {}
+        self._places: dict[int, int] = {}  # by id of a tensor that was made
+        self._given_places: dict[int, int] = {}
+        self._versions: list[int] = []
+        self._new_at: tuple[Call, Call | None]
+        self._random = _random_states(kind)
+
+    def do(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        run: Callable[..., Any],
+        *,
+        only_if_touched: bool = False,
+    ) -> Any:
+        """Put a call off, or run it if it is new; ``only_if_touched``: others' go through."""
+        leaves, spec = flat(args, kwargs)
+        if only_if_touched and not any(isinstance(t, Tensor) and self._touches(t) for t in leaves):
+            return function(*args, **kwargs)
+        forms: list[Form] = []
+        places = [self._place(leaf, function, forms) for leaf in leaves]
+        call = Call(function, places, spec, Modes.now(self._kind), forms)
+        if self.is_known:
+            for point in self.point.following:
+                assert point.call is not None
+                if point.call.is_like(call):
+                    self.point = point
+                    return self._stand_ins(point.call)
+            known = self.point.following
+            self._new_at = call, known[-1].call if known else None
+            self._catch_up(run)
+        before = _random_states(self._kind)
+        result = run(call.run, self._made, self.given)
+        draws = self.point.draws | _moved(before, _random_states(self._kind))
+        self._note(call, result)
+        self.point.following.append(Point(call, self.point, draws=draws))
+        self.point = self.point.following[-1]
+        return result
+
+    def owns(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._own
+
+    def _touches(self, tensor: Tensor) -> bool:
+        return self.owns(tensor) or self._index_of(tensor) is not None
+
+    def _index_of(self, tensor: Tensor) -> int | None:
+        index = self._places.get(id(tensor))
+        return index if index is not None and self._refs[index]() is tensor else None
+
+    def _place(self, leaf: Any, function: Callable[..., Any], forms: list[Form]) -> Any:
+        if not isinstance(leaf, Tensor):
+            if isinstance(leaf, CONSTANT) or callable(leaf):
+                return leaf
+            raise refusal(
+                f"{name_of(function)} is given a {type(leaf).__name__}, which may hold numbers "
+                "that a replay would not see change",
+                "give it tensors and plain numbers, in tuples, lists and dicts",
+            )
+        if self.owns(leaf):
+            return Own(leaf)
+        index = self._index_of(leaf)
+        if index is not None:
+            by = leaf.grad_fn
+            if isinstance(by, BackwardCFunction) and by is not self._made_by.get(index):
+                raise refusal(
+                    f"the loop applies {type(by).__name__.removesuffix('Backward')}, an "
+                    "autograd.Function, which torch does not tell of",
+                    "call it in the forward of a module that capture_in_place is given",
+                )
+            return Made(index)
+        if leaf.requires_grad:
+            raise refusal(
+                f"{name_of(function)} is given a tensor that requires a gradient and is neither of "
+                "the model nor made since its first call in this iteration",
+                "compute it behind the model's call, or give capture_in_place the module that "
+                "makes it",
+            )
+        forms.append(Form.of(leaf))
+        if id(leaf) not in self._given_places:
+            self._given_places[id(leaf)] = len(self.given)
+            self.given.append(leaf)
+            self._versions.append(_version(leaf))
+        return Given(self._given_places[id(leaf)])
+
+    def _stand_ins(self, call: Call) -> Any:
+        if call.result_spec is None:
+            return self._stand_in(call.results[0])
+        return pytree.tree_unflatten([self._stand_in(r) for r in call.results], call.result_spec)
+
+    def _stand_in(self, result: Any) -> Any:
+        if isinstance(result, Own):
+            return result.tensor
+        if not isinstance(result, Result):
+            return result
+        known = self._refs.get(result.index)
+        tensor = None if known is None else known()
+        if tensor is None:
+            tensor = result.form.empty()
+            self._keep(result.index, tensor)
+        return tensor
+
+    def _keep(self, index: int, tensor: Tensor) -> None:
+        self._refs[index] = weakref.ref(tensor)
+        self._places[id(tensor)] = index
+        self._num_made = max(self._num_made, index + 1)
+
+    def _note(self, call: Call, result: Any) -> None:
+        """Keep what a call has made, and how it looks."""
+        leaves = [result]
+        if not isinstance(result, Tensor | None):
+            leaves, call.result_spec = pytree.tree_flatten(result)
+        for leaf in leaves:
+            call.results.append(self._noted(call, leaf))
+
+    def _noted(self, call: Call, leaf: Any) -> Any:
+        is_module = isinstance(getattr(call.function, "__self__", None), nn.Module)
+        if not isinstance(leaf, Tensor):
+            if leaf is None or (is_module and isinstance(leaf, PLAIN)):
+                return leaf
+            if is_module:
+                return Unknown()
+            raise refusal(
+                f"{name_of(call.function)} is called between the model and the "
+                "optimizer's step; what it returns is not known before the step",
+                LATER,
+            )
+        if self.owns(leaf):
+            return Own(leaf)
+        index = self._index_of(leaf)
+        if index is None:
+            index = self._num_made
+            self._keep(index, leaf)
+        self._made[index] = leaf
+        self._made_by[index] = leaf.grad_fn
+        return Result(index, Form.of(leaf))
+
+    def refusal_of_new(self) -> CaptureError:
+        """Return an error for a loop whose iterations are never the same."""
+        call, other = self._new_at
+        values = [
+            f" ({a!r} and {b!r})"
+            for a, b in zip(call.leaves, other.leaves if other else (), strict=False)
+            if isinstance(a, PLAIN) and not same(a, b)
+        ]
+        return refusal(
+            f"{MOST_NEW + 1} iterations in a row were like none before, the last one from "
+            f"{name_of(call.function)}{values[0] if values else ''} on; no graph would be replayed",
+            "give numbers that change as 0-D tensors on the model's device",
+        )
+
+    def _catch_up(self, run: Callable[..., Any]) -> None:
+        """Run what was put off: from here on the loop does something that is new."""
+        self.is_known = False
+        calls = self.point.calls()
+        self._made = run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
+        memory: set[int] = set()
+        for index, tensor in self.alive().items():
+            value = self._made[index]
+            self._made[index] = tensor
+            if value.grad_fn is None:
+                with torch.no_grad():
+                    tensor.requires_grad_(False).set_(value)
+                tensor.requires_grad_(value.requires_grad)
+                continue
+            address = value.untyped_storage().data_ptr()
+            if address in memory:
+                raise refusal(
+                    "the iteration goes another way than before, behind two views of one tensor",
+                    "the same operations in each iteration",
+                )
+            memory.add(address)
+            with torch.enable_grad():
+                tensor.requires_grad_(False).copy_(value)
+
+    def alive(self) -> dict[int, Tensor]:
+        """Return what somebody still holds of what was made, by its place."""
+        return {index: t for index, ref in self._refs.items() if (t := ref()) is not None}
+
+    def check_unwritten(self) -> None:
+        """Refuse inputs that were written since a call got them: the graph reads them at last."""
+        for tensor, version in zip(self.given, self._versions, strict=True):
+            if _version(tensor) != version:
+                raise refusal(
+                    f"a tensor of shape {tuple(tensor.shape)} from outside of the iteration was "
+                    "written between the model's call and the optimizer's step",
+                    f"make a new tensor there, or {LATER}",
+                )
+
+    def check_undrawn(self) -> None:
+        """Refuse random numbers of the loop between those of the model: these come last now."""
+        if self.point.draws & _moved(self._random, _random_states(self._kind)):
+            raise refusal(
+                "the loop draws random numbers between the model's call and the optimizer's step, "
+                "and so does the model; they would come in another order",
+                "draw before the model's call, or from a generator of its own",
+            )
+
+
+def _random_states(kind: str) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if kind == "cpu" else [*states, torch.cuda.get_rng_state()]
+
+
+def _moved(before: Sequence[Tensor], now: Sequence[Tensor]) -> frozenset[int]:
+    pairs = enumerate(zip(before, now, strict=True))
+    return frozenset(place for place, (a, b) in pairs if not torch.equal(a, b))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,329 @@
+"""`capture_in_place`: loops as they are written, with and without it, bit for bit."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss, softplus
+from torch.overrides import _get_current_function_mode
+
+import graphfsdp
+from graphfsdp.in_place.loop import InPlace
+from graphfsdp.optim import FusedAdam
+
+Loop = Callable[[Any, Any], list[Any]]
+
+
+def make_net(dropout: float = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+def make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(count: int = 10) -> Iterator[tuple[int, Tensor, Tensor]]:
+    for index in range(count):
+        yield index, torch.randn(8, 4), torch.randint(3, (8,))
+
+
+def train(
+    loop: Loop, captured: bool, make: Any = make_net, optim: Any = make_adam
+) -> tuple[list[float], list[Tensor], InPlace | None]:
+    models = make()
+    optimizers = optim(models)
+    torch.manual_seed(7)
+    found = graphfsdp.capture_in_place(models, optimizers) if captured else None
+    with found or nullcontext():
+        losses = [float(loss) for loss in loop(models, optimizers)]
+        if found is not None:
+            assert found.phase is graphfsdp.Phase.REPLAY
+            assert "replay" in str(found.report())
+    listed = models if isinstance(models, list) else [models]
+    return losses, [t for model in listed for t in model.state_dict().values()], found
+
+
+def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = []
+    for _ in range(9):
+        for part in range(4):
+            loss = cross_entropy(model(torch.ones(8, 4) * part), torch.arange(8) % 3) / 4
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def casts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = []
+    for _, x, y in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(x)
+            loss = cross_entropy(logits, y)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item(), (logits.argmax(1) == y).float().mean()]
+    return losses
+
+
+def goes_two_ways(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses, kept = [], []
+    for index, x, y in batches(20):
+        logits = model(x)
+        loss = cross_entropy(logits, y)
+        if index % 2:
+            loss += 0.01 * sum(param.pow(2).sum() for param in model.parameters())
+        if index % 4 == 0:
+            kept.append(logits)
+        del logits
+        loss.backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+        losses.append(loss.item())
+    return [*losses, *(logits.detach().sum() for logits in kept)]
+
+
+def has_other_shapes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = []
+    for index in range(20):
+        size = 8 if index % 4 else 5
+        optimizer.zero_grad()
+        loss = cross_entropy(model(torch.randn(size, 4)), torch.arange(size) % 3)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def works_on_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    losses = []
+    for index, x, y in batches(24):
+        logits = model(x)
+        loss = cross_entropy(logits + torch.randn_like(logits), y)
+        loss.backward()
+        # Another number from some iteration on: a graph more.
+        nn.utils.clip_grad_value_(model.parameters(), 0.01 if index < 12 else 0.02)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(2)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        scheduler.step()
+        losses.append(loss.detach())
+        model.eval()
+        with torch.no_grad():
+            losses.append(cross_entropy(model(x), y))
+        model.train()
+    return losses
+
+
+def copies_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    average = copy.deepcopy(model)
+    losses = []
+    for _, x, y in batches(9):
+        guide = average(x).detach()
+        loss = cross_entropy(model(x), y) + mse_loss(model(x), guide)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(param, 0.1)
+        losses.append(loss.item())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return [*losses, loaded.eval()(torch.ones(2, 4)).detach().sum()]
+
+
+def fails_in_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = accumulates(model, optimizer)
+    loss = model(torch.ones(8, 4)).sum()
+    with pytest.raises(RuntimeError):
+        (loss * torch.ones(2) @ torch.ones(3)).backward()
+    del loss
+    optimizer.zero_grad()
+    return [*losses, *has_other_shapes(model, optimizer)]
+
+
+def make_pair() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)),
+        nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)),
+    ]
+
+
+def make_adams(models: list[nn.Module]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+
+
+def is_adversarial(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    (generator, critic), (of_generator, of_critic) = models, optimizers
+    losses = []
+    for _ in range(9):
+        real, noise = torch.randn(8, 4), torch.randn(8, 2)
+        critic.zero_grad()
+        on_real = softplus(-critic(real)).mean()
+        on_real.backward()
+        fake = generator(noise)
+        on_fake = softplus(critic(fake.detach())).mean()
+        on_fake.backward()
+        of_critic.step()
+        generator.zero_grad()
+        loss = softplus(-critic(fake)).mean()
+        loss.backward()
+        of_generator.step()
+        losses += [on_real.item(), on_fake.item(), loss.item()]
+    return losses
+
+
+LOOPS: dict[str, tuple[Loop, dict[str, Any], int]] = {
+    "accumulation, clipping": (accumulates, {}, 1),
+    "autocast, accuracy": (casts, {}, 1),
+    "two ways, kept outputs": (goes_two_ways, {}, 3),
+    "another shape": (has_other_shapes, {}, 2),
+    "gradients by hand, schedule, evaluation": (works_on_gradients, {}, 2),
+    "autograd.grad, copies": (copies_the_model, {"make": lambda: make_net(0.0)}, 1),
+    "an exception in between": (fails_in_between, {}, 3),
+    "two models and optimizers": (is_adversarial, {"make": make_pair, "optim": make_adams}, 1),
+    "FusedAdam": (
+        has_other_shapes,
+        {"optim": lambda model: FusedAdam(model.parameters(), lr=1e-2)},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_the_same_with_the_line_and_without(name: str) -> None:
+    loop, options, num_graphs = LOOPS[name]
+    plain, captured = (train(loop, flag, **options) for flag in (False, True))
+    assert plain[0] == captured[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], captured[1], strict=True))
+    assert captured[2] is not None
+    assert len(captured[2]._programs) == num_graphs
+    assert _get_current_function_mode() is None
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * 3 * ctx.saved_tensors[0]
+
+
+def squared(x: Tensor) -> Tensor:
+    found: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+def loop_with(
+    between: Callable[[Tensor, Tensor, int], Tensor] = lambda logits, y, _: cross_entropy(
+        logits, y
+    ),
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
+    zeroes: bool = True,
+) -> Loop:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        for index, x, y in batches(12):
+            loss = between(call(model, x), y, index)
+            loss.backward()
+            optimizer.step()
+            if zeroes:
+                optimizer.zero_grad()
+        return []
+
+    return loop
+
+
+def reads(logits: Tensor, y: Tensor, index: int) -> Tensor:
+    loss = cross_entropy(logits, y)
+    return loss if loss.item() < 1e9 else 2 * loss
+
+
+TOTAL = torch.zeros(())
+
+
+def adds_up(logits: Tensor, y: Tensor, index: int) -> Tensor:
+    loss = cross_entropy(logits, y)
+    TOTAL.add_(loss.detach())
+    return loss
+
+
+def in_a_context(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        logits: Tensor = model(x)
+    return logits
+
+
+def with_others(model: nn.Module, x: Tensor) -> Tensor:
+    swapped = {name: 1.5 * param for name, param in model.named_parameters()}
+    found: Tensor = torch.func.functional_call(model, swapped, x)
+    return found
+
+
+REFUSED: dict[str, tuple[Loop, str]] = {
+    "a read": (loop_with(reads), "item is called between the model and the optimizer's step"),
+    "no zero_grad": (loop_with(zeroes=False), "gradients were not zeroed"),
+    "a number new in each iteration": (
+        loop_with(lambda logits, y, index: cross_entropy(logits, y) * (1 + index)),
+        r"9 iterations in a row .* mul \(9 and 8\)",
+    ),
+    "a draw": (
+        loop_with(lambda logits, y, _: cross_entropy(logits + torch.randn(8, 3), y)),
+        "draws random numbers between",
+    ),
+    "a running sum": (loop_with(adds_up), r"of shape \(\) from outside .* was written"),
+    "an autograd.Function": (
+        loop_with(lambda logits, y, _: squared(logits).mean()),
+        "applies Square, an autograd.Function",
+    ),
+    "a context around the model": (loop_with(call=in_a_context), "a context of torch"),
+    "functional_call": (loop_with(call=with_others), "has other parameters"),
+    "an object": (
+        loop_with(call=lambda model, x: model(x, SimpleNamespace(mask=x))),
+        "is given a SimpleNamespace, which may hold numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_put_off_is_refused_by_name(name: str) -> None:
+    loop, message = REFUSED[name]
+    with pytest.raises(graphfsdp.GraphFSDPError, match=message):
+        train(loop, captured=True)
+    assert _get_current_function_mode() is None
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model = make_net()
+    optimizer = make_adam(model)
+    with pytest.raises(graphfsdp.ConfigError, match="not 'loss_fn'"):
+        graphfsdp.capture_in_place(model, optimizer, loss_fn=cross_entropy)
+    with graphfsdp.capture_in_place(model, optimizer) as loop:
+        with pytest.raises(graphfsdp.ConfigError, match="captured in place already"):
+            graphfsdp.capture_in_place(model, optimizer)
+        with pytest.raises(graphfsdp.PhaseError, match="nothing is captured yet"):
+            loop.report()
+    assert "_compiled_call_impl" not in vars(model)
+    assert "step" not in vars(optimizer)
