@@ -131,11 +131,13 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Draw no run of the command line but where a test looks at the picture."""
     module = sys.modules.get("graphfsdp.training.run_directory")
-    if module is not None and not request.node.get_closest_marker("draws"):
-        monkeypatch.setattr(module, "plot_loss", lambda *args, **options: False)
+    with pytest.MonkeyPatch.context() as own:  # that of the test is sent to ranks, without modules
+        if module is not None and not request.node.get_closest_marker("draws"):
+            own.setattr(module, "plot_loss", lambda *args, **options: False)
+        yield
 
 
 @pytest.fixture(autouse=True)

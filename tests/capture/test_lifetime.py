@@ -4,13 +4,12 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
+from forked import run_to_their_ends
 from graphfsdp import CapturedStep, Phase
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from helpers import assert_same_state, assert_same_states, snapshot
@@ -270,8 +270,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_never_closes_its_step_ends_in_peace(end: str) -> None:
+def test_a_program_that_never_closes_its_step_ends_in_peace(tmp_path: Path) -> None:
     program = """
         import torch, graphfsdp
         model = torch.nn.Linear(3, 1)
@@ -287,13 +286,11 @@ def test_a_program_that_never_closes_its_step_ends_in_peace(end: str) -> None:
             close()
         graph.close = note
     """
-    code = textwrap.dedent(program) + ENDS[end]
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.stdout.split() == ["closed"], done.stderr
-    assert done.returncode == int(end == "exception"), done.stderr
-    assert ("the end" in done.stderr) is (end == "exception")
+    ended = run_to_their_ends(tmp_path, *(textwrap.dedent(program) + end for end in ENDS.values()))
+    for end, done in zip(ENDS, ended, strict=True):
+        assert done.stdout.split() == ["closed"], (end, done.stderr)
+        assert done.returncode == int(end == "exception"), (end, done.stderr)
+        assert ("the end" in done.stderr) is (end == "exception")
 
 
 def test_closing_leaves_gradients_and_optimizer_as_they_are(device: torch.device) -> None:

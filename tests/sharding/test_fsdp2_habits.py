@@ -55,17 +55,23 @@ def inputs(index: int) -> Tensor:
     return part
 
 
-def assert_close_parameters(expected: nn.Module, got: nn.Module) -> None:
+def assert_close_parameters(expected: nn.Module, got: nn.Module, whose: str = "") -> None:
     """Compare trained weights: both reduce in float32, over two ranks, in the same order."""
     theirs, ours = full_parameters(expected), full_parameters(got)
     assert list(theirs) == list(ours)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=f"{whose} {name}")
 
 
-def shards(strategy: str) -> list[Callable[..., Any]]:
-    """Return torch's function, and ours."""
-    return [torch_fully_shard, functools.partial(graphfsdp.fully_shard, strategy=strategy)]
+def sharding(strategy: str) -> Callable[..., Any]:
+    return functools.partial(graphfsdp.fully_shard, strategy=strategy)
+
+
+def assert_trains_as_torchs(run: Callable[..., Any], **options: Any) -> None:
+    """Compare what a run makes of a model with each strategy with torch's fully_shard."""
+    expected = run(torch_fully_shard, **options)
+    for strategy in STRATEGIES:
+        assert_close_parameters(expected, run(sharding(strategy), **options), strategy)
 
 
 def set_trained(model: Any, index: int) -> None:
@@ -95,12 +101,10 @@ def freezing_run(shard: Callable[..., Any], *, frozen_first: bool) -> Any:
 
 
 @pytest.mark.parametrize("frozen_first", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
-def test_what_is_trained_is_what_requires_grad_says(strategy: str, frozen_first: bool) -> None:
+def test_what_is_trained_is_what_requires_grad_says(frozen_first: bool) -> None:
     """Parameters that freeze and thaw after fully_shard, as in plain torch."""
-    runs = [freezing_run(shard, frozen_first=frozen_first) for shard in shards(strategy)]
-    assert_close_parameters(*runs)
+    assert_trains_as_torchs(freezing_run, frozen_first=frozen_first)
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
@@ -120,7 +124,7 @@ def change_trained(model: Any, index: int) -> None:
 
 
 def captured_freezing(strategy: str, scope: str) -> Any:
-    model = tower(shards(strategy)[1])
+    model = tower(sharding(strategy))
     optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
     change_trained(model, 0)
     options: Any = {"scope": scope, "on_change": "recapture", "warmup_steps": 1}
@@ -180,15 +184,16 @@ def prefetching_run(shard: Callable[..., Any]) -> tuple[Any, list[Tensor]]:
     return model, norms
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
-def test_unshard_without_reshard_lasts_until_backward_is_over(strategy: str) -> None:
+def test_unshard_without_reshard_lasts_until_backward_is_over() -> None:
     """Also in the first iteration, and in units that did not run."""
-    (theirs, their_norms), (ours, our_norms) = map(prefetching_run, shards(strategy))
-    for expected, got in zip(their_norms, our_norms, strict=True):
-        assert expected > 0
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    assert_close_parameters(theirs, ours)
+    theirs, their_norms = prefetching_run(torch_fully_shard)
+    for strategy in STRATEGIES:
+        ours, our_norms = prefetching_run(sharding(strategy))
+        for expected, got in zip(their_norms, our_norms, strict=True):
+            assert expected > 0
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=strategy)
+        assert_close_parameters(theirs, ours, strategy)
 
 
 def unsharding_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
@@ -205,7 +210,7 @@ def unsharding_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
 def test_unshard_inside_a_captured_iteration(strategy: str) -> None:
     results = []
     for scope in ("none", "full_iteration"):
-        model = tower(shards(strategy)[1])
+        model = tower(sharding(strategy))
         optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
         options: Any = {"iteration": unsharding_iteration, "scope": scope}
         with graphfsdp.capture(model, optim, **options) as step:
@@ -236,12 +241,9 @@ def pipelined_run(shard: Callable[..., Any], *, unshards: bool) -> Any:
 
 
 @pytest.mark.parametrize("unshards", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
-def test_one_forward_one_backward_keeps_weights(strategy: str, unshards: bool) -> None:
-    assert_close_parameters(
-        *(pipelined_run(shard, unshards=unshards) for shard in shards(strategy))
-    )
+def test_one_forward_one_backward_keeps_weights(unshards: bool) -> None:
+    assert_trains_as_torchs(pipelined_run, unshards=unshards)
 
 
 @on_ranks("ranks2")
@@ -273,10 +275,9 @@ def skipping_run(shard: Callable[..., Any], *, last: Sequence[int]) -> Any:
 
 
 @pytest.mark.parametrize("last", [(0,), (1, 2), (0, 1, 2)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
-def test_the_last_microbatch_may_skip_a_unit(strategy: str, last: tuple[int, ...]) -> None:
-    assert_close_parameters(*(skipping_run(shard, last=last) for shard in shards(strategy)))
+def test_the_last_microbatch_may_skip_a_unit(last: tuple[int, ...]) -> None:
+    assert_trains_as_torchs(skipping_run, last=last)
 
 
 def skipping_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ def skipping_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
 def test_a_captured_iteration_may_skip_a_unit_at_last(strategy: str) -> None:
     runs = []
     for scope in ("none", "full_iteration"):
-        model = tower(shards(strategy)[1])
+        model = tower(sharding(strategy))
         optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
         with graphfsdp.capture(model, optim, iteration=skipping_iteration, scope=scope) as step:
             for index in range(8):

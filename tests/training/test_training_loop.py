@@ -1,8 +1,10 @@
 """A whole run through the command line's ``main``: equal bits in every scope, and what is kept."""
 
+import functools
 import json
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,21 @@ def numbers(lines: Lines) -> list[tuple[float, ...]]:
     return all_numbers(lines, validated=False)
 
 
+@pytest.fixture(scope="module")
+def eager_of(
+    device: torch.device, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return where the eager run of a precision is, which several captured ones must equal."""
+
+    @functools.cache
+    def eager(precision: str) -> Path:
+        out = tmp_path_factory.mktemp("eager") / "run"
+        run(device, out, *precision.split(), "--cuda-graph-scope", "none")
+        return out
+
+    return eager
+
+
 @pytest.mark.parametrize(
     "precision",
     ["--no-bf16", "--bf16", "--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer"],
@@ -41,12 +58,15 @@ def numbers(lines: Lines) -> list[tuple[float, ...]]:
 )
 @pytest.mark.parametrize("scope", ["forward_backward", "full_iteration"])
 def test_a_captured_run_has_the_bits_of_an_eager_one(
-    scope: str, precision: str, device: torch.device, tmp_path: Path
+    scope: str,
+    precision: str,
+    device: torch.device,
+    tmp_path: Path,
+    eager_of: Callable[[str], Path],
 ) -> None:
-    flags = precision.split()
-    eager = run(device, tmp_path / "none", *flags, "--cuda-graph-scope", "none")
-    captured = run(device, tmp_path / scope, *flags, "--cuda-graph-scope", scope)
-    assert_same_run(tmp_path / scope, tmp_path / "none")
+    eager = lines_of(eager_of(precision))
+    captured = run(device, tmp_path / scope, *precision.split(), "--cuda-graph-scope", scope)
+    assert_same_run(tmp_path / scope, eager_of(precision))
     # The run did what could have been frozen, and was captured.
     assert [line["phase"] for line in captured] == ["warmup"] * 3 + ["capture"] + ["replay"] * 16
     assert {line["phase"] for line in eager} == {"eager"}

@@ -1,7 +1,5 @@
 """The end of a program on several ranks: no thread of gloo may need Python afterwards."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import run_to_their_ends
 from graphfsdp._capture.ranks import ranks
 from ranks import RankPool
 
@@ -50,16 +49,11 @@ DESTROYS = "dist.destroy_process_group()"
 ENDS = [("", FAILS), (DESTROYS, f"step.close(); {DESTROYS}")]  # of the first rank, of the second
 
 
-@pytest.mark.parametrize("ends", ENDS)
-def test_a_program_on_two_ranks_ends_in_peace_in_any_order(
-    ends: tuple[str, str], tmp_path: Path
-) -> None:
-    program = f"""
-        import sys, torch, torch.distributed as dist, graphfsdp
+def test_a_program_on_two_ranks_ends_in_peace_in_any_order(tmp_path: Path) -> None:
+    program = """
+        import torch, torch.distributed as dist, graphfsdp
         from graphfsdp.optim import FusedAdam
-        dist.init_process_group(
-            "gloo", init_method="file://{tmp_path}/store", rank=int(sys.argv[1]), world_size=2
-        )
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
         model = torch.nn.Linear(3, 1)
         graphfsdp.fully_shard(model)
         step = graphfsdp.capture(
@@ -69,17 +63,14 @@ def test_a_program_on_two_ranks_ends_in_peace_in_any_order(
             step(torch.ones(2, 3))
         print(step.phase.value)
     """
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(program) + end, str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    places = [
+        (f"store, rank = 'file://{tmp_path}/store{index}', {rank}", end)
+        for index, ends in enumerate(ENDS)
         for rank, end in enumerate(ends)
     ]
-    for rank, end in zip(ranks, ends, strict=True):
-        out, err = rank.communicate(timeout=100)
-        assert out.split() == ["replay"], err
-        assert rank.returncode == int(end == FAILS), err
-        assert "terminate" not in err
+    sources = [f"{place}\n{textwrap.dedent(program)}{end}" for place, end in places]
+    ended = run_to_their_ends(tmp_path, *sources)
+    for (place, end), done in zip(places, ended, strict=True):
+        assert done.stdout.split() == ["replay"], (place, done.stderr)
+        assert done.returncode == int(end == FAILS), (place, done.stderr)
+        assert "terminate" not in done.stderr
