@@ -30,7 +30,7 @@ _CAPTURE = (
 # The trainer's models and scripts are a user's code as far as an error message goes.
 _OURS = (
     *_CAPTURE,
-    *(str(_PACKAGE / folder) for folder in ("base", "optim", "sharding")),
+    *(str(_PACKAGE / folder) for folder in ("base", "in_place", "optim", "sharding")),
     *(str(_PACKAGE.parent / folder) for folder in ("capture", "optim")),
 )
 _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (_TORCH, *_OURS))

@@ -89,6 +89,7 @@ class InPlace:
         self._own = frozenset(
             id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())
         )
+        self._attributes = [vars(module) for model in models for module in model.modules()]
         self._stance = ExitStack()
         self._mode = _Mode(self)
         self._region: Region | None = None
@@ -164,7 +165,7 @@ class InPlace:
             self._leave()
             params = (param for model in self._models for param in model.parameters())
             self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
-            self._region = Region(self._root, self._own, self._device.type)
+            self._region = Region(self._root, self._own, self._device.type, self._attributes)
             self._stance.enter_context(as_written())  # compiled functions of the loop
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_ = self._clip
@@ -225,6 +226,8 @@ class InPlace:
             return None
         self._leave()
         region.check_unwritten()
+        if region.is_known:
+            region.check_unchanged()
         if not self._is_zeroed:
             raise refusal(
                 "gradients were not zeroed since the optimizer's last step; a captured iteration "

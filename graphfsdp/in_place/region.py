@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
@@ -47,7 +48,10 @@ MOST_NEW = 8  # iterations in a row: then the next one is new, too
 class Region:
     """What the loop has done since the first call of a model; see Note [Put off]."""
 
-    def __init__(self, root: Point, own: frozenset[int], kind: str) -> None:
+    def __init__(
+        self, root: Point, own: frozenset[int], kind: str, attributes: Sequence[dict[str, Any]]
+    ) -> None:
+        """``attributes`` are those of all modules: what was put off reads them at last."""
         self.point = root
         self.is_known = True
         self.given: list[Tensor] = []
@@ -63,6 +67,8 @@ class Region:
         self._versions: list[int] = []
         self._new_at: tuple[Call, Call | None]
         self._random = _random_states(kind)
+        self._attributes = attributes
+        self._written = sum(map(dict_version, attributes))
 
     def do(
         self,
@@ -211,6 +217,7 @@ class Region:
     def _catch_up(self, run: Callable[..., Any]) -> None:
         """Run what was put off: from here on the loop does something that is new."""
         self.is_known = False
+        self.check_unchanged()
         calls = self.point.calls()
         self._made = run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
         memory: set[int] = set()
@@ -235,6 +242,15 @@ class Region:
     def alive(self) -> dict[int, Tensor]:
         """Return what somebody still holds of what was made, by its place."""
         return {index: t for index, ref in self._refs.items() if (t := ref()) is not None}
+
+    def check_unchanged(self) -> None:
+        """Refuse modules that were changed since their call was put off, which runs at last."""
+        if sum(map(dict_version, self._attributes)) != self._written:
+            raise refusal(
+                "an attribute of a module was written between the model's call and the optimizer's "
+                "step (as eval() and train() do), and the call runs at the step",
+                f"write it before the model's call, or {LATER}",
+            )
 
     def check_unwritten(self) -> None:
         """Refuse inputs that were written since a call got them: the graph reads them at last."""

@@ -276,6 +276,15 @@ def in_a_context(model: nn.Module, x: Tensor) -> Tensor:
     return logits
 
 
+def looked_at_in_between(model: nn.Module, x: Tensor) -> Tensor:
+    logits: Tensor = model(x)
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+    return logits
+
+
 def with_others(model: nn.Module, x: Tensor) -> Tensor:
     swapped = {name: 1.5 * param for name, param in model.named_parameters()}
     found: Tensor = torch.func.functional_call(model, swapped, x)
@@ -300,6 +309,10 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     ),
     "a context around the model": (loop_with(call=in_a_context), "a context of torch"),
     "functional_call": (loop_with(call=with_others), "has other parameters"),
+    "another mode in between": (
+        loop_with(call=looked_at_in_between),
+        "an attribute of a module was written between",
+    ),
     "an object": (
         loop_with(call=lambda model, x: model(x, SimpleNamespace(mask=x))),
         "is given a SimpleNamespace, which may hold numbers",
@@ -310,8 +323,10 @@ REFUSED: dict[str, tuple[Loop, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_put_off_is_refused_by_name(name: str) -> None:
     loop, message = REFUSED[name]
-    with pytest.raises(graphfsdp.GraphFSDPError, match=message):
+    with pytest.raises(graphfsdp.GraphFSDPError, match=message) as caught:
         train(loop, captured=True)
+    if isinstance(caught.value, graphfsdp.CaptureError):
+        assert f"source: {__file__}" in str(caught.value)
     assert _get_current_function_mode() is None
 
 
