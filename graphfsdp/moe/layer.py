@@ -10,7 +10,7 @@ from graphfsdp.base.capturable import IterationPart
 from graphfsdp.errors import ConfigError
 from graphfsdp.moe.dispatch import Capacity, combine, dispatch
 from graphfsdp.moe.experts import Experts
-from graphfsdp.moe.router import Router, ScoreFunction
+from graphfsdp.moe.router import Router, ScoreFunction, counts_now
 
 Overflow = Literal["drop", "skip"]
 
@@ -136,7 +136,8 @@ class MoE(nn.Module, IterationPart):
         results = self.experts(rows.rows, rows.ends, rows.most)
         mixed = combine(rows, results, weights).to(x.dtype)
         if capacity.factor is not None:
-            self.overflow_per_expert.add_(overflow)
+            if counts_now(self):
+                self.overflow_per_expert.add_(overflow)
             if self.skips_steps:
                 mixed = _poisoned(mixed, overflow.any())
         return mixed.view_as(x), aux_loss

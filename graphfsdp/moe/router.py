@@ -106,7 +106,7 @@ class Router(nn.Module):
         busy = counts * (num_experts / max(chosen.shape[1], 1))  # 1 where all are equally busy
         aux_loss = self.aux_loss_coeff * (busy * shares.mean(1)).sum(-1).mean()
         totals = counts.sum(0)
-        if self.training:
+        if counts_now(self):
             self.tokens_per_expert.add_(totals)
         return weights.flatten(0, 1), experts.flatten(0, 1), totals, aux_loss
 
@@ -133,6 +133,14 @@ class Router(nn.Module):
         if self.expert_bias.dtype != torch.float32:  # else small steps would be rounded away
             self.expert_bias = self.expert_bias.float()
         return self
+
+
+def counts_now(module: nn.Module) -> bool:
+    """Tell whether a forward pass counts: in training, once.
+
+    Within a backward pass torch's checkpoints run one again.
+    """
+    return module.training and torch._C._current_graph_task_id() == -1
 
 
 def _in_full(device: torch.device) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from graphfsdp import ConfigError
@@ -123,6 +124,22 @@ def test_what_has_no_room_is_counted_and_adds_nothing(device: torch.device) -> N
     y, _ = layer.eval()(x)
     torch.testing.assert_close(y, whole)
     assert int(overflowed_tokens(layer)) == 14, "evaluation counts nothing"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_of_torch_counts_once(device: torch.device, use_reentrant: bool) -> None:
+    counted = []
+    for checkpoints in (False, True):
+        layer, x = crowded(device, capacity_factor=0.75)
+        x.requires_grad_()
+        if checkpoints:
+            y, _ = checkpoint(layer, x, use_reentrant=use_reentrant)
+        else:
+            y, _ = layer(x)
+        y.sum().backward()
+        counted.append([layer.router.tokens_per_expert, layer.overflow_per_expert])
+    assert int(counted[0][1].sum()) == 14
+    assert all(map(torch.equal, *counted))
 
 
 @pytest.mark.parametrize("where", ["capture", "optimizer"])
