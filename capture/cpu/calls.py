@@ -6,6 +6,7 @@ copies. Every result is bit for bit what the operator would have returned.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -69,11 +70,23 @@ def call(
     function = op._schema.name.removeprefix("aten::")
     if name in _METHODS and not kwargs:
         return f"{args[0]}.{function}({', '.join(args[1:])})"
-    called = op.py_kernels.get(torch._C.DispatchKey.CPU, op._op)
+    kernel = op.py_kernels.get(torch._C.DispatchKey.CPU)
+    called = op._op if kernel is None else _unless_watched(kernel, op._op)
     if name in _BINDINGS and not kwargs:
         called = getattr(torch._C._VariableFunctions, function)
     named = [f"{key}={value}" for key, value in kwargs.items()]
     return f"{constant(called, 'f')}({', '.join([*args, *named])})"
+
+
+def _unless_watched(kernel: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a kernel in Python by itself, or its operator where a mode or a profiler sees those."""
+
+    def call(*args: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+            return operator(*args)
+        return kernel(*args)
+
+    return call
 
 
 def can_write_into(op: torch._ops.OpOverload) -> bool:
