@@ -26,7 +26,8 @@ def capture_in_place(
     ``optimizer.step()``. What lies between the first call of a model in train mode and the last
     optimizer's step becomes one graph, which ``optimizer.step()`` launches: the first iteration
     runs as written, three warm up (and train), the next one records, all later ones replay. Losses
-    and weights are bit for bit those of the loop without this line.
+    and weights are bit for bit those of the loop without this line; on a GPU those of the loop
+    whose optimizer is ``capturable``, which a graph needs.
 
     Python between these calls goes on running. It may not look at what the model returns, the
     loss or a gradient before the step; all that is there behind it. Another way through, another

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import FrameType, MethodType
 from typing import Any, Self
 
@@ -144,6 +144,7 @@ class InPlace:
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         before = vars(owner).get(name)
 
+        @wraps(getattr(owner, name))  # with the mark that schedulers look for
         def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
             return function(owner, args, kwargs)
 
