@@ -1,5 +1,7 @@
 """`capture_in_place`: a loop over sharded weights, with and without it, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +35,8 @@ def trained(captured: bool, clips: bool) -> tuple[list[float], list[Tensor]]:
     if found is not None:
         assert found.phase is graphfsdp.Phase.REPLAY
         found.close()
-    return losses, [param.full_tensor() for param in model.parameters()]
+    params: list[Any] = list(model.parameters())
+    return losses, [param.full_tensor() for param in params]
 
 
 @pytest.mark.parametrize("clips", [False, True])
