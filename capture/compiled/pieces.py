@@ -37,7 +37,8 @@ class Piece:
     Attributes:
         parts: Nodes that look at parts of older memory, which the graph is called with.
         results: What later nodes and the caller need of what it makes.
-        views: Nodes that look at results, and at older memory, as later nodes do.
+        views: Nodes that look at results, and at older memory, as later nodes do where these run
+            as they were recorded.
     """
 
     stretch: Stretch
@@ -92,16 +93,14 @@ class _Needs:
     """Which values are needed after a stretch."""
 
     def __init__(self, stretches: Sequence[Stretch], roots: Sequence[Value]) -> None:
-        self._uses: list[tuple[int, Value, bool]] = []  # index, value, whether by a plain node
+        self._uses: list[tuple[int, Value]] = []
         for index, stretch in enumerate(stretches):
-            for node in stretch.drawn:
-                self._uses += [(index, value, True) for value in touches(node)]
-            for node in stretch.nodes:
-                self._uses += [(index, value, bool(stretch.reason)) for value in touches(node)]
-        self._uses += [(len(stretches), value, True) for value in roots]
+            for node in (*stretch.drawn, *stretch.nodes):
+                self._uses += [(index, value) for value in touches(node)]
+        self._uses += [(len(stretches), value) for value in roots]
 
-    def after(self, index: int) -> list[tuple[Value, bool]]:
-        return [(value, is_plain) for at, value, is_plain in self._uses if at > index]
+    def after(self, index: int) -> list[Value]:
+        return [value for at, value in self._uses if at > index]
 
 
 def _make_piece(stretch: Stretch, index: int, needs: _Needs, bases: Bases) -> Piece:
@@ -109,13 +108,13 @@ def _make_piece(stretch: Stretch, index: int, needs: _Needs, bases: Bases) -> Pi
     seen = {id(value) for node in stretch.nodes for value in node.outputs if value is not None}
     results: dict[int, Value] = {}
     views: dict[int, Node] = {}
-    for value, is_plain in needs.after(index):
+    for value in needs.after(index):
         if value.storage.external:
             continue
         base, maker = bases[id(value.storage)]
         if id(maker) in here:
             results[id(base)] = base
-        if is_plain and id(value) in seen and value is not base:
+        if id(value) in seen and value is not base:
             views[id(value)] = _view(value, base)
     # In the order in which they are made, which is the same in equal layers.
     order = {id(value): n for n, node in enumerate(stretch.nodes) for value in node.outputs}

@@ -23,7 +23,7 @@ from graphfsdp._capture.compiled.stretch_graph import in_one_line
 from graphfsdp._capture.compiled.views import flat, regions
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
-from graphfsdp._capture.trace.values import Node, materialise, values_among
+from graphfsdp._capture.trace.values import Node, materialise, values_among, values_in
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.op_tensors import OpCall
 from graphfsdp.base.progress import say
@@ -207,6 +207,7 @@ class _Compiling:
         nodes: list[Node] = []
         commit_node = None
         marks: set[int] = set()
+        needed = self._needed_by_recorded(found)
         for index, item in enumerate(self._items):
             stretch = item.stretch if isinstance(item, Piece) else item
             if stretch.start == self._recorded.commit_node:
@@ -216,10 +217,20 @@ class _Compiling:
                 continue
             assert isinstance(item, Piece)
             marks.add(len(nodes))
-            nodes += [*stretch.drawn, *item.parts, item.node(found[index]), *item.views]
+            views = [view for view in item.views if id(view.outputs[0]) in needed]
+            nodes += [*stretch.drawn, *item.parts, item.node(found[index]), *views]
             marks.add(len(nodes))
         commit = self._recorded.commit if final else _nothing
         return self._builder(nodes).build(commit, commit_node, clock, marks)
+
+    def _needed_by_recorded(self, found: dict[int, Compiled]) -> set[int]:
+        """Return the values that the caller and recorded operators take, by their ids."""
+        values = [*self._program.outputs, *self._program.escapes]
+        for index, item in enumerate(self._items):
+            stretch = item.stretch if isinstance(item, Piece) else item
+            recorded = stretch.drawn if index in found else (*stretch.drawn, *stretch.nodes)
+            values += [value for node in recorded for value in values_in(node)]
+        return {id(value) for value in values}
 
     def _builder(self, nodes: Sequence[Node]) -> ProgramBuilder:
         program = replace(self._program, nodes=nodes)

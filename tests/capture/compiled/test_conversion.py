@@ -1,6 +1,7 @@
 """Recordings as FX graphs, without a compiler: the graphs run as they are, so bits are eager's."""
 
 import copy
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -247,6 +248,43 @@ def test_a_wrong_piece_is_found_and_does_not_run(what: str) -> None:
     assert trace.report is not None
     assert "0 of" in trace.report.compiled[0]
     assert any(reason in line for line in trace.report.compiled)
+
+
+class Heads(nn.Module):
+    """Whose backward looks at what the forward has made in other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.mix(self.norm(x)).view(2, 6, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        result: Tensor = x + self.out(mixed.transpose(1, 2).reshape(2, 6, WIDTH))
+        return result
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_pieces_between_those_that_fail_hand_on_what_these_look_at(first: int) -> None:
+    count = itertools.count(first)
+
+    def every_other(graph: StretchGraph) -> Compiled:
+        return raises(graph) if next(count) % 2 else as_it_is(graph)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Stacked(Heads() for _ in range(4))
+
+    def batch(generator: torch.Generator) -> Batch:
+        return Batch((torch.randn(2, 6, WIDTH, generator=generator),))
+
+    with compiling_by(every_other):
+        trace = check_against_eager(Case(make, batch), CPU, compile=True, num_steps=NUM_STEPS)
+    assert trace.report is not None
+    assert " 0 pieces" not in trace.report.compiled[0]
+    assert any("as today: RuntimeError" in line for line in trace.report.compiled)
 
 
 def test_auto_drops_what_is_slower() -> None:
