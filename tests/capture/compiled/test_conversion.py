@@ -261,7 +261,8 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.mix(self.norm(x)).view(2, 6, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: Tensor = x + self.out(mixed.transpose(1, 2).reshape(2, 6, WIDTH))
         return result
 
