@@ -11,6 +11,7 @@ of ``graphfsdp bench`` into benchmarks/results.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -18,7 +19,7 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from benchmarks import adam_table, layout_table
@@ -116,12 +117,19 @@ def speed_summary(results: pathlib.Path) -> str:
     ):
         path = results / f"{name}.json"
         if path.exists():
-            result = read_result(path)
+            result = _with_all(read_result(path), SUMMARY.values())
             means = speedups(result)
             shown = (f"{means[key]:.2f}x" if key in means else "-" for key in SUMMARY.values())
             rows.append((f"{len(result.cases)} {what}", *shown))
     heading = ("times as fast as our eager code, geometric mean, on a CPU", *SUMMARY)
     return Table("", heading, tuple(rows)).markdown() if rows else "Not measured yet: `make bench`."
+
+
+def _with_all(result: BenchResult, names: Iterable[str]) -> BenchResult:
+    """Return the cases in which all of these ran that ran in any."""
+    ran = [name for name in names if any(case.speedup(name) for case in result.cases)]
+    cases = tuple(case for case in result.cases if all(map(case.speedup, ran)))
+    return dataclasses.replace(result, cases=cases)
 
 
 def gpu_check(results: pathlib.Path) -> str:
