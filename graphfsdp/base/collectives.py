@@ -22,6 +22,12 @@ the end of the connection, and tells of none whether it has arrived. So inside `
 another thread waits for messages. If one is given up, just that end of the connection frees the
 thread: one that still waited when Python ends would take the process with it (SIGABRT).
 
+Note [Gloo's short ways]: gloo's all-gather and reduce-scatter go round a ring, and its
+reduce-scatter is a whole all-reduce: each turn wakes a thread, which costs a short collective more
+than its bytes do. With all_to_all every rank has all the others' parts after one turn, so a
+reduce-scatter is that and a sum in the order of ranks (a fixed order, whatever the sizes), and a
+gather of a few bytes is that of as many copies.
+
 Shapes: R = ranks of the group; S = elements of one rank's shard.
 """
 
@@ -45,6 +51,7 @@ from graphfsdp.errors import ConfigError, PhaseError
 
 _REDUCTIONS = ("sum", "mean", "max")
 _SLICE_S = 0.1
+_SHORT_BYTES = 1 << 22  # a gather of more is made by the ring, which needs no copies
 _JOIN_S = 5.0
 
 # A registration lives as long as its library object.
@@ -87,7 +94,10 @@ def _reduce_op(reduction: str) -> Any:
 
 
 def _all_gather(output: Tensor, input: Tensor, group: str, ticket: Tensor | None = None) -> None:  # noqa: A002
-    _issue(partial(_all_gather_single, output, input, group=_group_of(group)), ticket)
+    members = _group_of(group)
+    is_short = 0 < output.nbytes <= _SHORT_BYTES and _is_gloo(members, output)
+    gather = _gather_copies if is_short else _all_gather_single
+    _issue(partial(gather, output, input, group=members), ticket)
 
 
 def _reduce_scatter(
@@ -97,10 +107,66 @@ def _reduce_scatter(
     reduction: str,
     ticket: Tensor | None = None,
 ) -> None:
-    operation = _reduce_op(reduction)
-    _issue(
-        partial(_reduce_scatter_single, output, input, op=operation, group=_group_of(group)), ticket
-    )
+    members = _group_of(group)
+    if input.numel() and _is_gloo(members, input):
+        scatter = partial(_scatter_sums, output, input, reduction=reduction, group=members)
+    else:
+        operation = _reduce_op(reduction)
+        scatter = partial(_reduce_scatter_single, output, input, op=operation, group=members)
+    _issue(scatter, ticket)
+
+
+def _is_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    return tensor.is_cpu and group._get_backend(tensor.device).name() == "gloo"
+
+
+def _gather_copies(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Any:
+    copies = input.reshape(-1).repeat(group.size())
+    return dist.all_to_all_single(output.view(-1), copies, group=group, async_op=async_op)
+
+
+def _scatter_sums(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    *,
+    reduction: str,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> Any:
+    parts = input.new_empty(group.size(), output.numel())  # [R, S]
+    moved = dist.all_to_all_single(parts.view(-1), input.reshape(-1), group=group, async_op=True)
+    scattered = _Scattered(moved, partial(_reduce_parts, output, parts, reduction))
+    return scattered if async_op else scattered.wait()
+
+
+class _Scattered:
+    """What torch calls a Work: parts that are under way, to be reduced when they are there."""
+
+    def __init__(self, moved: Any, reduce: Callable[[], None]) -> None:
+        self._moved = moved
+        self._reduce = reduce
+
+    def wait(self, *timeout: datetime.timedelta) -> None:
+        self._moved.wait(*timeout)
+        self._reduce()
+
+
+def _reduce_parts(output: Tensor, parts: Tensor, reduction: str) -> None:
+    first, *others = (part.view(output.shape) for part in parts)
+    output.copy_(first)
+    for part in others:
+        if reduction == "max":
+            torch.maximum(output, part, out=output)
+        else:
+            output.add_(part)
+    if reduction == "mean":
+        output.div_(len(parts))
 
 
 def _all_reduce(tensor: Tensor, group: str, reduction: str, ticket: Tensor | None = None) -> None:

@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphfsdp
-from graphfsdp.base.collectives import all_gather_, all_reduce_, broadcast_, reduce_scatter_
+from graphfsdp.base.collectives import (
+    Transfer,
+    all_gather_,
+    all_reduce_,
+    broadcast_,
+    reduce_scatter_,
+)
 from helpers import OpNames
 from ranks import RankError, RankPool, on_ranks, rank_device, world_group
 from sharding_helpers import (
@@ -65,6 +71,33 @@ def right_results() -> None:
 )
 def test_results_are_right(request: pytest.FixtureRequest, ranks: str) -> None:
     request.getfixturevalue(ranks).run(right_results)
+
+
+@on_ranks("ranks4")
+def test_gloo_adds_in_the_order_of_ranks_and_gathers_long_and_short_alike() -> None:
+    """The sum is the same whatever lies beside it, which no ring of gloo promises."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+
+    def random_of(source: int, numel: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(source))
+
+    for numel in (1, 5, 300_000):  # the last is gathered by the ring
+        inputs = [random_of(r, numel * num_ranks) for r in range(num_ranks)]
+        parts = [each[numel * rank : numel * (rank + 1)] for each in inputs]
+        added = parts[0].clone()
+        for part in parts[1:]:
+            added += part
+        shard, whole = torch.empty(numel), torch.empty(numel * num_ranks)
+        reduce_scatter_(shard, inputs[rank], world_group(), reduction="sum")
+        assert torch.equal(shard, added)
+        scattered = Transfer(shard.zero_(), inputs[rank])
+        reduce_scatter_(shard, inputs[rank], world_group(), transfer=scattered)
+        gathered = Transfer(whole, inputs[rank])
+        all_gather_(whole, inputs[rank][:numel], world_group(), transfer=gathered)
+        scattered.wait()
+        assert torch.equal(shard, added / num_ranks)
+        gathered.wait()
+        assert torch.equal(whole, torch.cat([each[:numel] for each in inputs]))
 
 
 @on_ranks("ranks2")
