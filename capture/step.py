@@ -9,7 +9,6 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.phase import Phase
@@ -17,6 +16,7 @@ from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.rules.watcher import is_watching_mode
 from graphfsdp._capture.runner import StepRunner
 from graphfsdp._capture.undo.copy_on_write import is_undo_mode
+from graphfsdp.base.op_tensors import operator_modes
 from graphfsdp.config import CaptureOptions, at_least
 from graphfsdp.errors import NotCopyableError, PhaseError, broken
 
@@ -282,7 +282,7 @@ class _CallGate:
             )
         inside = runner.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if torch._C._len_torch_dispatch_stack():
-            modes = _get_current_dispatch_mode_stack()
+            modes = operator_modes()
             inside = inside or any(is_undo_mode(mode) or is_watching_mode(mode) for mode in modes)
         if inside:
             raise PhaseError(

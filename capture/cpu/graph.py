@@ -164,8 +164,9 @@ class CpuGraph:
 
         A node that replays do not call takes 0.
         """
-        assert self.facts.program is not None
-        runs = [_by_node(self.facts.program.nodes, self._timed()) for _ in range(_NUM_MEASURED)]
+        program = self.facts.program
+        assert program is not None
+        runs = [_by_node(program.nodes, self._timed()) for _ in range(_NUM_MEASURED)]
         return tuple(statistics.median(times) for times in zip(*runs, strict=True))
 
     def _timed(self) -> list[float]:
@@ -190,6 +191,8 @@ class CpuGraph:
             return list(replay())
 
     def close(self) -> None:
+        if self._replay is not None and self.facts.describe is not None:
+            self.facts.describe()  # while what its nodes name is there; afterwards they are let go
         self._replay = self._as_recorded = self._recorded = None
         self._undo = ReplayUndo([], [])
 
@@ -275,13 +278,15 @@ class CpuGraphBackend:
         _give_back_freed_pages()  # of the iteration: what undoes it is still in memory
         refuse_dropped_tensors(recorder.storages)
         recording = finished(recorder, values)
-        builder = ProgramBuilder(recording, scratch, self.arena, poisons=self._poisons)
-        recorder.forget_tensors()  # before the program is compiled, which takes as much again
-        point = find_commit_point(builder.nodes, scratch)
-        kept = [materialise(value, value.storage.get()) for value in point.kept]
-        undone = ReplayUndo(kept, point.generators)
-        replay = builder.build(undone.commit, point.node)
-        program = builder.describe(recorder.sites.sites())
+        # The modes that see the iteration would slow down each call here, and see none of it.
+        with torch._C._DisableTorchDispatch():
+            builder = ProgramBuilder(recording, scratch, self.arena, poisons=self._poisons)
+            recorder.forget_tensors()  # before the program is compiled, which takes as much again
+            point = find_commit_point(builder.nodes, scratch)
+            kept = [materialise(value, value.storage.get()) for value in point.kept]
+            undone = ReplayUndo(kept, point.generators)
+            replay = builder.build(undone.commit, point.node)
+            describe = builder.description(recorder.sites.sites())
         check(recorder.has_touched)
         counts = Counter(str(node.op) for node in builder.nodes)
         facts = GraphFacts(
@@ -291,7 +296,7 @@ class CpuGraphBackend:
             num_escapes=len(recording.escapes),
             pool_bytes=self.arena.num_bytes,
             num_calls=builder.num_calls,
-            program=program,
+            describe=describe,
         )
         recorded = None
         if self._compile is not Compile.OFF:

@@ -98,6 +98,8 @@ class ProgramMemory:
             for value in node.outputs:
                 if value is not None and not value.storage.external:
                     self._makers.setdefault(id(value.storage), node)
+        touched = (info for node in nodes for info in node.touched)
+        self._external = {id(info): info for info in touched if info.external}.values()
         self._over = self._fold(nodes)  # by id of the Node
         planned = self._planned(nodes) | _give_scratch(nodes)
         lives = self._lifetimes(nodes, planned)
@@ -143,10 +145,14 @@ class ProgramMemory:
             return False
         return is_empty(node.op) or not self.writes_into_place(node)
 
-    def elided_address(self, value: Value) -> int | None:
-        """Return where the storage of a value begins that is computed where it was to be copied."""
-        place = self._elided.get(id(value.storage))
-        return None if place is None else place[0].data_ptr() + place[1]
+    def addresses(self) -> dict[int, int]:
+        """Return where storages begin that are not planned, by id of the info.
+
+        These are from before the iteration, or their contents are computed where they were to be
+        copied.
+        """
+        found = {id(info): info.get().data_ptr() for info in self._external}
+        return found | {key: s.data_ptr() + first for key, (s, first) in self._elided.items()}
 
     def offsets(self) -> dict[int, int]:
         """Return the first byte in the arena of each planned storage, by id of its info."""

@@ -4,7 +4,6 @@ No module, autograd or optimizer code is left in it: each line calls one operato
 intermediate is dropped after its last use, so the memory peak is near that of the iteration.
 """
 
-import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,32 +180,17 @@ class ProgramBuilder:
             source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
         return source.finish(map(self._name, self._outputs))
 
-    def describe(self, sites: Sequence[Site]) -> ProgramFacts:
-        """Describe the program; the description holds none of its objects."""
-        description = Description()
-        regions = functools.partial(self._regions, self.memory.offsets())
-        for node in self.nodes:
-            kwargs = {name: regions(value) for name, value in node.kwargs.items()}
-            results = [regions(value) for value in node.outputs if value is not None]
-            called = not self.memory.needs_no_call(node)
-            described = OpCall(node.op, regions(node.args), kwargs)
-            description.add(described, results, site=node.site, called=called)
-        for value in self._outputs:
-            description.outlives(id(value.storage), BufferKind.OUTPUT)
-        for value, tensor in self._kept():
-            address = tensor.untyped_storage().data_ptr()
-            description.outlives(id(value.storage), BufferKind.KEPT, address)
-        return description.facts(sites, self.memory.plan.num_bytes)
-
-    def _regions(self, offsets: Mapping[int, int], item: Any) -> Any:
-        if isinstance(item, list):
-            return [self._regions(offsets, member) for member in item]
-        if not isinstance(item, Value):
-            return item
-        info = item.storage
-        first, shape, stride, dtype, *_ = item.geometry
-        address = info.get().data_ptr() if info.external else self.memory.elided_address(item)
-        return region(id(info), dtype, first, shape, stride, address, offsets.get(id(info)))
+    def description(self, sites: Sequence[Site]) -> "ProgramDescription":
+        """Return what can describe the program, its addresses as they are now."""
+        outlives = [(id(value.storage), BufferKind.OUTPUT, None) for value in self._outputs]
+        return ProgramDescription(
+            [(node, not self.memory.needs_no_call(node)) for node in self.nodes],
+            self.memory.addresses(),
+            self.memory.offsets(),
+            [*outlives, *((id(v.storage), BufferKind.KEPT, _address(t)) for v, t in self._kept())],
+            sites,
+            self.memory.plan.num_bytes,
+        )
 
     def _kept(self) -> Iterable[tuple[Value, Tensor]]:
         return zip(self._program.escapes, self._program.escaped, strict=True)
@@ -287,6 +271,65 @@ class ProgramBuilder:
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
         return self._constant(value, "c")
+
+
+class ProgramDescription:
+    """Describes a program when it is first asked to, and then lets go of the program's nodes.
+
+    Most programs are never looked at, and to describe one takes as long as several replays.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[tuple[Node, bool]],
+        addresses: Mapping[int, int],
+        offsets: Mapping[int, int],
+        outlives: Sequence[tuple[int, BufferKind, int | None]],
+        sites: Sequence[Site],
+        pool_bytes: int,
+    ) -> None:
+        """By id of the StorageInfo: ``addresses``, ``offsets`` in the pool, what ``outlives`` it.
+
+        ``nodes`` come with whether replays call them.
+        """
+        self._nodes = nodes
+        self._addresses = addresses
+        self._offsets = offsets
+        self._outlives = outlives
+        self._sites = sites
+        self._pool_bytes = pool_bytes
+        self._facts: ProgramFacts | None = None
+
+    def __call__(self) -> ProgramFacts:
+        if self._facts is None:
+            self._facts = self._described()
+            self._nodes = ()
+        return self._facts
+
+    def _described(self) -> ProgramFacts:
+        description = Description()
+        for node, called in self._nodes:
+            kwargs = {name: self._regions(value) for name, value in node.kwargs.items()}
+            results = [self._regions(value) for value in node.outputs if value is not None]
+            described = OpCall(node.op, self._regions(node.args), kwargs)
+            description.add(described, results, site=node.site, called=called)
+        for key, kind, address in self._outlives:
+            description.outlives(key, kind, address)
+        return description.facts(self._sites, self._pool_bytes)
+
+    def _regions(self, item: Any) -> Any:
+        if isinstance(item, list):
+            return [self._regions(member) for member in item]
+        if not isinstance(item, Value):
+            return item
+        key = id(item.storage)
+        first, shape, stride, dtype, *_ = item.geometry
+        offset = self._offsets.get(key)
+        return region(key, dtype, first, shape, stride, self._addresses.get(key), offset)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _if_alive(value: Value) -> Tensor | None:

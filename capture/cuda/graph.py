@@ -199,7 +199,7 @@ class CudaGraphBackend:
             num_ops=watcher.num_ops,
             op_counts=program.op_counts(),
             pool_bytes=pool_bytes,
-            program=program,
+            describe=lambda: program,
         )
         external += [info.get() for info in watcher.storages if info.external]
         external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]

@@ -387,6 +387,8 @@ class _SameFunctions(TorchFunctionMode):
 
 
 class _ConstantMode(OperatorMode):
+    joins = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled regions run compiled: torch would otherwise give up on them for good."""

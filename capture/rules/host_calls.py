@@ -246,6 +246,16 @@ class HostWatch:
         sys.setprofile(self.on_event if is_first else self.on_event_elsewhere)
         return True
 
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Watch this thread inside of a stretch that is not watched."""
+        is_mine = self.resume()
+        try:
+            yield
+        finally:
+            if is_mine:
+                self.pause()
+
     def on_event_elsewhere(self, frame: FrameType, event: str, arg: Any) -> None:
         """Take an event of another thread, or let go of it; see sys.setprofile."""
         if self._is_over:

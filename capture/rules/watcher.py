@@ -209,12 +209,10 @@ class Watcher:
         """Call a function of the iteration, whose Python is watched if it has any."""
         host = self.host
         is_c = type(function) in _WRITTEN_IN_C and function.__name__ not in _ASKS_OBJECTS
-        if is_c or host is None or not host.resume():
+        if is_c or host is None:
             return function(*args, **kwargs)
-        try:
+        with host.resumed():
             return function(*args, **kwargs)
-        finally:
-            host.pause()
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
         if not self._num_quiet and not self._runs_as_written(refusal):
@@ -256,13 +254,9 @@ class Watcher:
             return self._dispatch(call)
         if threading.get_ident() != self._thread:
             host.follow()  # see Note [Autograd's threads]
-        has_python = self._has_modes_below or not call.is_trusted or call.is_ours
-        if not has_python or not host.resume():
-            return self._dispatch(call)
-        try:
-            return self._dispatch(call)
-        finally:
-            host.pause()
+        if self._has_modes_below or not call.is_trusted or call.is_ours:
+            call.around = host.resumed
+        return self._dispatch(call)
 
     def _dispatch(self, call: OpCall) -> Any:
         if call.op.namespace == "profiler":
@@ -322,6 +316,8 @@ class Watcher:
 
 
 class DispatchMode(OperatorMode):
+    joins = True
+
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
@@ -329,12 +325,8 @@ class DispatchMode(OperatorMode):
     def on_op(self, call: OpCall) -> Any:
         return self._watcher.dispatch(call)
 
-    def on_higher_order(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Have it refused, and run it where refusals are deferred."""
+    def on_higher_order(self, func: Callable[..., Any]) -> None:
         self._watcher.refuse(str(func), HIGHER_ORDER.of(func))
-        return func(*args, **kwargs)
 
 
 class _FunctionMode(TorchFunctionMode):

@@ -25,6 +25,7 @@ class GraphFacts:
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
         num_calls: Operators that a replay calls from Python; 0 on CUDA.
         num_escapes: Results that outlive the iteration (tensors the model kept).
+        describe: Describes the nodes, which takes some time when it is first called.
         compiled: What was compiled, and what runs as it was recorded, in words.
         bound: How far compiled replays may be from eager; 0: equal bit for bit.
     """
@@ -35,9 +36,13 @@ class GraphFacts:
     pool_bytes: int = 0
     num_calls: int = 0
     num_escapes: int = 0
-    program: ProgramFacts | None = None
+    describe: Callable[[], ProgramFacts] | None = None
     compiled: tuple[str, ...] = ()
     bound: float = 0.0
+
+    @property
+    def program(self) -> ProgramFacts | None:
+        return None if self.describe is None else self.describe()
 
 
 class Effect(enum.Enum):

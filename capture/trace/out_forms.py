@@ -6,6 +6,7 @@ some hand-written ones). Every result is bit for bit what the operator would hav
 kernel, same strides.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def short_name(op: torch._ops.OpOverload) -> str:
     return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
+@functools.cache
 def out_overload(
     op: torch._ops.OpOverload, device_type: str = "cpu"
 ) -> torch._ops.OpOverload | None:

@@ -72,6 +72,8 @@ class CopyOnWrite:
 class _UndoMode(OperatorMode):
     """Sees every operator before it runs; the modes of a recording lie inside this one."""
 
+    joins = True
+
     def __init__(self, undo: CopyOnWrite) -> None:
         super().__init__()
         self._undo = undo

@@ -4,11 +4,16 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 # Operators that write arguments without saying so in their schema.
 SILENT_WRITERS = (
@@ -130,14 +135,22 @@ class OpCall:
         is_trusted: Its operator writes, and draws from, what it says and nothing else.
         is_ours: Its operator is one of this package.
         is_literal: It hands over data that Python has filled in (torch.tensor).
+        around: What is entered while it runs, after all modes have seen it.
     """
 
     def __init__(
-        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        modes: Sequence["OperatorMode"] = (),
     ) -> None:
+        """``modes`` see it before it runs, the last one first."""
         self.op = op
         self.args = args
         self.kwargs = kwargs
+        self._modes = [*modes]
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         facts = _facts_of(op)
         self.name, self.schema_name = facts.name, facts.schema_name
         self.is_random, self.is_trusted = facts.is_random, facts.is_trusted
@@ -146,7 +159,19 @@ class OpCall:
         self._written: list[Tensor] | None = None
 
     def run(self) -> Any:
-        return self.op(*self.args, **self.kwargs)
+        """Run it, or have the next mode see it."""
+        if self._modes:
+            mode = self._modes.pop()
+            try:
+                return mode.on_op(self)
+            finally:
+                self._modes.append(mode)
+        if self.is_trusted and not self.is_ours:
+            # No Python is in there; a function mode saw the function that has led here.
+            with torch._C.DisableTorchFunction():
+                return self.op(*self.args, **self.kwargs)
+        with self.around():
+            return self.op(*self.args, **self.kwargs)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -208,18 +233,52 @@ class OperatorMode(TorchDispatchMode):
 
     Note [Our own Python]: a profile hook that is true to ``leaves_out_modes`` pauses in here. It
     would be called for each of our own calls, some hundred for an operator.
+
+    Note [Modes that join]: torch calls the modes of its stack one by one, which takes as long as
+    what they do. So a mode that ``joins`` and is entered right inside of another such one stays
+    away from torch's stack, and is called by that one.
     """
 
     # So that torch.cond and its like arrive here, and are refused by name where their turn comes.
     supports_higher_order_operators = True
+    joins = False  # only what looks on: operators that it calls itself are seen by no joined mode
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._joined: list[OperatorMode] = []
+        self._joins_in: list[OperatorMode] | None = None  # where it is, if not on torch's stack
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Spare each operator two calls that keep torch.compile out: nothing compiles in here."""
         return False
+
+    def __enter__(self) -> Self:
+        outer = _get_current_dispatch_mode()
+        if self._may_join(outer):
+            self._joins_in = outer._joined
+            self._joins_in.append(self)
+        else:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._joins_in is None:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        else:
+            self._joins_in.remove(self)
+            self._joins_in = None
+
+    def _may_join(self, outer: object) -> TypeGuard["OperatorMode"]:
+        if not (self.joins and isinstance(outer, OperatorMode) and outer.joins):
+            return False
+        # What compiles under the outer mode must not do so under this one if it keeps that out.
+        return self.ignore_compile_internals() or not outer.ignore_compile_internals()
 
     def __torch_dispatch__(
         self,
@@ -250,14 +309,21 @@ class OperatorMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(is_wrapper_subclass(kind) for kind in types):
             return NotImplemented  # it desugars itself; its inner operators come back here
+        modes = (self, *self._joined)
         if isinstance(func, torch._ops.OpOverload):
-            return self.on_op(OpCall(func, args, kwargs))
-        return self.on_higher_order(func, args, kwargs)
+            return OpCall(func, args, kwargs, modes).run()
+        for mode in reversed(modes):
+            mode.on_higher_order(func)
+        return func(*args, **kwargs)
 
     def on_op(self, call: OpCall) -> Any:
         return call.run()
 
-    def on_higher_order(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return func(*args, **kwargs)
+    def on_higher_order(self, func: Callable[..., Any]) -> None: ...
+
+
+def operator_modes() -> list[OperatorMode]:
+    """Return the modes of this kind that operators meet now, the outermost first."""
+    modes = _get_current_dispatch_mode_stack()
+    found = [(mode, *mode._joined) for mode in modes if isinstance(mode, OperatorMode)]
+    return [mode for joined in found for mode in joined]
