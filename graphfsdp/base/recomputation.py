@@ -174,7 +174,7 @@ class _Keep(OperatorMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, trace)
         # What the function returns may be written to by those who get it.
         for drawn in self._drawn:
             for kept in drawn.aliases():
@@ -206,7 +206,7 @@ class _Repeat(OperatorMode):
     def __enter__(self) -> Self:
         self._next = 0
         self._own.clear()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def on_op(self, call: OpCall) -> Any:
