@@ -140,7 +140,9 @@ def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTr
     """Return the cases, and why they are not to be trusted; past the limit, those so far."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        # The other family of reports has no properties.
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1"]
+        command += ["-p", "no:cacheprovider"]
         process = subprocess.Popen(
             [*command, f"--junitxml={report}", *arguments],
             cwd=ROOT,
