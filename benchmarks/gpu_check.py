@@ -140,32 +140,26 @@ def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTr
     """Return the cases, and why they are not to be trusted; past the limit, those so far."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        # The other family of reports has no properties.
-        command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1"]
-        command += ["-p", "no:cacheprovider"]
-        process = subprocess.Popen(
-            [*command, f"--junitxml={report}", *arguments],
+        done = subprocess.run(
+            [
+                # As Ctrl-C does: pytest then writes what it has so far.
+                *("timeout", "--foreground", "--signal=INT", f"--kill-after={GRACE_S}"),
+                *(f"{limit_s:.1f}", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+                # The other family of reports has no properties.
+                *("-o", "junit_family=xunit1", f"--junitxml={report}", *arguments),
+            ],
             cwd=ROOT,
             # A plugin that happens to be installed may warn, and here a warning is an error.
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            check=False,
         )
-        late = False
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            late = True
-            process.send_signal(signal.SIGINT)
-            try:
-                output, _ = process.communicate(timeout=GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output, _ = process.communicate()
+        output, late = done.stdout, done.returncode in (124, 137)
         error = ""
-        if not report.exists() or (not late and process.returncode not in (0, 1)):
-            error = f"pytest ended with {process.returncode}:\n{output[-MAX_CHARACTERS:]}"
+        if not report.exists() or (not late and done.returncode not in (0, 1)):
+            error = f"pytest ended with {done.returncode}:\n{output[-MAX_CHARACTERS:]}"
         elif late:
             places = [line for line in output.splitlines() if line.endswith("KeyboardInterrupt")]
             where = "; ".join(["the counts are of what ran", *places])

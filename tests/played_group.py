@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from graphfsdp.base.rank_agreement import RankStore
 
-# Of each collective's forms c10d calls one; its stub has all.
+# Of each collective's forms c10d calls one; its stub has all. Here are those that a step needs.
 # mypy: disable-error-code="override"
 
 NAME = "played"
@@ -42,9 +42,6 @@ class PlayedGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> "PlayedGroup":
         return self
 
-    def _get_sequence_number_for_group(self) -> int:
-        return 0
-
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -64,36 +61,11 @@ class PlayedGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         return self._reduce_scatter_base(output, tensor, opts)
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, tensor)
-        return _done(outputs)
-
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         whole = tensor.view(self._num_ranks, -1)
         reduce = torch.sum if _is_sum(opts) else torch.mean
         reduce(whole, 0, out=output.view(-1))  # as many bytes are read as others would send
         return _done([output])
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, tensor, opts)
-        return _done(outputs)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        for tensor in tensors if _is_sum(opts) else ():
-            tensor.mul_(self._num_ranks)
-        return _done(tensors)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return _done(tensors)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        return _done([])
 
 
 def _is_sum(opts: Any) -> bool:

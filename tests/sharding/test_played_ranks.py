@@ -5,6 +5,7 @@ One GPU cannot hold two ranks of NCCL, so the other ranks are played.
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -52,31 +53,18 @@ class Measured:
 
     @property
     def hidden(self) -> float:
-        return covered(self.communication, self.computation) / length(self.communication)
-
-
-def covered(spans: Iterable[Span], by: Iterable[Span]) -> float:
-    """Return how much of some spans of time lies in others, counting no time twice."""
-    others = merged(by)
-    return sum(
-        max(0.0, min(end, high) - max(begin, low))
-        for begin, end in merged(spans)
-        for low, high in others
-    )
+        """Share of communication beside computation."""
+        own, other = length(self.communication), length(self.computation)
+        return (own + other - length((*self.communication, *self.computation))) / own
 
 
 def length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in merged(spans))
-
-
-def merged(spans: Iterable[Span]) -> list[Span]:
-    found: list[Span] = []
+    """Return how much time some spans cover, none of it twice."""
+    total, reached = 0.0, -math.inf
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def is_measured(device: torch.device) -> bool:
