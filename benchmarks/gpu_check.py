@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -42,37 +41,92 @@ from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.tables import Table
 
 TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
-# In order, each with its own seconds. Parts without a name above are those of benchmarks.gpu_parts,
-# which is imported late: a package that cannot be imported is something to report.
+# In order, each with its own seconds.
 BUDGETS_S: Mapping[str, float] = MappingProxyType(
     {
         "smoke": 90,
-        "parity-fp32": 40,
-        "parity-bf16": 30,
+        "parity": 70,
         "broken": 20,
         TESTS: 180,
         "overlap": 40,
         "compile": 20,
-        "optimizer": 20,
-        "optimizer-1b": 20,
-        "offload": 10,
+        "optimizer": 50,
         BENCH: 70,
         # Last: it leaves graphs behind in its process that may take the memory of others.
         REDUCE_OVERHEAD: 20,
     }
 )
-# In one call with all other parts; the first of them in a rehearsal.
-TEST_PATHS = (
-    *("tests/capture/cuda", "tests/capture/test_capture.py", "tests/capture/test_lifetime.py"),
-    *("tests/capture/test_compiled.py", "tests/capture/test_gradients.py"),
-    *("tests/sharding/test_sharded_capture.py", "tests/sharding/test_overlap.py", "tests/optim"),
+# What a part runs; DEVICE is that of the check. A CUDA error makes every later call in a process
+# fail, so in these parts each test has a process of its own.
+ALONE = ("smoke", "parity", "broken")
+_ZOO = "tests/capture/test_model_zoo.py::test_replay"
+_DRIVER = "tests/capture/cuda/test_cuda_graph.py::test_errors_of_the_driver_are_explained"
+_WORKLOADS = "tests/bench/test_bench_workloads.py::test_every_kind_of_workload"
+PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        # The ways to use graphfsdp, on models of two layers or little more.
+        "smoke": (
+            *(
+                f"{_ZOO}_equals_eager[DEVICE-{name}]"
+                for name in ("mlp", "conv_net", "norms", "encoder_layer", "gpt", "autocast")
+            ),
+            f"{_ZOO}_of_clipped_microbatches_equals_eager[DEVICE-conv_net-adamw-3]",
+            f"{_ZOO}_of_forward_and_backward_alone_equals_eager[DEVICE-mlp]",
+            f"{_ZOO}_with_optimizers_of_torch_equals_eager[DEVICE-adamw-mlp]",
+            f"{_ZOO}_with_optimizers_of_torch_equals_eager[DEVICE-sgd-mlp]",
+            "tests/capture/test_model_zoo.py::test_dropout_draws_anew_in_every_replay[DEVICE-mlp]",
+            *(
+                f"tests/optim/test_optimizer_replays.py::test_a_replay_equals_the_eager_step"
+                f"[DEVICE-dtype0-{name}]"
+                for name in ("adam", "sgd", "lion", "muon")
+            ),
+            "tests/optim/test_precision.py::test_accepted_precisions_replay_as_eager_runs"
+            "[DEVICE-1-main_weights]",
+            "tests/optim/test_skipped_steps.py::test_float16_with_a_loss_scale_and_the_plain_loss"
+            "_beside_it[DEVICE]",
+            "tests/base/test_recompute.py::test_recomputation_in_every_microbatch[DEVICE]",
+            "tests/capture/cuda/test_cuda_streams.py::test_side_streams_that_fork_and_join_are_part"
+            "_of_the_graph[False]",
+            "tests/capture/test_custom_iteration.py::test_replays_are_bit_for_bit_the_plain_loop"
+            "[DEVICE-gan-make_two-fused_adams]",
+            "tests/capture/test_evaluation.py::test_training_is_bit_for_bit_that_without_evaluation"
+            "[DEVICE-full_iteration]",
+            "tests/capture/test_on_change.py::test_a_graph_for_each_kind_of_batch_in_any_order"
+            "[DEVICE]",
+            "tests/capture/test_verification.py::test_training_is_the_same_with_verification"
+            "[DEVICE-full_iteration]",
+            "tests/sharding/test_overlap.py::test_overlap_changes_no_bit"
+            "[gpu_ranks-optim_grads_params-3-True]",
+            "tests/sharding/test_buffer_pool.py::test_a_pool_changes_no_bit_on_gpus"
+            "[optim_grads_params]",
+        ),
+        "parity": (
+            *(
+                f"{_WORKLOADS}_replays_bit_for_bit[DEVICE-{name}-tiny]"
+                for name in ("gpt", "llama", "moe", "bert", "conv")
+            ),
+            "tests/capture/cuda/test_cuda_graph.py::test_bfloat16_replays_as_eager",
+        ),
+        "broken": (
+            *(f"{_DRIVER}_and_rolled_back[{name}]" for name in ("synchronize", "literal")),
+            "tests/capture/cuda/test_cuda_backend.py::test_the_first_error_of_a_capture_is_told"
+            "[error-True]",
+        ),
+        # The first of them in a rehearsal.
+        TESTS: (
+            *("tests/capture/cuda", "tests/capture/test_capture.py"),
+            *("tests/capture/test_lifetime.py", "tests/capture/test_gradients.py"),
+            *("tests/sharding/test_sharded_capture.py", "tests/sharding/test_overlap.py"),
+            "tests/optim",
+        ),
+        "overlap": ("tests/sharding/test_played_ranks.py",),
+        "compile": ("tests/capture/test_compiled.py",),
+        "optimizer": ("tests/optim/test_speed.py",),
+    }
 )
-# Parts whose kernels torch.compile makes: above the stand-in nobody computes those.
-COMPILING = ("compile", BENCH, REDUCE_OVERHEAD)
-PART_NAMES = tuple(name for name in BUDGETS_S if name not in (TESTS, BENCH, REDUCE_OVERHEAD))
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
-PROGRAM_LIMIT_S = 60
-NUM_PROCESSES = 6  # that run programs and tests on the GPU at the same time
+TEST_LIMIT_S = 60  # of one that has a process of its own
+NUM_PROCESSES = 6  # that run tests on the GPU at the same time
 GRACE_S = 20  # to report so far
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
 # All but torch's reduce-overhead mode.
@@ -86,32 +140,26 @@ def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTr
     """Return the cases, and why they are not to be trusted; past the limit, those so far."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        process = subprocess.Popen(
-            [*command, f"--junitxml={report}", *arguments],
+        done = subprocess.run(
+            [
+                # As Ctrl-C does: pytest then writes what it has so far.
+                *("timeout", "--foreground", "--signal=INT", f"--kill-after={GRACE_S}"),
+                *(f"{limit_s:.1f}", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+                # The other family of reports has no properties.
+                *("-o", "junit_family=xunit1", f"--junitxml={report}", *arguments),
+            ],
             cwd=ROOT,
             # A plugin that happens to be installed may warn, and here a warning is an error.
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # Shells start background jobs with SIGINT ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            check=False,
         )
-        late = False
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            late = True
-            process.send_signal(signal.SIGINT)
-            try:
-                output, _ = process.communicate(timeout=GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output, _ = process.communicate()
+        output, late = done.stdout, done.returncode in (124, 137)
         error = ""
-        if not report.exists() or (not late and process.returncode not in (0, 1)):
-            error = f"pytest ended with {process.returncode}:\n{output[-MAX_CHARACTERS:]}"
+        if not report.exists() or (not late and done.returncode not in (0, 1)):
+            error = f"pytest ended with {done.returncode}:\n{output[-MAX_CHARACTERS:]}"
         elif late:
             places = [line for line in output.splitlines() if line.endswith("KeyboardInterrupt")]
             where = "; ".join(["the counts are of what ran", *places])
@@ -122,16 +170,20 @@ def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTr
 
 
 def suite_part(
-    paths: Sequence[str], limit_s: float, device: torch.device | None = None
+    paths: Sequence[str], limit_s: float, device: torch.device, *, spreads: bool = False
 ) -> dict[str, Any]:
-    """On a GPU only the tests that need one."""
+    """On a GPU only the tests that need one, over several processes if it ``spreads``.
+
+    What a test has recorded by ``record_property`` is a row.
+    """
     options: list[str] = []
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         options += ["-m", "gpu or multi_gpu"]
-        if importlib.util.find_spec("xdist") is not None:
+        if spreads and importlib.util.find_spec("xdist") is not None:
             # By file, since many tests of a file share what is slow to make.
             options += ["-p", "xdist", "-n", str(_num_processes()), "--dist", "loadfile"]
     cases, error = run_pytest([*options, *paths], limit_s)
+    rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     skips: dict[str, str] = {}
     for case in cases:
@@ -140,17 +192,42 @@ def suite_part(
         bad = outcomes.get("failure", outcomes.get("error"))
         if bad is not None:
             failures[name] = (bad.text or bad.get("message") or "")[-MAX_CHARACTERS:]
+            rows.append({"what": name, "result": last_line(failures[name]), "ok": False})
         elif "skipped" in outcomes:
             skips[name] = outcomes["skipped"].get("message") or ""
+        for found in case.iter("property"):
+            rows.append({"what": found.get("name"), "result": found.get("value"), "ok": True})
     num_passed = len(cases) - len(failures) - len(skips)
     text = f"{num_passed} passed, {len(failures)} failed, {len(skips)} skipped"
-    good = not failures and num_passed > 0 and not error
-    rows = [{"what": "pytest " + " ".join(paths), "result": text, "ok": good}]
-    rows += [
-        {"what": name, "result": last_line(text), "ok": False} for name, text in failures.items()
-    ]
-    data = {"num_passed": num_passed, "failures": failures, "skips": skips}
-    return {"rows": rows, "error": error or None, "data": data}
+    # What only a GPU has is skipped on a CPU that rehearses.
+    good = not failures and not error and bool(num_passed or (skips and device.type == "cpu"))
+    rows.insert(0, {"what": "pytest " + " ".join(paths), "result": text, "ok": good})
+    return {"rows": rows, "error": error or None, "failures": failures, "skips": skips}
+
+
+def alone_part(
+    tests: Sequence[str], limit_s: float, test_limit_s: float, device: torch.device
+) -> dict[str, Any]:
+    """Run tests, each in a process of its own, some at a time."""
+    deadline = time.monotonic() + limit_s
+
+    def run(test: str) -> dict[str, Any]:
+        left_s = min(test_limit_s, deadline - time.monotonic())
+        if left_s < 1:
+            row = {"what": f"pytest {test}", "result": f"left out: {limit_s:.0f} s are over"}
+            return {"rows": [{**row, "ok": False}], "error": None, "failures": {}}
+        return suite_part([test], left_s, device)
+
+    with concurrent.futures.ThreadPoolExecutor(_num_processes()) as pool:
+        found = dict(zip(tests, pool.map(run, tests), strict=True))
+    wrong = [f"{test}:\n{part['error']}" for test, part in found.items() if part["error"]]
+    return {
+        "rows": [row for part in found.values() for row in part["rows"]],
+        "error": "\n\n".join(wrong) or None,
+        "failures": {
+            name: text for part in found.values() for name, text in part["failures"].items()
+        },
+    }
 
 
 def bench_part(
@@ -173,8 +250,19 @@ def bench_part(
     with tempfile.TemporaryDirectory() as folder:
         command = ["graphfsdp", "bench", "--device", device.type, *suite]
         command += ["--budget", f"{budget:.3f}", "--out", folder]
+        environment = dict(os.environ)
+        if "CUDA_STAND_IN" in environment:  # where nobody computes what torch.compile makes
+            environment["CUDA_STAND_IN_KERNELS"] = "none"
         try:
-            done = _run(REDUCE_OVERHEAD if reduce_overhead else BENCH, command, limit_s)
+            done = subprocess.run(
+                [sys.executable, "-m", *command],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return {"rows": [], "error": f"stopped after {limit_s:.0f} s"}
         if done.returncode:
@@ -225,79 +313,6 @@ def last_line(text: str) -> str:
     return (marked or lines or [""])[0 if marked else -1][:200]
 
 
-def programs_part(
-    part: str, device: torch.device, limit_s: float, program_limit_s: float, *, rehearses: bool
-) -> dict[str, Any]:
-    """Run programs, each in a process of its own; whatever becomes of these, a part is returned."""
-    deadline = time.monotonic() + limit_s
-    try:
-        from benchmarks.gpu_parts import parts
-
-        names = tuple(parts(rehearses=rehearses)[part])
-    except Exception:  # a package that cannot be imported is something to report
-        return {"rows": [], "error": traceback.format_exc()}
-    most_s = program_limit_s if len(names) > 1 else limit_s
-
-    def run(name: str) -> dict[str, Any]:
-        left = min(most_s, deadline - time.monotonic())
-        if left < 1:
-            return {"rows": [], "error": f"left out: {limit_s:.0f} s are over"}
-        command = ["benchmarks.gpu_parts", part, name, str(device)]
-        command += ["rehearse"] if rehearses else []
-        try:
-            result = _run(part, command, left)
-        except subprocess.TimeoutExpired as late:
-            why = f"{_text(late.stderr)[-MAX_CHARACTERS:]}\nstopped after {left:.0f} s"
-            return {**(_last_document(_text(late.stdout)) or {"rows": []}), "error": why}
-        document = _last_document(result.stdout)
-        if document is None or result.returncode:
-            tail = (result.stdout + result.stderr)[-MAX_CHARACTERS:]
-            why = f"{tail}\nthe process ended with {result.returncode}"
-            return {**(document or {"rows": []}), "error": why}
-        return document
-
-    with concurrent.futures.ThreadPoolExecutor(_num_processes()) as pool:
-        found = dict(zip(names, pool.map(run, names), strict=True))
-    rows = []
-    for name, document in found.items():
-        rows += document["rows"]
-        if document["error"]:
-            rows.append({"what": name, "result": last_line(document["error"]), "ok": False})
-    wrong = [f"{name}:\n{each['error']}" for name, each in found.items() if each["error"]]
-    return {"rows": rows, "error": "\n\n".join(wrong) or None}
-
-
-def _run(part: str, command: Sequence[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
-    environment = dict(os.environ)
-    if part in COMPILING and "CUDA_STAND_IN" in environment:
-        environment["CUDA_STAND_IN_KERNELS"] = "none"  # they compute nothing
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-
-
-def _text(said: str | bytes | None) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
-
-
-def _last_document(output: str) -> dict[str, Any] | None:
-    """Return the last whole line that is a part's document; others may have printed as well."""
-    for line in reversed(output.splitlines()):
-        try:
-            document = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(document, dict) and "rows" in document:
-            return document
-    return None
-
-
 def described(facts: dict[str, Any]) -> str:
     where = f"{facts['gpu']}, driver {facts['driver']}" if facts["gpu"] else facts["cpu"]
     triton = facts["versions"].get("triton")
@@ -327,16 +342,16 @@ def table_of(document: dict[str, Any]) -> Table:
 def check(
     device: torch.device,
     names: Sequence[str],
-    test_paths: Sequence[str],
     path: pathlib.Path,
     tell: Callable[[str], None] = lambda line: None,
     times: float = 1.0,
     *,
+    tests: Mapping[str, Sequence[str]] = PARTS,
     rehearses: bool = False,
 ) -> dict[str, Any]:
     """Run the parts one after the other; the file is complete after each of them.
 
-    ``times``: all limits are so many times as long. ``rehearses``: on the smallest models.
+    ``times``: all limits are so many times as long. ``rehearses``: a small benchmark.
     """
     deadline = time.monotonic() + TOTAL_LIMIT_S * times
     document: dict[str, Any] = {
@@ -352,16 +367,17 @@ def check(
         part: dict[str, Any]
         if limit_s < 10:
             part = {"rows": [], "error": f"left out: {TOTAL_LIMIT_S} s are over"}
-        elif name == TESTS:
-            part = suite_part(test_paths, limit_s, device)
         elif name in (BENCH, REDUCE_OVERHEAD):
             alone = name == REDUCE_OVERHEAD
             part = bench_part(
                 device, limit_s, path.parent, reduce_overhead=alone, rehearses=rehearses
             )
         else:
-            most_s = PROGRAM_LIMIT_S * times
-            part = programs_part(name, device, limit_s, most_s, rehearses=rehearses)
+            paths = [test.replace("DEVICE", device.type) for test in tests[name]]
+            if name in ALONE:
+                part = alone_part(paths, limit_s, TEST_LIMIT_S * times, device)
+            else:
+                part = suite_part(paths, limit_s, device, spreads=name == TESTS)
         good = part["error"] is None and all(row["ok"] for row in part["rows"])
         seconds = round(time.monotonic() - start, 1)
         document["parts"].append({"name": name, "ok": good, "seconds": seconds, **part})
@@ -381,7 +397,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    groups = {"parts": PART_NAMES, "tests": (TESTS,), "bench": (BENCH, REDUCE_OVERHEAD)}
+    groups = {
+        "parts": tuple(name for name in PARTS if name != TESTS),
+        "tests": (TESTS,),
+        "bench": (BENCH, REDUCE_OVERHEAD),
+    }
     names = tuple(BUDGETS_S)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--part", choices=names, action="append", help="a part; repeatable")
@@ -390,8 +410,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--times", type=float, default=1.0, help="all limits so many times as long (a rehearsal)"
     )
-    parser.add_argument("--rehearse", action="store_true", help="smallest models, no kept results")
+    parser.add_argument("--rehearse", action="store_true", help="smallest models")
     options = parser.parse_args(arguments)
+    # A shell starts what runs in the background deaf to Ctrl-C, which ends a pytest that is late.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.device == "cuda" and not torch.cuda.is_available():
         console.print(
@@ -413,14 +435,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(line, markup=False, soft_wrap=True)
 
     rehearses = options.rehearse or device.type == "cpu"
-    few = TEST_PATHS[:1] if options.rehearse else TEST_PATHS
-    paths = options.tests or (["tests"] if options.group == TESTS else few)
-    document = check(device, chosen, paths, path, tell, options.times, rehearses=rehearses)
+    few = PARTS[TESTS][:1] if options.rehearse else PARTS[TESTS]
+    tests = {**PARTS, TESTS: options.tests or (["tests"] if options.group == TESTS else few)}
+    document = check(device, chosen, path, tell, options.times, tests=tests, rehearses=rehearses)
     table = table_of(document)
     console.print(table.rich(["" if row[-1] == "yes" else "red" for row in table.rows]))
     for part in document["parts"]:
-        if part["error"]:
-            console.print(f"{part['name']}:", part["error"], markup=False, soft_wrap=True)
+        for text in (part["error"], *part.get("failures", {}).values()):
+            if text:
+                console.print(f"{part['name']}:", text, markup=False, soft_wrap=True)
     console.print(f"wrote {path}", soft_wrap=True)
     return 0 if document["ok"] else 1
 

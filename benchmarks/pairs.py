@@ -28,12 +28,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import graphfsdp
-from benchmarks.gpu_parts import parameters_of, sizes_of
 from graphfsdp.bench.batches import batch_source
 from graphfsdp.bench.clock import interleave
 from graphfsdp.bench.contenders import OwnContender, Setting
@@ -61,6 +60,26 @@ def record(times_ms: Mapping[str, Sequence[float]], reference: str, own: str) ->
         "speedup": asdict(Spread.of([base / mine for base, mine in pairs])),
         "ms_by_round": dict(times_ms),
     }
+
+
+def sizes_of(shape: GPTConfig) -> list[torch.Size]:
+    with torch.device("meta"):
+        return [param.shape for param in GPT(shape).parameters()]
+
+
+def parameters_of(
+    sizes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype
+) -> list[nn.Parameter]:
+    """With gradients; the same in each call."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(size: Sequence[int]) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    params = [nn.Parameter(random(size)) for size in sizes]
+    for param in params:
+        param.grad = random(param.shape)
+    return params
 
 
 def torch_step(params: list[nn.Parameter]) -> Step:

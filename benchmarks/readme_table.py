@@ -163,11 +163,17 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
 
 def updated(text: str, results: pathlib.Path = RESULTS) -> str:
     for name, make in SECTIONS.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        block = f"{begin}\n{make(results)}\n{end}"
-        text = pattern.sub(lambda _, block=block: block, text)  # type: ignore[misc]
+        text = with_section(text, name, functools.partial(make, results))
     return text
+
+
+def with_section(text: str, name: str, make: Callable[[], str]) -> str:
+    """Put what ``make`` returns between the markers of that name, if there are any."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = text.partition(begin)
+    if not found:
+        return text
+    return f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
 
 
 def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:

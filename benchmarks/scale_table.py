@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from benchmarks.readme_table import with_section
 from graphfsdp.bench.tables import Table
 from graphfsdp.planning.model_plan import Collective
 from graphfsdp.planning.training_plan import Speeds, TrainingPlan, estimate_time, plan_training
@@ -152,12 +153,8 @@ def failures() -> str:
 
 def main() -> None:
     text = PAGE.read_text()
-    for name, made in (("plans", plans()), ("bubbles", bubbles()), ("failures", failures())):
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        assert found, f"{PAGE} has no place for {name}"
-        text = f"{before}{begin}\n{made}\n{end}{after}"
+    for make in (plans, bubbles, failures):
+        text = with_section(text, make.__name__, make)
     PAGE.write_text(text)
 
 

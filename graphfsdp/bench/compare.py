@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
@@ -25,7 +26,7 @@ from graphfsdp.bench.records import (
     to_json,
 )
 from graphfsdp.bench.tables import Table, wide_console
-from graphfsdp.command_line import Parser, print_line, require
+from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 
 KIND = "graphfsdp_bench_comparison"
@@ -129,26 +130,21 @@ def compare(
             f"the two results have no case in common: the first has {_keys(old.cases)}; the "
             f"second has {_keys(new.cases)}. Remedy: measure the same workloads"
         )
-    changes: list[Change] = []
-    for mine, theirs in common:
-        _refuse_other_work(mine, theirs)
-        changes += _case_changes(mine, theirs, base, tolerance)
+    changes = [
+        change for mine, theirs in common for change in _case_changes(mine, theirs, base, tolerance)
+    ]
     if not any(change.ratio is not None for change in changes):
         raise ConfigError(
             f"no contender beside {base!r} ran in both results. Remedy: give another --base, or "
             "measure more contenders"
         )
-    known = {mine.workload.key for mine, _ in common}
-
-    def others(result: BenchResult) -> tuple[str, ...]:
-        return tuple(case.workload.key for case in result.cases if case.workload.key not in known)
-
+    keys = [{case.workload.key: None for case in result.cases} for result in (old, new)]
     return Comparison(
         base=base,
         tolerance=tolerance,
         changes=tuple(changes),
-        only_old=others(old),
-        only_new=others(new),
+        only_old=tuple(key for key in keys[0] if key not in keys[1]),
+        only_new=tuple(key for key in keys[1] if key not in keys[0]),
         environment=machines
         | _differences(_facts(old, CHANGED_FIELDS), _facts(new, CHANGED_FIELDS))
         | _differences(old.environment.versions, new.environment.versions),
@@ -173,20 +169,15 @@ def _facts(result: BenchResult, names: Sequence[str]) -> dict[str, object]:
     return {name: getattr(result.environment, name) for name in names}
 
 
-def _refuse_other_work(old: CaseResult, new: CaseResult) -> None:
-    different = [
-        f"{name} {change}"
-        for name, change in _differences(asdict(old.workload), asdict(new.workload)).items()
-    ]
-    if different:
-        raise ConfigError(
-            f"the case {old.workload.key} is other work in the second result: "
-            f"{'; '.join(different)}. Remedy: measure the same workload"
-        )
-
-
 def _case_changes(old: CaseResult, new: CaseResult, base: str, tolerance: float) -> list[Change]:
     key, changes = old.workload.key, []
+    different = _differences(asdict(old.workload), asdict(new.workload))
+    if different:
+        told = "; ".join(f"{name} {change}" for name, change in different.items())
+        raise ConfigError(
+            f"the case {key} is other work in the second result: {told}. Remedy: measure the same "
+            "workload"
+        )
     for case, which in ((old, "first"), (new, "second")):
         if case.find(base) is None:
             ran = ", ".join(item.name for item in case.contenders) or "none"
@@ -259,21 +250,29 @@ def _side(case: CaseResult, name: str, base: str) -> Side | None:
     )
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Each field is a flag (``add_flags``)."""
+
+    tolerance: Annotated[float, "part of a speed-up that may be lost"] = DEFAULT_TOLERANCE
+    base: Annotated[str, "contender that speed-ups are of", "NAME"] = REFERENCE
+    other_machine: Annotated[bool, "compare ratios of different machines, too", "store_true"] = (
+        False
+    )
+    json: Annotated[str | None, "write everything there as JSON", "FILE"] = None
+
+
 def run_compare(arguments: Sequence[str], console: Console) -> int:
     """Return 1 if something has become slower, no longer runs or is no longer bit-exact."""
-    options = _make_parser().parse_args(arguments)
-    found = compare(
-        read_result(options.old),
-        read_result(options.new),
-        tolerance=options.tolerance,
-        base=options.base,
-        other_machine=options.other_machine,
-    )
-    if options.json is not None:
+    given = vars(_make_parser().parse_args(arguments))
+    old, new = (read_result(given.pop(name)) for name in ("old", "new"))
+    json = given.pop("json", None)
+    found = compare(old, new, **given)
+    if json is not None:
         try:
-            Path(options.json).write_text(to_json(found), encoding="utf-8")
+            Path(json).write_text(to_json(found), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--json {options.json} cannot be written: {error}") from None
+            raise ConfigError(f"--json {json} cannot be written: {error}") from None
     _print(found, wide_console(console))
     return EXIT_REGRESSION if found.regressions else 0
 
@@ -286,23 +285,12 @@ def _make_parser() -> argparse.ArgumentParser:
         "of the machine leave alone. Ends with 1 if something has become slower by more than the "
         "tolerance and the ratio's 95 % interval leaves 1 out, if a contender no longer runs, or "
         "if its losses are no longer bit-exact.",
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument("old", metavar="A", help="result.json or result directory: what was")
     parser.add_argument("new", metavar="B", help="the same: what is")
-    parser.add_argument(
-        "--tolerance", type=float, default=DEFAULT_TOLERANCE, metavar="X",
-        help="part of a speed-up that may be lost (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--base", default=REFERENCE, metavar="NAME",
-        help="contender that speed-ups are of (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--other-machine", action="store_true",
-        help="compare ratios of different machines, too",
-    )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write everything there as JSON")
+    add_flags(parser, _Options, {})
     return parser
 
 

@@ -53,7 +53,6 @@ from graphfsdp.bench.records import (
     TimingRecord,
     WorkloadFacts,
 )
-from graphfsdp.bench.timeline import replay_nodes
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
@@ -484,14 +483,13 @@ class _CaseBench:
                 step()
             return
         folder.mkdir(parents=True, exist_ok=True)
-        report = item.contender.report()
         profile_contender(
             steps,
             case=self._setting.case.key,
             contender=item.spec.name,
             device=self._setting.device,
             folder=folder,
-            nodes=() if report is None else replay_nodes(report),
+            report=item.contender.report(),
         )
 
     def _mark_for_nsys(self) -> None:

@@ -1,39 +1,29 @@
-"""Profiles of contenders: a Chrome trace for each, its largest kernels, gaps and phases."""
+"""Profiles of contenders: a Chrome trace for each, its largest kernels, gaps and phases.
 
-import json
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+On a GPU kernels, copies and fills count; on a CPU operators, those that other operators call
+being part of them. What Python, autograd or compiled code does around them is a gap.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import record_function
 
+import graphfsdp
 from graphfsdp.base.nvtx import RANGE_PREFIX
 from graphfsdp.bench.machine import profiled
 from graphfsdp.bench.records import to_json
-from graphfsdp.bench.timeline import (
-    STEP,
-    Event,
-    GraphNode,
-    events_of,
-    is_range,
-    kernels_of,
-    name_replays,
-    outermost,
-    steps_of,
-    window_of,
-)
 
+STEP = "graphfsdp bench: step"
 NUM_LARGEST = 10
 _MAX_NAME = 100  # in text: templates of C++ have names of thousands of characters
 # Shorter ones are the clock's resolution, and the driver's between two kernels of a graph.
 _SHORTEST_GAP_US = 0.01
-_NOT_NAMED = (
-    "the events of a replay cannot be told apart, so the timeline has no phases and modules of "
-    "graph replays"
-)
+_CALLERS = (RANGE_PREFIX, "autograd::", "torch::autograd::")
 _COMPILED = (
     "code that torch.compile made for a CPU is no operator, so the time that it runs is in the gaps"
 )
@@ -70,7 +60,7 @@ class ProfileRecord:
     """Some steps of one contender under torch's profiler, which slows the host down.
 
     Counts and milliseconds are per step; in ``busy_ms`` at least one kernel or operator ran.
-    ``num_named`` counts events of graph replays to which the trace gives phase and module.
+    ``graph`` is the trace of a contender's graph, None where there is none.
     """
 
     case: str
@@ -85,7 +75,7 @@ class ProfileRecord:
     gaps: tuple[Gap, ...]
     ranges: tuple[Total, ...]
     trace: str
-    num_named: int = 0
+    graph: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -118,6 +108,8 @@ def describe_profile(record: ProfileRecord) -> str:
     lines += [f"  {item.ms:8.3f}  {item.calls:5.0f}x  {item.name}" for item in record.ranges]
     lines += [f"  note: {note}" for note in record.notes]
     lines.append(f"  timeline: {record.trace} (chrome://tracing or https://ui.perfetto.dev)")
+    if record.graph is not None:
+        lines.append(f"  phases, modules and nodes of the graph that a replay runs: {record.graph}")
     return "\n".join(lines) + "\n"
 
 
@@ -132,11 +124,12 @@ def profile_contender(
     contender: str,
     device: torch.device,
     folder: Path,
-    nodes: Sequence[GraphNode] = (),
+    report: graphfsdp.CaptureReport | None = None,
 ) -> ProfileRecord:
     """Run some steps under torch's profiler; the first one only gets the profiler itself started.
 
-    The folder exists, and gets CONTENDER.trace.json, .txt and .json.
+    The folder exists, and gets CONTENDER.trace.json, .txt, .json, and with a report .graph.json: a
+    replay runs no Python that could name phases and modules, the graph's report knows them.
     """
     with profiled(device):
         steps[0]()
@@ -144,108 +137,113 @@ def profile_contender(
         for step in steps[1:]:
             with record_function(STEP):
                 step()
-    name = f"{contender}.trace.json"
-    profiler.export_chrome_trace(str(folder / name))
-    trace = json.loads((folder / name).read_text(encoding="utf-8"))
-    record = summarise(trace, case=case, contender=contender, trace_name=name, nodes=nodes)
-    (folder / name).write_text(json.dumps(trace), encoding="utf-8")
+    trace, graph = f"{contender}.trace.json", None
+    profiler.export_chrome_trace(str(folder / trace))
+    if report is not None:
+        graph = f"{contender}.graph.json"
+        report.chrome_trace(folder / graph)
+    events = profiler.events()
+    assert events is not None
+    record = summarise(events, case=case, contender=contender, trace=trace, graph=graph)
     (folder / f"{contender}.json").write_text(to_json(record), encoding="utf-8")
     (folder / f"{contender}.txt").write_text(describe_profile(record), encoding="utf-8")
     return record
 
 
 def summarise(
-    trace: dict[str, Any],
-    *,
-    case: str,
-    contender: str,
-    trace_name: str,
-    nodes: Sequence[GraphNode] = (),
+    events: EventList, *, case: str, contender: str, trace: str, graph: str | None = None
 ) -> ProfileRecord:
-    """Return what a trace says, and give the replays in it their names."""
-    events = events_of(trace)
-    num_steps = len(steps_of(events))
-    begin, end = window_of(events)
-    kernels, ranges = kernels_of(events), [event for event in events if is_range(event)]
-    on_cpu = bool(kernels) and kernels[0].category == "cpu_op"
-    step_us = (end - begin) / num_steps
-    busy_us, found = _busy_and_gaps(kernels, ranges, begin, end)
-    num_named = name_replays(trace, events, nodes)
-    notes = []
-    if nodes and not num_named:
-        notes.append(_NOT_NAMED)
-    if on_cpu and any("Torch-Compiled Region" in event.name for event in events):
-        notes.append(_COMPILED)
+    kernels = [event for event in events if _is_on_gpu(event)]
+    on_cpu = not kernels
+    if on_cpu:
+        kernels = [event for event in events if _is_operator(event.name)]
+    kernels.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+    ranges = [event for event in events if _is_range(event)]
+    steps = [e.time_range for e in events if e.name == STEP and e.device_type == DeviceType.CPU]
+    begin = steps[0].start
+    end = max([steps[-1].end, *([] if on_cpu else [each.time_range.end for each in kernels])])
+    step_us = (end - begin) / len(steps)
+    busy_us, gaps = _busy_and_gaps(kernels, ranges, begin, end)
+
+    def totals(found: Iterator[tuple[str, float, int]]) -> tuple[Total, ...]:
+        made = (
+            Total(name, us / len(steps) / 1e3, calls / len(steps), us / (end - begin))
+            for name, us, calls in found
+        )
+        return tuple(sorted(made, key=lambda total: -total.ms))
+
+    averages = events.key_averages()
+    if on_cpu:
+        num_kernels = sum(not _lies_in_an_operator(event) for event in kernels)
+        times = ((e.key, e.self_cpu_time_total, e.count) for e in averages if _is_operator(e.key))
+    else:
+        num_kernels = len(kernels)
+        times = ((e.key, e.self_device_time_total, e.count) for e in averages if _is_on_gpu(e))
+    named = ((range_name(e), e.cpu_time_total, e.count) for e in averages if _is_range(e))
+    is_compiled = any("Torch-Compiled Region" in event.name for event in events)
     return ProfileRecord(
         case=case,
         contender=contender,
         what="operators" if on_cpu else "kernels",
-        num_steps=num_steps,
+        num_steps=len(steps),
         step_ms=step_us / 1e3,
-        busy_ms=busy_us / num_steps / 1e3,
-        num_kernels=len(outermost(kernels) if on_cpu else kernels) / num_steps,
-        largest=_totals(_own_us(kernels), num_steps, step_us)[:NUM_LARGEST],
-        num_gaps=len(found) / num_steps,
-        gaps=tuple(found[:NUM_LARGEST]),
-        ranges=_totals([(range_name(each), each.us) for each in ranges], num_steps, step_us),
-        trace=trace_name,
-        num_named=num_named,
-        notes=tuple(notes),
+        busy_ms=busy_us / len(steps) / 1e3,
+        num_kernels=num_kernels / len(steps),
+        largest=totals(times)[:NUM_LARGEST],
+        num_gaps=len(gaps) / len(steps),
+        gaps=tuple(gaps[:NUM_LARGEST]),
+        ranges=totals(named),
+        trace=trace,
+        graph=graph,
+        notes=(_COMPILED,) if on_cpu and is_compiled else (),
     )
 
 
-def _own_us(kernels: Sequence[Event]) -> list[tuple[str, float]]:
-    """Return the name of each, and its time without what it calls in turn."""
-    own = [event.us for event in kernels]
-    open_events: dict[object, list[int]] = defaultdict(list)
-    for index, event in enumerate(kernels):
-        callers = open_events[event.thread]
-        while callers and kernels[callers[-1]].end <= event.start:
-            callers.pop()
-        # Kernels of two streams lie beside each other, not in each other.
-        if callers and event.category == "cpu_op":
-            own[callers[-1]] -= event.us
-        callers.append(index)
-    return [(event.name, us) for event, us in zip(kernels, own, strict=True)]
+def _is_on_gpu(event: FunctionEvent) -> bool:
+    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
 
 
-def _totals(
-    times: Sequence[tuple[str, float]], num_steps: int, step_us: float
-) -> tuple[Total, ...]:
-    """Add up microseconds by name; what takes most time comes first."""
-    by_name = defaultdict[str, list[float]](list)
-    for name, us in times:
-        by_name[name].append(us)
-    found = []
-    for name, own in by_name.items():
-        us = sum(own) / num_steps
-        found.append(Total(name, us / 1e3, len(own) / num_steps, us / step_us if step_us else 0.0))
-    return tuple(sorted(found, key=lambda total: -total.ms))
+def _is_operator(name: str) -> bool:
+    """Return whether it is an operator, not what calls operators: autograd, a module, a range."""
+    return not name.startswith(_CALLERS) and ("::" in name or "cpp_fused" in name)
+
+
+def _is_range(event: FunctionEvent) -> bool:
+    """Return whether somebody named this stretch of the host's time."""
+    if event.device_type != DeviceType.CPU or event.key == STEP:
+        return False
+    return event.key.startswith(RANGE_PREFIX) or bool(event.is_user_annotation)
+
+
+def _lies_in_an_operator(event: FunctionEvent) -> bool:
+    caller = event.cpu_parent
+    return caller is not None and (_is_operator(caller.name) or _lies_in_an_operator(caller))
 
 
 def _busy_and_gaps(
-    kernels: Sequence[Event], ranges: Sequence[Event], begin: float, end: float
+    kernels: Sequence[FunctionEvent], ranges: Sequence[FunctionEvent], begin: float, end: float
 ) -> tuple[float, list[Gap]]:
     """Return the microseconds in which something ran, and the other stretches, longest first."""
     found = []
     busy_us, reached, last = 0.0, begin, ""
-    for event in [*kernels, Event("", "", end, end, ("", ""))]:
-        start, stop = max(event.start, begin), min(event.end, end)
+    times = [(event.time_range.start, event.time_range.end, event.name) for event in kernels]
+    for starts, stops, name in [*times, (end, end, "")]:
+        start, stop = max(starts, begin), min(stops, end)
         if stop < start:
             continue
         if start - reached > _SHORTEST_GAP_US:
             middle = (reached + start) / 2
-            around = [each for each in ranges if each.start <= middle < each.end]
-            innermost = min(around, key=lambda each: each.us, default=None)
+            around = [e for e in ranges if e.time_range.start <= middle < e.time_range.end]
+            innermost = min(around, key=lambda e: e.time_range.elapsed_us(), default=None)
             within = "" if innermost is None else range_name(innermost)
-            found.append(Gap((start - reached) / 1e3, last, event.name, within))
+            found.append(Gap((start - reached) / 1e3, last, name, within))
         if stop > reached:
             busy_us += stop - max(start, reached)
-            reached, last = stop, event.name
+            reached, last = stop, name
     return busy_us, sorted(found, key=lambda gap: -gap.ms)
 
 
-def range_name(event: Event) -> str:
+def range_name(event: FunctionEvent) -> str:
     """Return the name without what marks it as ours."""
-    name = event.name.removeprefix(RANGE_PREFIX)
+    name = str(event.key).removeprefix(RANGE_PREFIX)
     return f"{name}(root)" if name.endswith(" ") else name  # the outermost unit has no name

@@ -1,14 +1,13 @@
 """``graphfsdp bench --profile`` and ``--nsys``: what a timeline says, and who named it."""
 
-import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import graphfsdp
@@ -18,13 +17,13 @@ from graphfsdp.bench.contenders import Setting
 from graphfsdp.bench.measure import Job, case_folder, measure_case
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.profile import (
+    STEP,
     ProfileRecord,
     describe_profile,
     profile_contender,
     summarise,
 )
 from graphfsdp.bench.records import from_data
-from graphfsdp.bench.timeline import STEP, GraphNode, events_of, name_replays, replay_nodes
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.optim import FusedAdam
 
@@ -39,31 +38,28 @@ def job_on(
     return Job(setting, (contender,), options, profiles)
 
 
-def event(name: str, start: float, end: float, category: str = "cpu_op", **more: Any) -> Any:
-    arguments = {key: more.pop(key) for key in ("correlation",) if key in more}
-    return {
-        **{"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1},
-        **{"ts": start, "dur": end - start, "args": arguments, **more},
-    }
-
-
-def summary(*events: Any, nodes: tuple[GraphNode, ...] = ()) -> ProfileRecord:
-    return summarise(
-        {"traceEvents": list(events)}, case="x", contender="y", trace_name="t", nodes=nodes
+def event(name: str, start: float, end: float, stream: int | None = None) -> FunctionEvent:
+    """``stream``: a kernel of a GPU."""
+    on_gpu = stream is not None
+    return FunctionEvent(
+        *(0, name, stream or 1, start, end),
+        device_type=DeviceType.CUDA if on_gpu else DeviceType.CPU,
+        use_device="cuda" if on_gpu else None,
+        stack=[],
+        is_user_annotation=name == STEP,
     )
 
 
-def test_of_a_graphs_nodes_those_count_that_a_profiler_of_a_gpu_sees() -> None:
-    site = SimpleNamespace(phase=SimpleNamespace(value="forward"), module="0")
-    kernels = ("kernel gemm", "empty", "memcpy", "memset", "wait event")
-    nodes = [SimpleNamespace(kernels=kernels, site=site)]
-    report = SimpleNamespace(backend="cuda", nodes=lambda: nodes)
-    assert replay_nodes(report) == (GraphNode("forward", "0"),) * 3
+def summary(*events: FunctionEvent) -> ProfileRecord:
+    on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
+    made = EventList(events, use_device="cuda" if on_gpu else None)
+    made._build_tree()
+    return summarise(made, case="x", contender="y", trace="t")
 
 
 def test_operators_gaps_and_ranges_of_a_made_up_cpu_step() -> None:
     found = summary(
-        event(STEP, 0, 1000, "user_annotation"),
+        event(STEP, 0, 1000),
         event(RANGE_PREFIX + "eager", 100, 900),
         event(RANGE_PREFIX + "forward", 150, 500),
         event("aten::linear", 200, 400),
@@ -73,7 +69,7 @@ def test_operators_gaps_and_ranges_of_a_made_up_cpu_step() -> None:
         event("AddmmBackward0", 510, 790),
         event("aten::mm", 600, 700),
         event("aten::mm", 700, 720),
-        event(STEP, 1000, 2000, "user_annotation"),
+        event(STEP, 1000, 2000),
         event("aten::linear", 1000, 1100),
     )
     assert (found.what, found.num_steps, found.step_ms) == ("operators", 2, 1.0)
@@ -99,12 +95,12 @@ def test_operators_gaps_and_ranges_of_a_made_up_cpu_step() -> None:
 
 def test_a_gpu_is_busy_where_any_stream_is_and_kernels_do_not_lie_in_each_other() -> None:
     found = summary(
-        event(STEP, 0, 10, "user_annotation"),
-        event(STEP, 0, 10, "gpu_user_annotation"),
+        event(STEP, 0, 10),
+        event(STEP, 0, 10, stream=7),
         event("aten::mm", 0, 9),
-        event("gemm", 20, 60, "kernel", tid=7),
-        event("reduce", 30, 50, "kernel", tid=8),
-        event("Memcpy DtoD", 70, 90, "gpu_memcpy", tid=7),
+        event("gemm", 20, 60, stream=7),
+        event("reduce", 30, 50, stream=8),
+        event("Memcpy DtoD", 70, 90, stream=7),
     )
     assert (found.what, found.num_steps, found.num_kernels) == ("kernels", 1, 3)
     assert found.step_ms == pytest.approx(0.09)  # until the GPU is done
@@ -119,55 +115,12 @@ def test_a_gpu_is_busy_where_any_stream_is_and_kernels_do_not_lie_in_each_other(
 
 def test_no_more_than_ten_of_each_are_told_and_names_of_templates_are_cut() -> None:
     many = [event(f"aten::op{i}" + "x" * 500, 20 * i, 20 * i + 10 - i / 10) for i in range(30)]
-    found = summary(event(STEP, 0, 600, "user_annotation"), *many)
+    found = summary(event(STEP, 0, 600), *many)
     assert len(found.largest) == len(found.gaps) == 10
     assert found.largest[0].name.startswith("aten::op0x")
     text = describe_profile(found)
     assert max(map(len, text.splitlines())) < 250
     assert "30 operators, 30 gaps" in text
-
-
-NODES = tuple(
-    GraphNode(phase, module)
-    for phase, module in [
-        ("forward", ""),
-        ("forward", "b"),
-        ("backward", "b"),
-        ("optimizer", None),
-    ]
-)
-
-
-def tracks(trace: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    found: dict[str, list[tuple[str, float, float]]] = {"phases": [], "modules": []}
-    for data in trace["traceEvents"]:
-        if data["ph"] == "X" and data["cat"] in found:
-            found[data["cat"]].append((data["name"], data["ts"], data["ts"] + data["dur"]))
-    return found
-
-
-def test_kernels_of_a_graph_launch_get_phase_and_module_by_their_order() -> None:
-    trace = {
-        "traceEvents": [
-            event(STEP, 0, 10, "user_annotation"),
-            event("cudaGraphLaunch", 1, 2, "cuda_runtime", correlation=5),
-            *(event("k", 20 + 10 * i, 28 + 10 * i, "kernel", correlation=5) for i in range(4)),
-            event("k", 100, 110, "kernel", correlation=6),  # launched alone
-        ]
-    }
-    assert name_replays(trace, events_of(trace), NODES) == 4
-    assert tracks(trace) == {
-        "phases": [("forward", 20, 38), ("backward", 40, 48), ("optimizer", 50, 58)],
-        "modules": [("(root module)", 20, 28), ("b", 30, 48)],
-    }
-
-
-def test_replays_that_do_not_fit_to_the_graph_stay_without_names() -> None:
-    few = [event(RANGE_PREFIX + "replay", 0, 50), event("aten::mm", 1, 2)]
-    found = summary(event(STEP, 0, 100, "user_annotation"), *few, nodes=NODES)
-    assert found.num_named == 0
-    assert "cannot be told apart" in found.notes[0]
-    assert "note: " in describe_profile(found)
 
 
 def small_step(scope: str, device: torch.device) -> tuple[graphfsdp.CapturedStep, torch.Tensor]:
@@ -190,11 +143,14 @@ def test_a_real_profile_names_phases_and_what_replays_run(scope: str, tmp_path: 
         for _ in range(5):
             step(batch)
         report = step.report()
-        nodes = replay_nodes(report) if report.num_captures else ()
         record = profile_contender(
             [lambda: step(batch)] * 3,
-            case="small", contender=scope, device=CPU, folder=tmp_path, nodes=nodes,
-        )  # fmt: skip
+            case="small",
+            contender=scope,
+            device=CPU,
+            folder=tmp_path,
+            report=report if report.num_captures else None,
+        )
     assert (record.num_steps, record.what) == (2, "operators")
     assert 0 < record.busy_ms < record.step_ms
     names = {item.name for item in record.ranges}
@@ -206,15 +162,13 @@ def test_a_real_profile_names_phases_and_what_replays_run(scope: str, tmp_path: 
     assert expected[scope] <= names
     assert all(item.calls == 1 for item in record.ranges if item.name in expected[scope])
     trace = json.loads((tmp_path / f"{scope}.trace.json").read_text())
-    found = tracks(trace)
-    assert record.num_named == 2 * len(nodes)
-    if scope != "none":
-        runs = [phase for phase, _ in itertools.groupby(node.phase for node in nodes)]
-        assert runs[:2] == ["forward", "backward"]
-        assert ("optimizer" in runs) == (scope == "full_iteration")
-        assert [name for name, _, _ in found["phases"]] == 2 * runs
-        modules = [name for name, _, _ in found["modules"]]
-        assert modules == 2 * ["0", "1", "2", "2", "1", "0"]
+    assert RANGE_PREFIX + "copy-in" in {data["name"] for data in trace["traceEvents"]}
+    assert record.graph == (None if scope == "none" else f"{scope}.graph.json")
+    if record.graph is not None:
+        graph = json.loads((tmp_path / record.graph).read_text())["traceEvents"]
+        phases = [data["name"] for data in graph if data.get("cat") == "phase"]
+        assert phases[:2] == ["forward", "backward"]
+        assert ("optimizer" in phases) == (scope == "full_iteration")
     read = from_data(ProfileRecord, json.loads((tmp_path / f"{scope}.json").read_text()))
     assert read == record
     assert "largest operators" in (tmp_path / f"{scope}.txt").read_text()
@@ -247,10 +201,9 @@ def test_the_benchmark_profiles_every_contender_and_its_numbers_stay(
     job = job_on(device, "full_iteration", profiles=str(tmp_path / "profile"))
     result = measure_case(job, lambda phase, name: None)
     folder = case_folder(str(tmp_path / "profile"), result.workload.key)
-    assert {path.name for path in folder.iterdir()} == {
-        f"{name}.{kind}"
-        for name in ("eager", "full_iteration") for kind in ("txt", "json", "trace.json")
-    }  # fmt: skip
+    kinds = ("txt", "json", "trace.json")
+    kept = {f"{name}.{kind}" for name in ("eager", "full_iteration") for kind in kinds}
+    assert {path.name for path in folder.iterdir()} == {*kept, "full_iteration.graph.json"}
     assert [item.parity.bit_exact for item in result.contenders] == [True, True]
 
 

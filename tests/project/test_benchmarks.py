@@ -41,7 +41,7 @@ def test_replays_with_and_without_guards_take_turns() -> None:
     found = pairs.guards([Case(find_workload("zoo-mixer"), "fp32", 4)], num_pairs=3)
     (only,) = found["architectures"]
     assert only["num_tensors"] == 50
-    assert -1 < found["worst_share"] == only["share"] < 1
+    assert found["worst_share"] == only["share"] < 1  # of so few pairs it may be far below 0
     (line,) = pairs.told(found)
     assert line.startswith("zoo-mixer: ")
 

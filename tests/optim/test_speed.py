@@ -1,0 +1,178 @@
+"""FusedAdam's step beside torch's AdamW: memory traffic per second; and offloaded state.
+
+Times are judged on a GPU alone; elsewhere the same runs with a small model, for its numbers.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.adam_table import bytes_per_param
+from benchmarks.pairs import parameters_of, sizes_of
+from cuda_stand_in.library import is_below
+from graphfsdp.bench.clock import Window, interleave, time_window
+from graphfsdp.bench.workloads import find_workload
+from graphfsdp.optim import CPUOffload, FusedAdam
+from graphfsdp.training.gpt import GPTConfig
+
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+MAIN_WEIGHTS = "FusedAdam, bf16 with fp32 main weights"
+TOLERANCE = 1e-5
+# What is asked of FusedAdam on a GPU: of a copy's memory traffic, and of torch's speed.
+LEAST_SHARE, LEAST_SPEEDUP = 0.9, 1.0
+LARGEST_COPY_BYTES = 4 * 2**30
+Steps = Mapping[str, Callable[[], object]]
+
+
+def is_timed(device: torch.device) -> bool:
+    return device.type == "cuda" and not is_below()
+
+
+def shape_of(name: str, device: torch.device) -> GPTConfig:
+    model = find_workload(name if is_timed(device) else "gpt-tiny").model
+    assert isinstance(model, GPTConfig)
+    return model
+
+
+def largest_gap(left: Any, right: Any) -> float:
+    pairs = zip(left, right, strict=True)
+    return torch.stack([(a.detach() - b.detach()).abs().max() for a, b in pairs]).max().item()
+
+
+def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
+    """Return the traffic of a large copy, read and written bytes together: the ceiling."""
+    source = torch.randn(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    times = [time_window([lambda: target.copy_(source)] * 5, device).mean_ms for _ in range(6)]
+    return 2e3 * num_bytes / statistics.median(times[1:])
+
+
+def captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
+def judge(
+    windows: Mapping[str, Sequence[Window]],
+    moved: Mapping[str, float],  # bytes per second of each, at one step per millisecond
+    ceiling: float,
+    *,
+    by_graph: bool,
+) -> tuple[str, list[str]]:
+    """Return what was found and what is too slow, beside the first of the steps."""
+    reference, *_ = windows.values()
+    told, slow = [], []
+    for name, own in windows.items():
+        ms = statistics.median(window.mean_ms for window in own)
+        share = moved[name] / ms / ceiling
+        pairs = zip(reference, own, strict=True)
+        speedup = statistics.median(base.mean_ms / mine.mean_ms for base, mine in pairs)
+        told.append(
+            f"{name}: {ms:.3f} ms, {moved[name] / ms / 1e9:,.0f} GB/s ({share:.0%} of a copy), "
+            f"{speedup:.3f} times as fast as torch's"
+        )
+        if own is not reference:
+            # Torch has no main weights to keep; Python's share of a step is not the kernels'.
+            is_behind = speedup < LEAST_SPEEDUP and name != MAIN_WEIGHTS
+            slow += [name] if is_behind or (by_graph and share < LEAST_SHARE) else []
+    return "; ".join(told), slow
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("size", ["124M", "1B"])
+def test_a_step_is_as_fast_as_memory(
+    size: str, device: torch.device, record_property: Callable[[str, object], None]
+) -> None:
+    shape = shape_of("gpt2-124m" if size == "124M" else "gpt2-355m", device)
+    if size == "1B":
+        if not is_timed(device):
+            pytest.skip("needs a GPU: the sizes differ in nothing but time")
+        shape = replace(shape, hidden_size=1792)
+    sizes = sizes_of(shape)
+    ours, theirs = (parameters_of(sizes, device, torch.float32) for _ in range(2))
+    mixed = parameters_of(sizes, device, torch.bfloat16)
+    capturable = device.type == "cuda"  # torch's own is capturable on accelerators only
+    steps: Steps = {
+        "torch AdamW(fused=True), fp32": torch.optim.AdamW(
+            theirs, fused=True, capturable=capturable, **SETTINGS
+        ).step,
+        "FusedAdam, fp32": FusedAdam(ours, **SETTINGS).step,
+        MAIN_WEIGHTS: FusedAdam(mixed, master_weights=True, **SETTINGS).step,
+    }
+    for step in steps.values():
+        for _ in range(5):
+            step()
+    assert largest_gap(ours, theirs) <= TOLERANCE
+    if not is_timed(device):
+        return
+    num_params = sum(param.numel() for param in ours)
+    plain = bytes_per_param({}, torch.float32, torch.float32)
+    with_main = bytes_per_param({"master_weights": True}, torch.bfloat16, torch.bfloat16)
+    each = zip(steps, (plain, plain, with_main), strict=True)
+    moved = {name: per_param * num_params * 1e3 for name, per_param in each}
+    ceiling = copy_bytes_per_s(device, min(round(plain * num_params), LARGEST_COPY_BYTES))
+    rounds = (20, 10) if size == "124M" else (8, 5)
+    replays = {name: captured(step, device) for name, step in steps.items()}
+    for way, these in (("from Python", steps), ("from a CUDA graph", replays)):
+        by_graph = these is replays
+        windows = interleave(these, *rounds, device)
+        text, slow = judge(windows, moved, ceiling, by_graph=by_graph)
+        record_property(f"{num_params / 1e6:.1f}M parameters, {way}", text)
+        assert not slow
+
+
+@pytest.mark.time_limit(300)
+def test_offloaded_steps_overlap_their_copies(
+    device: torch.device, record_property: Callable[[str, object], None]
+) -> None:
+    sizes = sizes_of(shape_of("gpt2-124m", device))
+    pinned = {"pin_cpu_params": True, "pin_cpu_grads": True}
+    kinds: dict[str, dict[str, bool] | None] = {
+        "on the device": None,
+        "offloaded": {"overlap_cpu_optimizer_d2h_h2d": False},
+        "offloaded, pinned": {"overlap_cpu_optimizer_d2h_h2d": False, **pinned},
+        "offloaded, pinned, overlap": pinned,
+    }
+    params = {kind: parameters_of(sizes, device, torch.float32) for kind in kinds}
+    steps: dict[str, Callable[[], object]] = {}
+    for kind, options in kinds.items():
+        optimizer: Any = FusedAdam(params[kind], lr=1e-3)
+        steps[kind] = (optimizer if options is None else CPUOffload(optimizer, **options)).step
+        steps[kind]()  # makes the state, and pins memory
+    windows = interleave(steps, 3, 2, device)
+    # Seven steps of 1e-3 each; a GPU rounds other than a CPU.
+    for kind in kinds:
+        assert largest_gap(params["on the device"], params[kind]) <= TOLERANCE, kind
+    if is_timed(device):
+        ms = {
+            kind: statistics.median(each.mean_ms for each in own) for kind, own in windows.items()
+        }
+        text = ", ".join(f"{kind} {own:.1f} ms" for kind, own in ms.items())
+        record_property("a step of gpt2-124m", text)
+        assert ms["offloaded, pinned, overlap"] <= ms["offloaded"]
+
+
+def test_a_step_is_judged_by_bandwidth_and_speed() -> None:
+    times = dict(zip(("torch", "FusedAdam, fp32", MAIN_WEIGHTS), (2.0, 1.0, 4.0), strict=True))
+    moved = dict.fromkeys(times, 8.0)
+
+    def too_slow(ceiling: float, *, by_graph: bool) -> list[str]:
+        windows = {name: [Window((ms,), 0.0, 0.0)] * 2 for name, ms in times.items()}
+        return judge(windows, moved, ceiling, by_graph=by_graph)[1]
+
+    assert too_slow(8.5, by_graph=True) == [MAIN_WEIGHTS]  # 8 and 2 bytes per second
+    assert too_slow(8.5, by_graph=False) == []
+    assert too_slow(9.0, by_graph=True) == ["FusedAdam, fp32", MAIN_WEIGHTS]
+    times["FusedAdam, fp32"] = 2.5
+    assert too_slow(1.0, by_graph=True) == ["FusedAdam, fp32"]
