@@ -17,7 +17,7 @@ def test_a_fault_at_any_operator_of_warm_up_and_capture_leaves_no_trace(name: st
             # Of the larger models, whose recordings take longer, a part.
             # Those that count in Python are tried further on: some fifty runs in one call.
             counts = name in ("fused", "adamw_clip")
-            stride = 1 if name == "tiny" else (3, 3, 499 if counts else 17)[index]
+            stride = 1 if name == "tiny" else (7, 7, 499 if counts else 23)[index]
             got, count = fail_everywhere(training, index, stride)
             num_faults.append(count)
         else:
