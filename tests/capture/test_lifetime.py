@@ -67,8 +67,17 @@ def test_a_program_frees_its_planned_memory(device: torch.device) -> None:
         backend = step._runner._backend
         assert isinstance(backend, CpuGraphBackend)
         assert backend.arena.num_bytes > 0
+        recording = step._runner._recordings.latest
+        assert recording is not None
+        graph = recording.graph
+        inputs = [StorageWeakRef(t.untyped_storage()) for t in recording.inputs.tensors()]
+        del recording
         step.close()
         assert backend.arena.num_bytes == 0
+        assert all(reference.expired() for reference in inputs)
+        assert graph is not None
+        with pytest.raises(graphfsdp.CaptureError, match="closed"):
+            graph.replay()
 
 
 @pytest.mark.gpu

@@ -13,8 +13,11 @@ from zoo import ZOO
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_replay_equals_eager(name: str, device: torch.device) -> None:
+def test_replay_equals_eager_and_nothing_is_warned_of(
+    name: str, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
     check_against_eager(ZOO[name], device)
+    assert "stands still" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["mlp", "channels_last", "gpt", "odd_shapes", "unused_parameter"])
