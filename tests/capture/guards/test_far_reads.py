@@ -11,7 +11,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,11 +27,9 @@ from moving_state import refusal_of
 from surrounding_cases import (
     Around,
     Factor,
-    Frozen,
     Loss,
     Reader,
     Slots,
-    Term,
     assert_named_until_put_back,
     held_by_a_class,
     puts,
@@ -84,38 +82,10 @@ def backward_of_a_function() -> Around:
     return Around(loss_fn, *sets(Factor, "weight", 2.0), "Factor.weight")
 
 
-def frozen_configuration() -> Around:
-    config = types.SimpleNamespace(inner=Frozen())
-    loss_fn: Loss = lambda model, x: model(x) * config.inner.weight  # noqa: E731
-    changes = sets(config, "inner", replace(config.inner, weight=2.0))
-    return Around(loss_fn, *changes, "'weight' of 'inner' of closure variable 'config'")
-
-
-def object_in_a_list() -> Around:
-    terms = [Term(1.0), Term(1.0)]
-
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        for term in terms:
-            loss = term(loss)
-        return loss
-
-    named = "'weight' of 1 of closure variable 'terms'"
-    return Around(loss_fn, *sets(terms[1], "weight", 2.0), named)
-
-
 def of_a_schedule(make_loss: Callable[[Any], Loss]) -> Around:
     schedule = Schedule()
     named = "'_weight' of closure variable 'schedule'"
     return Around(make_loss(schedule), *sets(schedule, "_weight", 2.0), named)
-
-
-def handed_on(schedule: Any) -> Loss:
-    def weigh(loss: Tensor, known_as: Any) -> Tensor:
-        result: Tensor = loss * known_as._weight
-        return result
-
-    return lambda model, x: weigh(model(x), schedule)
 
 
 def of_the_configuration(change: tuple[Callable[[], Any], Callable[[], Any]], named: str) -> Around:
@@ -294,15 +264,12 @@ def of_loss(
 
 READING: dict[str, Callable[[], Around]] = {
     "backward_of_a_function": backward_of_a_function,
-    "frozen_configuration": frozen_configuration,
-    "object_in_a_list": object_in_a_list,
     "behind_a_property": lambda: of_a_schedule(
         lambda schedule: lambda model, x: model(x) * schedule.weight
     ),
     "behind_a_method": lambda: of_a_schedule(
         lambda schedule: lambda model, x: model(x) * schedule.now()
     ),
-    "handed_on": lambda: of_a_schedule(handed_on),
     "made_up_attribute": made_up_attribute,
     "method_of_the_owner": method_of_the_owner,
     "deep_chain": deep_chain,
