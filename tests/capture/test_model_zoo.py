@@ -48,8 +48,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clipped_microbatches_equal_eager_and_nothing_reads_memory_after_its_planned_life(
     name: str, scope: str, optimizer: str, microbatches: int, device: torch.device
 ) -> None:
-    options = {"scope": scope, "microbatches": microbatches, "max_grad_norm": 0.05}
-    check_against_eager(ZOO[name], device, optimizer=optimizer, **options)
+    check_against_eager(
+        ZOO[name],
+        device,
+        scope=scope,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        max_grad_norm=0.05,
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "encoder_layer"])
