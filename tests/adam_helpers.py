@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPES = [(20, 10), (10,), (3, 4, 5), (0, 4), ()]
-LOW_PRECISION = [torch.bfloat16, torch.float16]
 
 
 class Net(nn.Module):

@@ -36,7 +36,6 @@ class Body(nn.Module):
         self.calls_so_far = {"all": 0}
 
     def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
         for layer in self.layers:
             x = layer(x).clamp(*self.clip)
         x = x + torch.rand(x.shape, generator=self.noise)
@@ -44,12 +43,20 @@ class Body(nn.Module):
         return out
 
 
+class CountingBody(Body):
+    """Counts its calls: a capture runs it some fifty times more, to see what comes of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
 class GuardNet(nn.Module):
     """The body, a scale with a single element, a frozen weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: type[Body] = Body) -> None:
         super().__init__()
-        self.body = Body()
+        self.body = body()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.linspace(1.0, 2.0, 4), requires_grad=False)
 
@@ -80,11 +87,16 @@ class Guarded:
         return state | {"noise": self.model.body.noise.get_state()}
 
 
-def start(optimizer: str = "fused_adam", num_calls: int = NUM_EAGER + 1, **options: Any) -> Guarded:
+def start(
+    optimizer: str = "fused_adam",
+    num_calls: int = NUM_EAGER + 1,
+    body: type[Body] = Body,
+    **options: Any,
+) -> Guarded:
     """Return a step of seeded weights after some calls."""
     quick_garbage_collection()
     torch.manual_seed(5)
-    model = GuardNet()
+    model = GuardNet(body)
     params = [param for param in model.parameters() if param.requires_grad]
     optim = make_optimizer(optimizer, params, torch.device("cpu"))
     step = graphfsdp.capture(model, optim, **options)

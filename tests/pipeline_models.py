@@ -134,12 +134,14 @@ def adam(schedule: Any, **options: Any) -> FusedAdam:
     return FusedAdam(parameters_of(schedule).values(), lr=0.02, eps=ADAM_EPS, **options)
 
 
-def data_parallel(mesh: DeviceMesh, strategy: str) -> Callable[[nn.Module], Any]:
+def data_parallel(
+    mesh: DeviceMesh, strategy: str, of_rest: str | None = None
+) -> Callable[[nn.Module], Any]:
     def shard(module: nn.Module) -> None:
         assert isinstance(module, Tower)
         for block in module.blocks.values():
             graphfsdp.fully_shard(block, mesh, strategy=strategy)
-        graphfsdp.fully_shard(module, mesh, strategy=strategy)
+        graphfsdp.fully_shard(module, mesh, strategy=of_rest or strategy)
 
     return shard
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import forked
 from graphfsdp.bench import clock, process
 from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
@@ -292,10 +293,11 @@ def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
 @pytest.mark.time_limit(300)
 def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "graphfsdp", "bench", "--workload", "gpt-tiny"]
-    command += ["--batch-size", "1", "--seconds", "0.3", "--no-memory", "--out", str(out)]
-    command += ["--contender", "full_iteration", "fsdp2", "megatron_fsdp"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
+    flags = ["bench", "--workload", "gpt-tiny", "--no-pictures", "--random-tokens"]
+    flags += ["--batch-size", "1", "--seconds", "0.3", "--no-memory", "--out", str(out)]
+    flags += ["--contender", "full_iteration", "fsdp2", "megatron_fsdp"]
+    done = forked.run_source(program, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     result = read_result(out)

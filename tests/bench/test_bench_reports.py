@@ -111,7 +111,7 @@ def test_the_page_needs_no_network_and_shows_no_markup_of_names(tmp_path: pathli
 def test_a_directory_holds_everything_and_is_never_overwritten(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     out = make_directory(str(tmp_path / "a" / "out"))
-    write_directory(result(), out)
+    write_directory(result(), out, plots=False)
     write_directory(result(cases=(case(), case(1.0))), out)
     names = {path.name for path in out.iterdir()}
     pictures = {"crossover.png", "step_ms.png", "distribution.png", "memory.png"}

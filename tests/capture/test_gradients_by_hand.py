@@ -62,8 +62,13 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("iteration", [by_hand, one_by_hand, taken_off])
+@pytest.mark.parametrize(
+    ("optimizer", "iteration"),
+    [
+        *((name, by_hand) for name in OPTIMIZERS),
+        *(("fused_adam", one_by_hand), ("adamw", one_by_hand), ("fused_sgd", taken_off)),
+    ],
+)
 def test_replays_leave_them_where_eager_iterations_do(
     optimizer: str, iteration: Callable[..., Tensor]
 ) -> None:

@@ -1,13 +1,11 @@
 """Hyper-parameters are data: whatever changes between replays takes effect in the next one."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
@@ -96,61 +94,6 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_by_hand_takes_effect_in_the_next_replay(name: str, device: torch.device) -> None:
     check(each_call(CHANGES[name]), device)
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
-    "lambda": lambda optim: lr_scheduler.LambdaLR(optim, lambda epoch: 1 / (1 + epoch)),
-    "cosine": lambda optim: lr_scheduler.CosineAnnealingLR(optim, NUM_STEPS),
-    "one_cycle": lambda optim: lr_scheduler.OneCycleLR(
-        optim, max_lr=[0.1, 0.02], total_steps=NUM_STEPS + 2, cycle_momentum=True
-    ),
-    "warm_restarts": lambda optim: lr_scheduler.CosineAnnealingWarmRestarts(optim, 3),
-    "warmup_then_decay": lambda optim: lr_scheduler.SequentialLR(
-        optim,
-        [
-            lr_scheduler.LinearLR(optim, 0.1, total_iters=5),
-            lr_scheduler.ExponentialLR(optim, 0.8),
-        ],
-        milestones=[5],
-    ),
-}
-
-
-def scheduled(make: Callable[[torch.optim.Optimizer], Any]) -> Setup:
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        scheduler = make(optim)
-        return lambda index: scheduler.step()
-
-    return setup
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_torch_reach_the_replays(name: str, device: torch.device) -> None:
-    check(scheduled(SCHEDULERS[name]), device)
-
-
-@pytest.mark.parametrize("name", ["lambda", "cosine"])
-def test_schedulers_reach_an_lr_that_is_a_tensor(name: str, device: torch.device) -> None:
-    def fused(groups: Any) -> torch.optim.Optimizer:
-        for group in groups:
-            group["lr"] = torch.tensor(group.get("lr", 0.01), device=device)
-        return torch.optim.AdamW(groups, fused=True, capturable=device.type == "cuda")
-
-    def fused_adam_with_tensor(groups: Any) -> torch.optim.Optimizer:
-        for group in groups:
-            group["lr"] = torch.tensor(group.get("lr", 0.01), device=device)
-        return FusedAdam(groups)
-
-    check(scheduled(SCHEDULERS[name]), device, fused)
-    check(scheduled(SCHEDULERS[name]), device, fused_adam_with_tensor)
-
-
-def test_plateau_scheduler_reaches_the_replays(device: torch.device) -> None:
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        scheduler = lr_scheduler.ReduceLROnPlateau(optim, factor=0.5, patience=0)
-        return lambda index: scheduler.step(1.0)
-
-    check(setup, device)
 
 
 @pytest.mark.parametrize(
@@ -248,34 +191,3 @@ def test_a_change_during_warm_up_is_what_the_capture_sees(device: torch.device) 
         train(scope, device, each_call(change), make) for scope in ("none", "full_iteration")
     )
     assert_same_states(eager, captured)
-
-
-def test_a_group_added_after_the_capture_is_refused(device: torch.device) -> None:
-    case = ZOO["mlp"]
-    model = case.make().to(device)
-    batch = case.batch(torch.Generator()).to(device).args
-    for make in (FusedAdam, lambda params: torch.optim.SGD(params, lr=0.1, fused=True)):
-        optim = make(list(model.parameters()))
-        step = graphfsdp.capture(model, optim)
-        for _ in range(5):
-            step(*batch)
-        extra = nn.Parameter(torch.ones(2, device=device))
-        optim.add_param_group({"params": [extra]})
-        with pytest.raises(graphfsdp.GuardError, match="capture again"):
-            step(*batch)
-        step.close()
-
-
-def test_loading_the_optimizers_state_reaches_the_replays(device: torch.device) -> None:
-    def train_and_load(scope: str) -> dict[str, Tensor]:
-        step, model, optim, next_batch = make_step(device, scope=scope)
-        for index in range(10):
-            if index == 2:
-                saved = copy.deepcopy({"model": model.state_dict(), "optim": optim.state_dict()})
-            if index == 7:
-                model.load_state_dict(saved["model"])
-                optim.load_state_dict(saved["optim"])
-            step(*next_batch())
-        return snapshot(model, optim)
-
-    assert_same_state(train_and_load("none"), train_and_load("full_iteration"))

@@ -49,8 +49,9 @@ def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -
 
 @interpreted
 @pytest.mark.parametrize("te_math", [True, False])
-@pytest.mark.parametrize("amsgrad", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize(
+    ("amsgrad", "scale"), [(None, None), (torch.float32, 0.5), (torch.bfloat16, None)]
+)
 def test_interpreted_kernel_knows_every_mode(
     te_math: bool, amsgrad: torch.dtype | None, scale: float | None
 ) -> None:

@@ -1,5 +1,6 @@
 """torch's own optimizers on models of which parallelize_module has cut a part: 2 x 2 ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,22 +33,22 @@ from sharding_helpers import (
     hybrid_mesh,
 )
 
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fused AdamW": (torch.optim.AdamW, {"fused": True}),
-    "foreach SGD": (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "lr": 0.01}),
-}
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
 
 
-def train(model: nn.Module, kind: str, batches: Any, scope: str) -> Training:
-    make, options = OPTIMIZERS[kind]
-    optimizer = make(model.parameters(), **{"lr": torch.tensor(0.01), **options})
+def foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+
+
+def train(model: nn.Module, batches: Any, scope: str) -> Training:
+    optimizer = fused(model)
     groups = optimizer.param_groups
     result = Training()
     with graphfsdp.capture(model, optimizer, max_grad_norm=0.5, scope=scope) as step:
         for index, batch in enumerate(batches):
-            lr = optimizer.param_groups[0]["lr"]
-            if isinstance(lr, Tensor):  # a number is baked in
-                lr.fill_(0.01 / (1 + index % 3))
+            groups[0]["lr"].fill_(0.01 / (1 + index % 3))
             result.losses.append(step(*batch))
             assert step.grad_norm is not None
             result.norms.append(step.grad_norm)
@@ -58,26 +59,22 @@ def train(model: nn.Module, kind: str, batches: Any, scope: str) -> Training:
     return result
 
 
-def both_scopes(kind: str) -> None:
+def both_scopes() -> None:
     mesh = hybrid_mesh((2, 2), TP_AXES)
     batches = whole_batches()
     parts = [part_of_axis(batch, mesh, "dp") for batch in batches]
     model = tensor_parallel()
     meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
     assert len(meshes) > 1, "the test is of no use"
-    runs = [train(model, kind, parts, "none"), train(tensor_parallel(), kind, parts, CAPTURED)]
+    runs = [train(model, parts, "none"), train(tensor_parallel(), parts, "full_iteration")]
     assert_same_training(*runs)
     assert_replayed(runs[1])
-    plain = train(plain_model("feed"), kind, batches, "none")
+    plain = train(plain_model("feed"), batches, "none")
     assert_trains_as_one(runs[1], plain, mesh.get_group("dp"))
 
 
-CAPTURED = "full_iteration"
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_of_torch_step_on_parameters_of_two_meshes(ranks4: RankPool, kind: str) -> None:
-    ranks4.run(both_scopes, kind)
+def test_an_optimizer_of_torch_steps_on_parameters_of_two_meshes(ranks4: RankPool) -> None:
+    ranks4.run(both_scopes)
 
 
 def test_groups_are_whole_again_whatever_the_step_does() -> None:
@@ -132,22 +129,28 @@ def clip_and_iterate(model: nn.Module, optimizer: torch.optim.Optimizer, *batch:
 
 def beside_plain_parameters() -> None:
     batch = part_of_axis(whole_batches()[0], hybrid_mesh((2, 2), TP_AXES), "dp")
-    step = start(partly_cut(), iteration=clip_and_iterate)
+    step = start(partly_cut(), fused, iteration=clip_and_iterate)
     with pytest.raises(ConfigError, match=r"several device meshes.*FusedAdam.*clip_grad_norm_"):
         step(*batch)
     step.close()
-    for options in ({"iteration": iterate}, {"max_grad_norm": 0.5}):
+    runs: list[tuple[Make, dict[str, Any]]] = [
+        (foreach, {"iteration": iterate}),
+        (fused, {"max_grad_norm": 0.5}),
+    ]
+    for make, options in runs:
         losses = {}
         for scope in ("none", "full_iteration"):
-            with start(partly_cut(), scope=scope, **options) as step:
+            with start(partly_cut(), make, scope=scope, **options) as step:
                 losses[scope] = torch.stack([step(*batch) for _ in range(8)])
         assert torch.equal(losses["none"], losses["full_iteration"])
         assert losses["none"][-1] < losses["none"][0]
 
 
-def start(model: nn.Module, **options: Any) -> graphfsdp.CapturedStep:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
-    return graphfsdp.capture(model, optimizer, **options)
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def start(model: nn.Module, make: Make, **options: Any) -> graphfsdp.CapturedStep:
+    return graphfsdp.capture(model, make(model), **options)
 
 
 def test_plain_parameters_beside_cut_ones_work_or_are_refused_with_a_remedy(

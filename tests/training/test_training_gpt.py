@@ -115,6 +115,11 @@ def test_loss_of_bf16_weights_is_float32(device: torch.device) -> None:
     assert abs(loss.item() - math.log(50)) < 0.5  # small weights: nearly uniform
 
 
+def num_params_of(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(param.numel() for param in GPT(config).parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "num_params"),
     [
@@ -128,9 +133,9 @@ def test_loss_of_bf16_weights_is_float32(device: torch.device) -> None:
 def test_presets_have_the_sizes_that_their_names_say(name: str, num_params: int) -> None:
     preset = find_preset(name)
     assert preset.vocab_size is not None
-    with torch.device("meta"):
-        model = GPT(preset.gpt(preset.vocab_size))
-    assert sum(param.numel() for param in model.parameters()) == num_params
+    config = preset.gpt(preset.vocab_size)
+    one, two = (num_params_of(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
+    assert one + (config.num_layers - 1) * (two - one) == num_params
 
 
 @pytest.mark.parametrize("groups", [1, 2])

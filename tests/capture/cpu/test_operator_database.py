@@ -106,7 +106,7 @@ def test_gradients_of_torchs_operators_replay_bit_for_bit_or_are_refused() -> No
     num_equal, refused, different = 0, set(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the operators, about their own arguments
-        for operator in operators(16):
+        for operator in operators(24):
             found = samples(operator)[:NUM_SAMPLES] if operator.supports_autograd else []
             for sample in filter(_is_dense, found):
                 try:
@@ -222,7 +222,7 @@ def test_what_is_computed_into_place_has_the_bits_of_what_is_returned() -> None:
     twins = Twins()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the operators, about their own arguments
-        for operator in operators(12, b"x"):
+        for operator in operators(20, b"x"):
             for first, args, kwargs in cases(operator):
                 try:
                     with twins:

@@ -11,7 +11,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,11 +27,9 @@ from moving_state import refusal_of
 from surrounding_cases import (
     Around,
     Factor,
-    Frozen,
     Loss,
     Reader,
     Slots,
-    Term,
     assert_named_until_put_back,
     held_by_a_class,
     puts,
@@ -84,38 +82,10 @@ def backward_of_a_function() -> Around:
     return Around(loss_fn, *sets(Factor, "weight", 2.0), "Factor.weight")
 
 
-def frozen_configuration() -> Around:
-    config = types.SimpleNamespace(inner=Frozen())
-    loss_fn: Loss = lambda model, x: model(x) * config.inner.weight  # noqa: E731
-    changes = sets(config, "inner", replace(config.inner, weight=2.0))
-    return Around(loss_fn, *changes, "'weight' of 'inner' of closure variable 'config'")
-
-
-def object_in_a_list() -> Around:
-    terms = [Term(1.0), Term(1.0)]
-
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        for term in terms:
-            loss = term(loss)
-        return loss
-
-    named = "'weight' of 1 of closure variable 'terms'"
-    return Around(loss_fn, *sets(terms[1], "weight", 2.0), named)
-
-
 def of_a_schedule(make_loss: Callable[[Any], Loss]) -> Around:
     schedule = Schedule()
     named = "'_weight' of closure variable 'schedule'"
     return Around(make_loss(schedule), *sets(schedule, "_weight", 2.0), named)
-
-
-def handed_on(schedule: Any) -> Loss:
-    def weigh(loss: Tensor, known_as: Any) -> Tensor:
-        result: Tensor = loss * known_as._weight
-        return result
-
-    return lambda model, x: weigh(model(x), schedule)
 
 
 def of_the_configuration(change: tuple[Callable[[], Any], Callable[[], Any]], named: str) -> Around:
@@ -237,33 +207,11 @@ def later(net: CountingNet, y: Tensor) -> Tensor:
     return y
 
 
-def every_ninth(net: CountingNet, y: Tensor) -> Tensor:
-    return y if net.calls % 9 else y * 2  # late
-
-
-def kept(net: CountingNet, y: Tensor) -> Tensor:
-    is_over = net.late <= net.calls
-    return y * 2 if is_over else y  # late
-
-
-def assigned(net: CountingNet, y: Tensor) -> Tensor:
-    progress = net.calls / 1000
-    if progress < 1:  # late
-        return y
-    return y * 2
-
-
 def counts_twice(net: CountingNet, y: Tensor) -> Tensor:
     net.calls += 0
     if net.calls > 14:  # late
         y = y * 2
     net.calls += 3
-    return y
-
-
-def class_limit(net: CountingNet, y: Tensor) -> Tensor:
-    while net.calls > net.limit and y.ndim < 3:  # late
-        y = y[None]
     return y
 
 
@@ -273,34 +221,12 @@ def runs_out(net: CountingNet, y: Tensor) -> Tensor:
     return y
 
 
-def chained(net: CountingNet, y: Tensor) -> Tensor:
-    if 0 < net.calls <= 1000:  # late
-        y = y + 1
-    return y
-
-
 def matched(net: CountingNet, y: Tensor) -> Tensor:
     net.word = f"call {net.calls}"
     match net.word:  # late
         case "call 9":
             return y * 2
     return y
-
-
-def filtered(net: CountingNet, y: Tensor) -> Tensor:
-    parts = [part for part in (y, y * 2) if net.calls < 30]  # late
-    return torch.stack([y, *parts]).sum(0)
-
-
-def look(net: CountingNet) -> bool:
-    return net.calls > 30  # late
-
-
-class InProperty(CountingNet):
-    is_late = property(look)
-
-    def decide(self, y: Tensor) -> Tensor:
-        return y * 2 if self.is_late else y
 
 
 class Outer(nn.Module):
@@ -313,90 +239,6 @@ class Outer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.inner(x)
         return loss * 2 if self.inner.calls > 8 else loss  # late
-
-
-CALLS = 0
-STATE = {"calls": 0}
-
-
-def by_global(model: nn.Module, x: Tensor) -> Tensor:
-    global CALLS
-    CALLS += 1
-    loss = mean_square(model, x)
-    return loss * 2 if CALLS > 1000 else loss  # late
-
-
-def by_item(model: nn.Module, x: Tensor) -> Tensor:
-    STATE["calls"] += 1
-    loss = mean_square(model, x)
-    if STATE["calls"] % 1000 == 0:  # late
-        return loss * 2
-    return loss
-
-
-def late_factor() -> float:
-    return 1.0 if STATE["calls"] < 1000 else 2.0  # late
-
-
-def by_helper(model: nn.Module, x: Tensor) -> Tensor:
-    STATE["calls"] += 1
-    return mean_square(model, x) * late_factor()
-
-
-def make_by_closure() -> Loss:
-    calls = 0
-
-    def by_closure(model: nn.Module, x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        loss = mean_square(model, x)
-        while calls > 1000:  # late
-            return loss * 2
-        return loss
-
-    return by_closure
-
-
-def make_by_list() -> Loss:
-    calls = [0]
-
-    def by_list(model: nn.Module, x: Tensor) -> Tensor:
-        calls[0] += 1
-        loss = mean_square(model, x)
-        return loss * 2 if calls[0] > 1000 else loss  # late
-
-    return by_list
-
-
-def make_by_attribute() -> Loss:
-    config = types.SimpleNamespace(calls=0)
-
-    def by_attribute(model: nn.Module, x: Tensor) -> Tensor:
-        config.calls += 1
-        loss = mean_square(model, x)
-        return loss * 2 if config.calls == 1000 else loss  # late
-
-    return by_attribute
-
-
-class Criterion:
-    def __init__(self) -> None:
-        self.calls = 0
-        self.warm_up = 500
-
-    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
-        self.calls += 1
-        loss = mean_square(model, x)
-        return loss if self.calls < self.warm_up else loss * 2  # late
-
-
-def of_nested(model: nn.Module, x: Tensor) -> Tensor:
-    STATE["calls"] += 1
-
-    def factor() -> float:
-        return 2.0 if STATE["calls"] > 1000 else 1.0  # late
-
-    return mean_square(model, x) * factor()
 
 
 def by_attribute_of_the_model(model: nn.Module, x: Tensor) -> Tensor:
@@ -422,15 +264,12 @@ def of_loss(
 
 READING: dict[str, Callable[[], Around]] = {
     "backward_of_a_function": backward_of_a_function,
-    "frozen_configuration": frozen_configuration,
-    "object_in_a_list": object_in_a_list,
     "behind_a_property": lambda: of_a_schedule(
         lambda schedule: lambda model, x: model(x) * schedule.weight
     ),
     "behind_a_method": lambda: of_a_schedule(
         lambda schedule: lambda model, x: model(x) * schedule.now()
     ),
-    "handed_on": lambda: of_a_schedule(handed_on),
     "made_up_attribute": made_up_attribute,
     "method_of_the_owner": method_of_the_owner,
     "deep_chain": deep_chain,
@@ -458,25 +297,10 @@ READING: dict[str, Callable[[], Around]] = {
 }
 DECIDING: dict[str, Callable[[], Deciding]] = {
     "later": of_class(later),
-    "every_ninth": of_class(every_ninth),
-    "kept": of_class(kept),
-    "assigned": of_class(assigned),
     "counts_twice": of_class(counts_twice),
-    "class_limit": of_class(class_limit),
     "runs_out": of_class(runs_out),
-    "chained": of_class(chained),
     "matched": of_class(matched),
-    "filtered": of_class(filtered),
-    "in_property": lambda: Deciding(InProperty(), look),
     "outer": lambda: Deciding(Outer(), Outer.forward),
-    "global": of_loss(lambda: by_global),
-    "item": of_loss(lambda: by_item),
-    "helper": of_loss(lambda: by_helper, late_factor),
-    "closure": of_loss(make_by_closure),
-    "list": of_loss(make_by_list),
-    "attribute": of_loss(make_by_attribute),
-    "object": of_loss(Criterion, Criterion.__call__),
-    "nested": of_loss(lambda: of_nested),
     "criterion": of_loss(make_by_criterion, CountingCriterion.forward),
     "model": lambda: Deciding(CountingNet(), by_attribute_of_the_model, by_attribute_of_the_model),
 }
@@ -510,7 +334,7 @@ def test_a_number_that_decides_one_day_is_refused_by_name(name: str) -> None:
     assert error.source is not None
 
 
-@pytest.mark.parametrize("name", ["later", "global", "item", "closure", "object"])
+@pytest.mark.parametrize("name", ["later", "criterion"])
 def test_a_number_that_decides_one_day_is_found_by_the_check(name: str) -> None:
     program, x = DECIDING[name](), torch.ones(3, 4)
     optim = FusedAdam(program.model.parameters())

@@ -22,10 +22,9 @@ Apply = Callable[[Guarded], Undo]
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Two more losses of a run without any change, and the state after them."""
-    twin = start()
-    return [twin.train(twin.batch()) for _ in range(2)], twin.snapshot()
+def twins() -> tuple[Guarded, Guarded]:
+    """A step of which changes are taken back again, and an undisturbed one."""
+    return start(), start()
 
 
 def both(do: Callable[[Any], Any], undo: Callable[[Any], Any]) -> Apply:
@@ -238,18 +237,18 @@ MODEL_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
 
 @pytest.mark.parametrize("name", MODEL_CHANGES)
 def test_a_change_of_the_model_is_refused_by_name(
-    name: str, undisturbed: tuple[list[Tensor], dict[str, Tensor]]
+    name: str, twins: tuple[Guarded, Guarded]
 ) -> None:
     apply, match, kind = MODEL_CHANGES[name]
-    guarded = start()
+    guarded, undisturbed = twins
     undo = apply(guarded)
     (change,) = refused(guarded, match)
     assert change.kind is kind
     undo()
-    losses, state = undisturbed
-    for loss in losses:
+    for _ in range(2):
+        loss = undisturbed.train(undisturbed.batch())
         assert same_bits(guarded.train(guarded.batch()), loss)
-    assert_same_state(state, guarded.snapshot(), "at the end")
+    assert_same_state(undisturbed.snapshot(), guarded.snapshot(), "at the end")
 
 
 def test_a_thawed_parameter_is_refused_also_under_no_grad() -> None:

@@ -1,5 +1,6 @@
 """Tests of the guard of what an iteration uses beside its model: teachers, criteria, tensors."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -105,8 +106,9 @@ CHANGES: dict[str, tuple[Callable[[Around], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("form", ["method", "closure"])
+@pytest.mark.parametrize(
+    ("name", "form"), [*zip(CHANGES, itertools.cycle(["method", "closure"]), strict=False)]
+)
 def test_what_changes_around_the_model_is_refused_by_name(form: str, name: str) -> None:
     change, named = CHANGES[name]
     step, model, optim, around, batch = start(
@@ -122,8 +124,9 @@ def test_what_changes_around_the_model_is_refused_by_name(form: str, name: str) 
     assert_same_state(before, snapshot(model, optim))
 
 
-@pytest.mark.parametrize("on_change", ["recapture", "eager"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "on_change"), [*zip(CHANGES, itertools.cycle(["recapture", "eager"]), strict=False)]
+)
 def test_training_goes_on_as_the_change_says(name: str, on_change: str) -> None:
     change, _ = CHANGES[name]
 

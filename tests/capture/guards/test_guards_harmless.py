@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from guard_net import Guarded, refused, start
+from guard_net import CountingBody, Guarded, refused, start
 from helpers import same_bits
 
 
 def test_validation_between_steps_is_harmless() -> None:
     """Eager forward passes in eval mode, also ones that count, between two replays."""
-    guarded, twin = start(), start()
+    guarded, twin = start(body=CountingBody), start(body=CountingBody)
     for _ in range(2):
         guarded.model.eval()
         generator = guarded.model.body.noise.get_state()

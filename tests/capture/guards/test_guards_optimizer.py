@@ -1,5 +1,7 @@
 """Changed optimizer state and groups, hooks and torch's switches are refused by name."""
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from guard_net import Guarded, refused, start
 from helpers import assert_same_state, same_bits
 
 Undo = Callable[[], Any]
-Apply = Callable[[Guarded], Undo | None]
+Apply = Callable[[Guarded], Undo]
 
 
 def first_state(guarded: Guarded) -> dict[str, Any]:
@@ -71,8 +73,9 @@ def parameter_dropped(guarded: Guarded) -> Undo:
     return lambda: params.append(last)
 
 
-def group_added(guarded: Guarded) -> None:
+def group_added(guarded: Guarded) -> Undo:
     guarded.optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    return guarded.optim.param_groups.pop
 
 
 def step_replaced(guarded: Guarded) -> Undo:
@@ -84,6 +87,23 @@ def step_of_the_class_replaced(guarded: Guarded) -> Undo:
     kind: Any = type(guarded.optim)
     old, kind.step = kind.step, lambda self: None
     return lambda: setattr(kind, "step", old)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Callable[[str], Guarded]:
+    """Return the step of an optimizer, of which all changes are taken back."""
+    return functools.cache(start)
+
+
+def assert_refused_until_undone(
+    guarded: Guarded, apply: Apply, match: str, kind: ChangeKind
+) -> None:
+    undo = apply(guarded)
+    try:
+        assert {change.kind for change in refused(guarded, match)} == {kind}
+    finally:
+        undo()
+    guarded.step(guarded.batch())
 
 
 WEIGHT = r"'body\.layers\.0\.weight'"
@@ -135,17 +155,11 @@ STATE_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
 
 @pytest.mark.parametrize("optimizer", ["fused_adam", "adamw"])
 @pytest.mark.parametrize("name", STATE_CHANGES)
-def test_a_change_of_the_optimizer_is_refused_by_name(name: str, optimizer: str) -> None:
+def test_a_change_of_the_optimizer_is_refused_by_name(
+    name: str, optimizer: str, shared: Callable[[str], Guarded]
+) -> None:
     apply, match, kind = STATE_CHANGES[name]
-    guarded = start(optimizer)
-    undo = apply(guarded)
-    try:
-        assert {change.kind for change in refused(guarded, match)} == {kind}
-    finally:
-        if undo is not None:
-            undo()
-    if undo is not None:
-        guarded.step(guarded.batch())
+    assert_refused_until_undone(shared(optimizer), apply, match, kind)
 
 
 @pytest.mark.parametrize("name", ["fused_adam", "adamw"])
@@ -230,31 +244,32 @@ HOOKS: dict[str, tuple[Callable[[Guarded], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_an_added_hook_is_refused_by_name(name: str) -> None:
+def test_an_added_hook_is_refused_by_name(name: str, shared: Callable[[str], Guarded]) -> None:
     register, match = HOOKS[name]
-    guarded = start()
-    handle = register(guarded)
-    try:
-        (change,) = refused(guarded, match)
-    finally:
-        handle.remove()
-    assert change.kind is ChangeKind.HOOK
-    guarded.step(guarded.batch())
+    guarded = shared("fused_adam")
+    assert_refused_until_undone(
+        guarded, lambda guarded: register(guarded).remove, match, ChangeKind.HOOK
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_removed_hook_is_refused_by_name(name: str) -> None:
-    register, match = HOOKS[name]
+def test_removed_hooks_are_refused_by_name() -> None:
     guarded = start(num_calls=0)
-    handle = register(guarded)
+    handles = [register(guarded) for register, _ in HOOKS.values()]
     try:
         for _ in range(5):
             guarded.step(guarded.batch())
+        seen: set[str] = set()
+        for (_, match), handle in zip(HOOKS.values(), handles, strict=True):
+            handle.remove()
+            changes = refused(guarded, "was registered .* now removed")
+            (new,) = {str(change) for change in changes} - seen
+            assert re.search(match.partition(" was absent")[0], new)
+            assert {change.kind for change in changes} == {ChangeKind.HOOK}
+            seen.add(new)
     finally:
-        handle.remove()
-    (change,) = refused(guarded, match.partition(" was absent")[0])
-    assert (change.old, change.new) == ("registered", "removed")
+        for handle in handles:
+            handle.remove()
 
 
 def test_a_second_step_over_the_same_model_is_no_added_hook() -> None:
@@ -300,17 +315,9 @@ SWITCHES: dict[str, tuple[Apply, str]] = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_of_torch_is_refused_by_name(name: str) -> None:
+def test_a_switch_of_torch_is_refused_by_name(name: str, shared: Callable[[str], Guarded]) -> None:
     apply, match = SWITCHES[name]
-    guarded = start()
-    undo = apply(guarded)
-    assert undo is not None
-    try:
-        (change,) = refused(guarded, match)
-    finally:
-        undo()
-    assert change.kind is ChangeKind.SETTING
-    guarded.step(guarded.batch())
+    assert_refused_until_undone(shared("fused_adam"), apply, match, ChangeKind.SETTING)
 
 
 @pytest.mark.parametrize("captured_inside", [False, True])

@@ -40,9 +40,17 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 4] to []."""
-        self.num_seen += 1
         loss: Tensor = (self.layer(x) * self.read_by[0](self)).square().mean()
         return loss
+
+
+class Counting(Net):
+    """Counts its calls, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 4] to []."""
+        self.num_seen += 1
+        return super().forward(x)
 
 
 class ReadsInBackward(torch.autograd.Function):
@@ -140,7 +148,7 @@ def test_a_number_that_is_read_outside_of_forward_is_guarded(
 def test_numbers_of_the_training_loop_are_free() -> None:
     runs = []
     for scope in ("none", "full_iteration"):
-        step, model = start(lambda model: model.number, scope=scope)
+        step, model = start(lambda model: model.number, make=Counting, scope=scope)
         data = batches()
         losses = []
         for epoch in range(10):
@@ -232,13 +240,21 @@ class Holder(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 4] to []."""
-        self.counts["calls"] += 1
         gain = self.numbers[0] * self.options["gain"] * self.nested[0][1] * self.at_class
         gain *= self.data.gain * self.data.table["k"] * (2.0 if "on" in self.flags else 1.0)
         gain *= 1.0 if self.nothing is None else self.nothing
         out = self.function(self.layer(x)) * self.tensors[0]
         out = out + torch.rand(out.shape, generator=self.generators[0])
         return gain * out.square().mean()
+
+
+class CountingHolder(Holder):
+    """Counts its calls in a dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 4] to []."""
+        self.counts["calls"] += 1
+        return super().forward(x)
 
 
 class OtherLinear(nn.Linear):
@@ -298,7 +314,7 @@ def test_what_a_class_holds_is_guarded(
 
 
 def test_containers_that_the_iteration_counts_in_or_does_not_read_are_free() -> None:
-    step, model = start_holder()
+    step, model = start(lambda model: 1.0, make=CountingHolder)
     for _ in range(3):
         model.unread.update(gain=9.0)
         model.counts["calls"] = 0

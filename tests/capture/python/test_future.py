@@ -30,11 +30,10 @@ def train(make_loss: Callable[[], Any], scope: str, make_model: Any = None) -> l
 
 
 def held_and_used() -> Iterator[tuple[str, str]]:
-    """Each way to hold a count with two uses, which see a number alone; some ways with all."""
+    """Each way to hold a count with a use, which sees a number alone; two ways with all."""
     uses = list(USES)
     for index, held in enumerate(HELD):
-        in_turn = [uses[(index + skipped) % len(uses)] for skipped in (0, 3)]
-        for use in uses if held in ("attribute", "item", "closure", "method") else in_turn:
+        for use in uses if held in ("attribute", "closure") else [uses[index % len(uses)]]:
             yield held, use
 
 

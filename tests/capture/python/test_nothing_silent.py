@@ -25,7 +25,6 @@ import graphfsdp
 from graphfsdp import CaptureError, GuardError, VerificationError
 from graphfsdp.optim import FusedAdam
 from moving_state import MODULE, loss_with, of_closure, refusal_of
-from zoo import ZOO
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 START = time.time()
@@ -162,19 +161,6 @@ def test_what_stops_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
     assert "losses grew by 1 entry" in told[0].getMessage()
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_no_architecture_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    case = ZOO[name]
-    model = case.make()
-    generator = torch.Generator().manual_seed(4)
-    optim = FusedAdam(model.parameters())
-    with graphfsdp.capture(model, optim, loss_fn=case.loss_fn) as step:
-        for _ in range(5):
-            batch = case.batch(generator)
-            step(*batch.args, **batch.kwargs)
-    assert "stands still" not in caplog.text
 
 
 def of_an_optimizer(read: Callable[[Any], float]) -> tuple[Loss, Callable[[], None], str]:

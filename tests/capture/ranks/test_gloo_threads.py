@@ -1,4 +1,4 @@
-"""The end of a program on several ranks: no thread of gloo may need Python afterwards."""
+"""The end of a program, also on several ranks: no thread of gloo may need Python afterwards."""
 
 import textwrap
 from pathlib import Path
@@ -46,31 +46,54 @@ def test_the_workers_of_gloo_are_found_by_their_name(ranks2: RankPool) -> None:
 
 FAILS = "raise KeyError('the end')"
 DESTROYS = "dist.destroy_process_group()"
-ENDS = [("", FAILS), (DESTROYS, f"step.close(); {DESTROYS}")]  # of the first rank, of the second
+ENDS_OF_RANKS = [("", FAILS), (DESTROYS, f"step.close(); {DESTROYS}")]  # of the first, the second
+ENDS = {
+    "nothing": "",
+    "exception": FAILS,
+    "cycle": "step.me = step",
+    "thread": "import threading; threading.Thread(target=lambda: step(x)).start()",
+}
+ON_A_RANK = """
+    import torch, torch.distributed as dist, graphfsdp
+    from graphfsdp.optim import FusedAdam
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    model = torch.nn.Linear(3, 1)
+    graphfsdp.fully_shard(model)
+    step = graphfsdp.capture(
+        model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).sum(), warmup_steps=1
+    )
+    for _ in range(4):
+        step(torch.ones(2, 3))
+    print(step.phase.value)
+"""
+ALONE = """
+    import torch, graphfsdp
+    model = torch.nn.Linear(3, 1)
+    optim = graphfsdp.optim.FusedAdam(model.parameters())
+    step = graphfsdp.capture(model, optim, loss_fn=lambda m, x: m(x).sum(), warmup_steps=1)
+    x = torch.ones(2, 3)
+    for _ in range(4):
+        step(x)
+    graph = step._runner.graph_to("close")
+    close = graph.close
+    def note():
+        print("closed")
+        close()
+    graph.close = note
+"""
 
 
-def test_a_program_on_two_ranks_ends_in_peace_in_any_order(tmp_path: Path) -> None:
-    program = """
-        import torch, torch.distributed as dist, graphfsdp
-        from graphfsdp.optim import FusedAdam
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-        model = torch.nn.Linear(3, 1)
-        graphfsdp.fully_shard(model)
-        step = graphfsdp.capture(
-            model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).sum(), warmup_steps=1
-        )
-        for _ in range(4):
-            step(torch.ones(2, 3))
-        print(step.phase.value)
-    """
-    places = [
-        (f"store, rank = 'file://{tmp_path}/store{index}', {rank}", end)
-        for index, ends in enumerate(ENDS)
-        for rank, end in enumerate(ends)
-    ]
-    sources = [f"{place}\n{textwrap.dedent(program)}{end}" for place, end in places]
-    ended = run_to_their_ends(tmp_path, *sources)
-    for (place, end), done in zip(places, ended, strict=True):
-        assert done.stdout.split() == ["replay"], (place, done.stderr)
-        assert done.returncode == int(end == FAILS), (place, done.stderr)
+def test_programs_that_never_close_their_step_end_in_peace_also_ranks_in_any_order(
+    tmp_path: Path,
+) -> None:
+    programs = [(textwrap.dedent(ALONE), end, "closed") for end in ENDS.values()]
+    for index, ends in enumerate(ENDS_OF_RANKS):
+        for rank, end in enumerate(ends):
+            place = f"store, rank = 'file://{tmp_path}/store{index}', {rank}\n"
+            programs.append((place + textwrap.dedent(ON_A_RANK), end, "replay"))
+    ended = run_to_their_ends(tmp_path, *(program + end for program, end, _ in programs))
+    for (program, end, said), done in zip(programs, ended, strict=True):
+        assert done.stdout.split() == [said], (program, end, done.stderr)
+        assert done.returncode == int(end == FAILS), (program, end, done.stderr)
+        assert ("the end" in done.stderr) is (end == FAILS)
         assert "terminate" not in done.stderr
