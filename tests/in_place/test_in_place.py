@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.overrides import _get_current_function_mode
 
@@ -377,6 +378,10 @@ def with_others(model: nn.Module, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Loop, str]] = {
     "a read": (loop_with(reads), "item is called between the model and the optimizer's step"),
+    "a validation": (
+        loop_with(lambda logits, y, _: -Categorical(logits=logits).log_prob(y).mean()),
+        r"validate_args=False for this distribution",
+    ),
     "no zero_grad": (loop_with(zeroes=False), "gradients were not zeroed"),
     "a number new in each iteration": (
         loop_with(lambda logits, y, index: cross_entropy(logits, y) * (1 + index)),
