@@ -179,8 +179,8 @@ class Region:
         known = self._refs.get(result.index)
         tensor = None if known is None else known()
         if tensor is None:
-            is_new = result.written is None
-            tensor = result.form.empty() if is_new else self.given[result.written]
+            place = result.written
+            tensor = result.form.empty() if place is None else self.given[place]
             self._keep(result, tensor)
         return tensor
 
@@ -231,7 +231,7 @@ class Region:
         storage = leaf.untyped_storage()
         if storage.nbytes() == leaf.numel() * leaf.element_size():
             self._roots.setdefault(storage.data_ptr(), index)
-        return self._roots.get(storage.data_ptr(), index), leaf.storage_offset()
+        return self._roots.get(storage.data_ptr(), index), int(leaf.storage_offset())
 
     def refusal_of_new(self) -> CaptureError:
         """Return an error for a loop whose iterations are never the same."""
@@ -308,7 +308,7 @@ class Region:
         """Return the places of what the graph has to return, for all that is alive."""
         return sorted({self._results[index].root for index in self.alive()})
 
-    def fill(self, values: dict[int, Tensor]) -> None:
+    def fill(self, values: dict[int, Any]) -> None:
         """Give what is alive the values of what was kept."""
         for index, tensor in self.alive().items():
             result = self._results[index]

@@ -226,9 +226,8 @@ class BetweenSteps:
         before, now = self._shapes
         for optimizer in (self._first, *self._others):
             self._note_optimizer(optimizer)
-        if before != now and len(before) == len(now):
-            self._hazards.add(_other_shapes(before, now))
-        elif not self._others:
+        # Other shapes get a graph of their own, and with them come other numbers.
+        if not self._others and (before == now or len(before) != len(now)):
             self._note_numbers(first, second)
         return CheckReport(
             tuple(self._hazards),
@@ -301,18 +300,6 @@ def _is_made_capturable(optimizer: torch.optim.Optimizer) -> bool:
 
 def _shape(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
-
-
-def _other_shapes(before: list[Any], now: list[Any]) -> Hazard:
-    pairs = zip(pytree.tree_leaves(before), pytree.tree_leaves(now), strict=False)
-    was, is_now = next(((a, b) for a, b in pairs if a != b), (before, now))
-    return Hazard(
-        HazardKind.DYNAMIC_SHAPE,
-        f"the model was called with other shapes in two iterations ({was} and {is_now}); a graph "
-        "holds one",
-        "on_change='recapture', a graph for each; graphfsdp.Buckets, which pads to a few lengths; "
-        "or drop_last=True of the DataLoader",
-    )
 
 
 def _user_frame() -> FrameType | None:
