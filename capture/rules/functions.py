@@ -23,7 +23,7 @@ from graphfsdp._capture.trace.source import called_by_user, frames
 from graphfsdp.base.op_tensors import flat_tensors
 
 _MASKS = "transformers.masking_utils"
-_NUM_OF_MODES = 6  # frames between a torch function and who has called it, at most
+_NUM_OF_MODES = 10  # frames between a torch function and who has called it, at most
 _Function = Callable[..., Any]
 _Judged = tuple[str, Refusal] | None
 

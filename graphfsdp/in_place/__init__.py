@@ -37,7 +37,7 @@ def capture_in_place(
         model: The module, or several; what the loop calls of modules that are not named here runs
             as ever, and only its results go into the graph.
         optimizer: As for ``graphfsdp.capture``; of several, each steps once in an iteration.
-        **options: ``warmup_steps``, ``max_graphs``, ``verify``, ``backend`` of
+        **options: ``warmup_steps``, ``max_graphs``, ``verify``, ``backend``, ``compile`` of
             ``graphfsdp.capture``.
 
     Returns:
@@ -46,8 +46,18 @@ def capture_in_place(
     Raises:
         ConfigError: as ``graphfsdp.capture``, which the second iteration calls.
     """
-    one_module(model)
-    known = ("warmup_steps", "max_graphs", "verify", "backend")
+    if hasattr(model, "step") and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"capture_in_place takes modules, not a {type(model).__name__}. Remedy: "
+            "graphfsdp.capture(schedule, optimizer), which captures pipelines"
+        )
+    on_gpu = next(one_module(model).parameters()).is_cuda
+    if options.get("compile") and on_gpu:
+        raise ConfigError(
+            "on a GPU compile= replaces the models' calls, and so does capture_in_place. Remedy: "
+            "graphfsdp.capture(..., compile=True)"
+        )
+    known = ("warmup_steps", "max_graphs", "verify", "backend", "compile")
     other = next((name for name in options if name not in known), None)
     if other is not None:
         raise ConfigError(

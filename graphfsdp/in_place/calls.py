@@ -1,6 +1,6 @@
 """What the loop does in an iteration: calls, with their arguments as places of values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.trace.source import user_source_line
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, first_line
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 # What a loop may give a call besides tensors; it is compared in each iteration.
@@ -69,10 +69,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that a call returns: its place among what the iteration makes."""
+    """A tensor that a call returns: its place among what the iteration makes.
+
+    ``root`` is the place of the tensor in whose memory it lies, ``written`` that of a tensor from
+    outside which the call has written (a sum that runs on) and returns.
+    """
 
     index: int
     form: Form
+    root: int
+    offset: int
+    written: int | None = None
 
 
 class Unknown:
@@ -88,17 +95,21 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Modes:
-    """What torch is told to do by contexts around a call."""
+    """What torch is told to do by contexts around a call.
+
+    ``block`` numbers the outermost autocast: casts of weights are kept to its end.
+    """
 
     grad: bool
+    block: int
     autocast: tuple[torch.dtype, bool] | None  # dtype, and whether casts are kept
 
     @classmethod
-    def now(cls, kind: str) -> "Modes":
+    def now(cls, kind: str, block: int) -> "Modes":
         cast = None
         if torch.is_autocast_enabled(kind):
             cast = (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-        return cls(torch.is_grad_enabled(), cast)
+        return cls(torch.is_grad_enabled(), block, cast)
 
 
 @dataclass
@@ -110,7 +121,7 @@ class Call:
     spec: pytree.TreeSpec | None  # None: the leaves are the arguments
     modes: Modes
     forms: list[Form]  # of the tensors that are given to it
-    results: list[Any] = field(default_factory=list)  # Result, Own, or the value
+    results: list[Any] = field(default_factory=list)  # Result, Own, Given, or the value
     result_spec: pytree.TreeSpec | None = None  # None: the result is one leaf
 
     def is_like(self, other: "Call") -> bool:
@@ -183,21 +194,24 @@ class Program:
     end: Point
 
     def run(self, given: Sequence[Tensor], kind: str) -> list[Any]:
+        results = [leaf for call in self.calls for leaf in call.results]
+        written = {leaf.written for leaf in results if isinstance(leaf, Result)}
+        given = [t.clone() if place in written else t for place, t in enumerate(given)]
         made = run_calls(self.calls, given, kind)
         return [made[index] for index in self.kept]
 
 
 def run_calls(calls: Sequence[Call], given: Sequence[Tensor], kind: str) -> dict[int, Any]:
     made: dict[int, Any] = {}
-    for cast, group in groupby(calls, key=lambda call: call.modes.autocast):
-        context: Any = nullcontext()
-        if cast is not None:
-            context = torch.autocast(kind, cast[0], cache_enabled=cast[1])
-        elif torch.is_autocast_enabled(kind):
-            context = torch.autocast(kind, enabled=False)
-        with context:
-            for call in group:
-                call.run(made, given)
+    for _, block in groupby(calls, key=lambda call: call.modes.block):
+        with torch.autocast(kind, enabled=False):  # the outermost one: its end forgets casts
+            for cast, group in groupby(block, key=lambda call: call.modes.autocast):
+                context: Any = nullcontext()
+                if cast is not None:
+                    context = torch.autocast(kind, cast[0], cache_enabled=cast[1])
+                with context:
+                    for call in group:
+                        call.run(made, given)
     return made
 
 
@@ -207,6 +221,21 @@ def name_of(function: Callable[..., Any]) -> str:
         return type(owner).__name__
     name = str(getattr(function, "__name__", function))
     return f"{getattr(owner, '__name__', owner)}.{name}" if name == "__get__" else name
+
+
+def lose(tensors: Iterable[Tensor], error: BaseException) -> None:
+    """Have every use of tensors that were never filled raise an error with this one's text."""
+
+    def refuse(cls: type, *details: Any) -> NoReturn:
+        raise CaptureError(
+            "a tensor of an iteration that came to no end is used, and was never computed: "
+            f"{first_line(error)}",
+            source=user_source_line(),
+        ) from error
+
+    lost = type("Lost", (Tensor,), {"__torch_function__": classmethod(refuse)})
+    for tensor in tensors:
+        tensor.__class__ = lost
 
 
 def refusal(why: str, remedy: str) -> CaptureError:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from types import FrameType, MethodType
 from typing import Any, Self
@@ -16,7 +16,7 @@ from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import capture
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.errors import ConfigError, PhaseError
+from graphfsdp.errors import CaptureError, ConfigError, PhaseError
 from graphfsdp.in_place.calls import Point, Program, refusal
 from graphfsdp.in_place.region import MOST_NEW, Region
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
@@ -41,6 +41,7 @@ _FORM = frozenset(
 )
 _GRADIENT_OF = vars(torch._C.TensorBase)["grad"].__get__
 _CLIP = nn.utils.clip_grad_norm_
+_END_AUTOCAST = torch.clear_autocast_cache
 
 
 class _Mode(TorchFunctionMode):
@@ -90,12 +91,13 @@ class InPlace:
             id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())
         )
         self._attributes = [vars(module) for model in models for module in model.modules()]
-        self._stance = ExitStack()
+        self._open = ExitStack()  # while a region is
         self._mode = _Mode(self)
         self._region: Region | None = None
         self._is_running = False
         self._is_zeroed = True
         self._is_on = False  # the mode
+        self._handled: BaseException | None = None  # around the region
         self._zeroing_frame: FrameType | None = None
         self._num_new = 0  # iterations in a row that were like none before
         self._zeroing = {id(optimizer): optimizer.zero_grad for optimizer in optimizers}
@@ -160,30 +162,79 @@ class InPlace:
     def _on_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_running:
             return module._call_impl(*args, **kwargs)
-        if self._region is None:
+        region = self._current()
+        if region is not None and not module.training and region.is_changed():
+            self._evaluate_within(region)
+            region = None
+        if region is None:
+            self._leave()
             if not (torch.is_grad_enabled() and module.training):
                 return module._call_impl(*args, **kwargs)
-            self._leave()
-            params = (param for model in self._models for param in model.parameters())
-            self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
-            self._region = Region(self._root, self._own, self._device.type, self._attributes)
-            self._stance.enter_context(as_written())  # compiled functions of the loop
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_ = self._clip
-            self._is_on = True
+            region = self._begin()
         first = next(module.parameters(), None)
-        if first is not None and not self._region.owns(first):
+        if first is not None and not region.owns(first):
             self._leave()
             raise refusal(
                 f"{type(module).__name__} has other parameters than when its loop was captured, "
                 "as torch.func.functional_call gives it for a moment",
                 "graphfsdp.capture with iteration=",
             )
-        return self._do(module._call_impl, args, kwargs)
+        return self._do(self._as_written(module)._call_impl, args, kwargs)
+
+    def _as_written(self, module: nn.Module) -> nn.Module:
+        """Return what a wrapper of ``torch.compile`` calls, for a recording on a CPU."""
+        inner = vars(module)["_modules"].get("_orig_mod")
+        return module if inner is None or self._device.type != "cpu" else inner
+
+    def _begin(self) -> Region:
+        params = (param for model in self._models for param in model.parameters())
+        self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
+        self._region = Region(self._root, self._own, self._device.type, self._attributes)
+        self._handled = sys.exception()
+        self._open.enter_context(as_written())  # compiled functions of the loop
+        self._open.callback(setattr, nn.utils, "clip_grad_norm_", _CLIP)
+        nn.utils.clip_grad_norm_ = self._clip
+        self._open.callback(setattr, torch, "clear_autocast_cache", _END_AUTOCAST)
+        torch.clear_autocast_cache = self._on_autocast_end
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._is_on = True
+        return self._region
+
+    def _current(self) -> Region | None:
+        """Return where the loop is, if an exception that it handles now has not ended that."""
+        if self._region is not None and sys.exception() not in (None, self._handled):
+            self._give_up()
+        return self._region
+
+    def _give_up(self) -> None:
+        """End the region without its step: what was put off runs as written."""
+        region, self._region = self._region, None
+        self._is_zeroed = False
+        if region is not None and region.is_known:
+            with suppress(CaptureError):  # which uses of what is not there will tell
+                region.catch_up(self._real)
+
+    def _evaluate_within(self, region: Region) -> None:
+        """End a region that the loop has most likely left, by an exception that nobody told of."""
+        self._num_new += 1
+        if self._num_new > MOST_NEW:
+            self._leave()
+            region.check_unchanged()
+        if region.is_known:
+            with _pop_mode_temporarily():
+                region.catch_up_behind_eval(self._real)
+        self._give_up()
+
+    def _on_autocast_end(self) -> None:
+        if self._region is not None and not self._is_running:
+            self._region.num_blocks += 1
+        _END_AUTOCAST()
 
     def _on_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        region = self._region
-        if region is None or self._is_running or function in _FORM:
+        if self._is_running or function in _FORM:
+            return function(*args, **kwargs)
+        region = self._current()
+        if region is None:
             return function(*args, **kwargs)
         if function == _GRADIENT_OF:
             frame = sys._getframe(2)
@@ -195,8 +246,9 @@ class InPlace:
 
     def _on_zero_grad(self, owner: Any, args: Any, kwargs: Any) -> Any:
         zero_grad = self._zeroing[id(owner)]
+        is_going_on = not self._is_running and self._current() is not None
         self._is_zeroed = True
-        if self._is_running or self._region is None:
+        if not is_going_on:
             return zero_grad(*args, **kwargs)
         return self._do(zero_grad, args, kwargs)
 
@@ -212,8 +264,8 @@ class InPlace:
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         step = self._steps[id(optimizer)]
-        region = self._region
-        if self._is_running or region is None:
+        region = None if self._is_running else self._current()
+        if region is None:
             return step(*args, **kwargs)
         if args or any(value is not None for value in kwargs.values()):
             self._leave()
@@ -226,6 +278,14 @@ class InPlace:
         if len(region.stepped) < len(self._optimizers):
             return None
         self._leave()
+        try:
+            self._finish(region)
+        except BaseException as error:
+            if region.is_known:
+                region.lose(error)
+            raise
+
+    def _finish(self, region: Region) -> None:
         region.check_unwritten()
         if region.is_known:
             region.check_unchanged()
@@ -239,16 +299,15 @@ class InPlace:
         if region.is_known:
             self._num_new = 0
             self._replay(region)
-            return None
+            return
         self._num_new += 1
         if self._num_new > MOST_NEW:
             raise region.refusal_of_new()
-        return None
 
     def _clip(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the many calls that this makes as one."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self._is_running or self._region is None:
+        if self._is_running or self._current() is None:
             return _CLIP(params, *args, **kwargs)
         return self._do(_CLIP, (params, *args), kwargs)
 
@@ -262,15 +321,14 @@ class InPlace:
         try:
             yield
         except BaseException:
-            self._region = None  # what its mode sees goes through; the next region takes it off
+            self._give_up()  # what its mode sees goes through; the next call of a model ends it
             raise
 
     def _leave(self) -> None:
-        self._region = self._zeroing_frame = None
-        self._stance.close()
+        self._region = self._zeroing_frame = self._handled = None
+        self._open.close()
         if self._is_on:
             self._is_on = False
-            nn.utils.clip_grad_norm_ = _CLIP
             is_ours = _get_current_function_mode() is self._mode
             # Takes off whatever is on top.
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -298,26 +356,22 @@ class InPlace:
         optimizer.step()
 
     def _replay(self, region: Region) -> None:
-        alive = region.alive()
-        index = self._program(region.point, sorted(alive))
-        program = self._programs[index]
+        index = self._program(region.point, region.kept())
         region.check_undrawn()
         if self._step is None:
-            models = self._models[0] if len(self._models) == 1 else self._models
+            models: Any = [self._as_written(model) for model in self._models]
+            models = models[0] if len(models) == 1 else models
             optimizers = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
             self._step = capture(models, optimizers, iteration=self._iterate, **self._options)
         results = self._step(index, *region.given)
         with torch.no_grad():
-            for place, result in zip(program.kept, results, strict=True):
-                tensor = alive.get(place)
-                if tensor is not None:
-                    tensor.requires_grad_(False).set_(result)
+            region.fill(dict(zip(self._programs[index].kept, results, strict=True)))
 
-    def _program(self, end: Point, alive: list[int]) -> int:
+    def _program(self, end: Point, kept: list[int]) -> int:
         for index, program in enumerate(self._programs):
-            if program.end is end and set(alive) <= set(program.kept):
+            if program.end is end and set(kept) <= set(program.kept):
                 return index
-        self._programs.append(Program(end.calls(), alive, end))
+        self._programs.append(Program(end.calls(), kept, end))
         return len(self._programs) - 1
 
     def _iterate(self, models: Any, optimizers: Any, index: int, *given: Tensor) -> list[Any]:

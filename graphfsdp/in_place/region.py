@@ -21,6 +21,8 @@ from torch._C._dynamo.guards import dict_version
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
+from graphfsdp._capture.rules.refusals import Refusal, for_this_place
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.calls import (
     CONSTANT,
@@ -36,12 +38,19 @@ from graphfsdp.in_place.calls import (
     Result,
     Unknown,
     flat,
+    lose,
     name_of,
     refusal,
     run_calls,
     same,
 )
 
+_READ = Refusal(
+    "{} is called between the model and the optimizer's step; what it returns is not known before "
+    "the step",
+    LATER,
+    HazardKind.HOST_READ,
+)
 MOST_NEW = 8  # iterations in a row: then the next one is new, too
 
 
@@ -58,17 +67,21 @@ class Region:
         self.stepped: set[int] = set()
         self._kind = kind
         self._own = own
+        self.num_blocks = 0  # outermost autocasts that have ended
         self._made: dict[int, Any] = {}  # what is there already, where the loop runs as written
         self._made_by: dict[int, Any] = {}  # autograd's nodes, while they live
         self._num_made = 0
         self._refs: dict[int, weakref.ref[Tensor]] = {}
+        self._results: dict[int, Result] = {}
+        self._roots: dict[int, int] = {}  # by address: what has all of a storage
         self._places: dict[int, int] = {}  # by id of a tensor that was made
         self._given_places: dict[int, int] = {}
         self._versions: list[int] = []
         self._new_at: tuple[Call, Call | None]
         self._random = _random_states(kind)
         self._attributes = attributes
-        self._written = sum(map(dict_version, attributes))
+        self._written = self._sum_of_versions()
+        self._training = self._modes()
 
     def do(
         self,
@@ -81,11 +94,14 @@ class Region:
     ) -> Any:
         """Put a call off, or run it if it is new; ``only_if_touched``: others' go through."""
         leaves, spec = flat(args, kwargs)
-        if only_if_touched and not any(isinstance(t, Tensor) and self._touches(t) for t in leaves):
+        if only_if_touched and not (
+            any(isinstance(t, Tensor) and self._touches(t) for t in leaves)
+            or (_is_in_place(function) and id(leaves[0]) in self._given_places)
+        ):
             return function(*args, **kwargs)
         forms: list[Form] = []
         places = [self._place(leaf, function, forms) for leaf in leaves]
-        call = Call(function, places, spec, Modes.now(self._kind), forms)
+        call = Call(function, places, spec, Modes.now(self._kind, self.num_blocks), forms)
         if self.is_known:
             for point in self.point.following:
                 assert point.call is not None
@@ -94,7 +110,7 @@ class Region:
                     return self._stand_ins(point.call)
             known = self.point.following
             self._new_at = call, known[-1].call if known else None
-            self._catch_up(run)
+            self.catch_up(run)
         before = _random_states(self._kind)
         result = run(call.run, self._made, self.given)
         draws = self.point.draws | _moved(before, _random_states(self._kind))
@@ -156,16 +172,21 @@ class Region:
     def _stand_in(self, result: Any) -> Any:
         if isinstance(result, Own):
             return result.tensor
+        if isinstance(result, Given):
+            return self.given[result.index]
         if not isinstance(result, Result):
             return result
         known = self._refs.get(result.index)
         tensor = None if known is None else known()
         if tensor is None:
-            tensor = result.form.empty()
-            self._keep(result.index, tensor)
+            place = result.written
+            tensor = result.form.empty() if place is None else self.given[place]
+            self._keep(result, tensor)
         return tensor
 
-    def _keep(self, index: int, tensor: Tensor) -> None:
+    def _keep(self, result: Result, tensor: Tensor) -> None:
+        index = result.index
+        self._results[index] = result
         self._refs[index] = weakref.ref(tensor)
         self._places[id(tensor)] = index
         self._num_made = max(self._num_made, index + 1)
@@ -185,20 +206,32 @@ class Region:
                 return leaf
             if is_module:
                 return Unknown()
-            raise refusal(
-                f"{name_of(call.function)} is called between the model and the "
-                "optimizer's step; what it returns is not known before the step",
-                LATER,
-            )
+            found = for_this_place(_READ.of(name_of(call.function)))
+            raise refusal(found.what, found.remedy)
         if self.owns(leaf):
             return Own(leaf)
         index = self._index_of(leaf)
-        if index is None:
-            index = self._num_made
-            self._keep(index, leaf)
+        written = self._given_places.get(id(leaf))
+        if written is not None and index is None and _version(leaf) == self._versions[written]:
+            return Given(written)
+        if written is not None and _is_alone(leaf):
+            self._versions[written] = _version(leaf)
+        index = self._num_made if index is None else index
+        result = Result(index, Form.of(leaf), *self._memory_of(index, leaf), written)
+        if index == self._num_made:
+            self._keep(result, leaf)
         self._made[index] = leaf
         self._made_by[index] = leaf.grad_fn
-        return Result(index, Form.of(leaf))
+        return result
+
+    def _memory_of(self, index: int, leaf: Tensor) -> tuple[int, int]:
+        """Return the place of what has all of a tensor's storage, and where in it this lies."""
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+            return index, 0
+        storage = leaf.untyped_storage()
+        if storage.nbytes() == leaf.numel() * leaf.element_size():
+            self._roots.setdefault(storage.data_ptr(), index)
+        return self._roots.get(storage.data_ptr(), index), int(leaf.storage_offset())
 
     def refusal_of_new(self) -> CaptureError:
         """Return an error for a loop whose iterations are never the same."""
@@ -214,38 +247,97 @@ class Region:
             "give numbers that change as 0-D tensors on the model's device",
         )
 
-    def _catch_up(self, run: Callable[..., Any]) -> None:
+    def catch_up_behind_eval(self, run: Callable[..., Any]) -> None:
+        """Run what was put off in the modes that the modules had then."""
+        now = self._modes()
+        self._set_modes(self._training)
+        self._written = self._sum_of_versions()
+        try:
+            self.catch_up(run)
+        finally:
+            self._set_modes(now)
+
+    def _modes(self) -> list[bool | None]:
+        return [values.get("training") for values in self._attributes]
+
+    def _set_modes(self, modes: Sequence[bool | None]) -> None:
+        for values, mode in zip(self._attributes, modes, strict=True):
+            if mode is not None:
+                values["training"] = mode
+
+    def catch_up(self, run: Callable[..., Any]) -> None:
         """Run what was put off: from here on the loop does something that is new."""
         self.is_known = False
-        self.check_unchanged()
-        calls = self.point.calls()
-        self._made = run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
+        try:
+            self.check_unchanged()
+            calls = self.point.calls()
+            values = run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
+            self._take_over(values)
+        except BaseException as error:
+            self.lose(error)
+            raise
+
+    def _take_over(self, values: dict[int, Any]) -> None:
+        self._made = values
         memory: set[int] = set()
         for index, tensor in self.alive().items():
-            value = self._made[index]
+            value = values[index]
             self._made[index] = tensor
-            if value.grad_fn is None:
+            written = self._results[index].written
+            if written is not None:
+                self._versions[written] = _version(tensor)
+            elif value.grad_fn is None:
                 with torch.no_grad():
                     tensor.requires_grad_(False).set_(value)
                 tensor.requires_grad_(value.requires_grad)
-                continue
-            address = value.untyped_storage().data_ptr()
-            if address in memory:
-                raise refusal(
-                    "the iteration goes another way than before, behind two views of one tensor",
-                    "the same operations in each iteration",
-                )
-            memory.add(address)
-            with torch.enable_grad():
-                tensor.requires_grad_(False).copy_(value)
+            else:
+                address = value.untyped_storage().data_ptr()
+                if address in memory:
+                    raise refusal(
+                        "the iteration goes another way than before, behind two views of one "
+                        "tensor",
+                        "the same operations in each iteration",
+                    )
+                memory.add(address)
+                with torch.enable_grad():
+                    tensor.requires_grad_(False).copy_(value)
+        for index, value in self._made.items():
+            self._memory_of(index, value)
+
+    def kept(self) -> list[int]:
+        """Return the places of what the graph has to return, for all that is alive."""
+        return sorted({self._results[index].root for index in self.alive()})
+
+    def fill(self, values: dict[int, Any]) -> None:
+        """Give what is alive the values of what was kept."""
+        for index, tensor in self.alive().items():
+            result = self._results[index]
+            value = values[result.root]
+            if result.written is not None:
+                tensor.copy_(value)
+            elif result.root == index:
+                tensor.requires_grad_(False).set_(value)
+            else:
+                memory, form = value.untyped_storage(), result.form
+                tensor.requires_grad_(False).set_(memory, result.offset, form.shape, form.stride)
+
+    def lose(self, error: BaseException) -> None:
+        """Have uses of what is alive refused, since it is not going to be computed."""
+        lose(self.alive().values(), error)
 
     def alive(self) -> dict[int, Tensor]:
         """Return what somebody still holds of what was made, by its place."""
         return {index: t for index, ref in self._refs.items() if (t := ref()) is not None}
 
+    def is_changed(self) -> bool:
+        """Tell whether modules were changed since their call was put off, which runs at last."""
+        return self._sum_of_versions() != self._written
+
+    def _sum_of_versions(self) -> int:
+        return sum(map(dict_version, self._attributes))
+
     def check_unchanged(self) -> None:
-        """Refuse modules that were changed since their call was put off, which runs at last."""
-        if sum(map(dict_version, self._attributes)) != self._written:
+        if self.is_changed():
             raise refusal(
                 "an attribute of a module was written between the model's call and the optimizer's "
                 "step (as eval() and train() do), and the call runs at the step",
@@ -280,6 +372,18 @@ def _random_states(kind: str) -> list[Tensor]:
 def _moved(before: Sequence[Tensor], now: Sequence[Tensor]) -> frozenset[int]:
     pairs = enumerate(zip(before, now, strict=True))
     return frozenset(place for place, (a, b) in pairs if not torch.equal(a, b))
+
+
+def _is_in_place(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Tell whether nobody else has a tensor's memory, who would see that a write is put off."""
+    storage = tensor.untyped_storage()
+    # One for the tensor, and one for this.
+    return not tensor._is_view() and torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,8 +1,9 @@
 """Takes what lies between two steps of an optimizer as the iteration of an unchanged script."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.trace.source import frames, is_users_file
-from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
-from graphfsdp.base.op_tensors import OpCall, as_written
+from graphfsdp._capture.trace.values import identity_of
+from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
+from graphfsdp.base.op_tensors import OpCall, as_written, flat_tensors
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, split_remedy
+from graphfsdp.in_place.calls import LATER
 from graphfsdp.optim.adapters.backends import NativeAdapter, adapt
 from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.preconditions import inner_optimizer
@@ -31,23 +34,57 @@ Stop = Callable[[CheckReport], None]
 
 
 class _Watcher(PreflightWatcher):
-    """Watches a part of a running program; ``is_paused`` while nothing is to be seen."""
+    """Watches what ``capture_in_place`` takes of a running program.
+
+    That is what touches models, weights or what came of them; ``num_inside`` counts the calls of
+    such that are under way. ``is_paused`` while nothing is to be seen.
+    """
 
     is_paused = False
+    num_inside = 0
+
+    def take(self, models: Iterable[nn.Module]) -> None:
+        """Take these as models from now on."""
+        self._weights = {
+            identity_of(tensor)
+            for model in models
+            for tensor in (*model.parameters(), *model.buffers())
+        }
 
     def dispatch(self, call: OpCall) -> Any:
-        return call.run() if self.is_paused else super().dispatch(call)
+        return super().dispatch(call) if self._is_judged(call.tensors) else call.run()
 
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if self.is_paused:
+        if not self._is_judged(flat_tensors([args, kwargs])):
             return function(*args, **kwargs)
-        return super().on_function(function, args, kwargs)
+        self.num_inside += 1
+        try:
+            return super().on_function(function, args, kwargs)
+        finally:
+            self.num_inside -= 1
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
-        if not self.is_paused:
+        is_loops = refusal.kind is HazardKind.BAKED_NUMBER and not self.num_inside
+        if not self.is_paused and not is_loops:
             super().on_host_call(name, refusal)
+
+    def refuse_at(
+        self, op: str, refusal: Refusal, module_path: str | None, source: SourceLine | None
+    ) -> None:
+        if refusal.kind is HazardKind.HOST_READ and self.num_inside == 1:  # a line of the loop
+            refusal = replace(refusal, remedy=LATER)
+        super().refuse_at(op, refusal, module_path, source)
+
+    def _is_judged(self, tensors: Sequence[Tensor]) -> bool:
+        return not self.is_paused and (self.num_inside > 0 or any(map(self._touches, tensors)))
+
+    def _touches(self, tensor: Tensor) -> bool:
+        if identity_of(tensor) in self._weights:
+            return True
+        info = self.storages.find(tensor, "touches") if self.has_touched(tensor) else None
+        return info is not None and not info.external
 
 
 class BetweenSteps:
@@ -112,7 +149,11 @@ class BetweenSteps:
             parts = (part for model in self._models for part in model.modules())
             if all(module is not part for part in parts):
                 self._models.append(module)
-        if module is not self._model:
+                if self._watchers:
+                    self._watchers[-1].take(self._models)
+        if self._watchers and self._is_known(module):
+            self._watchers[-1].num_inside += 1
+        if module is not self._model or not (self._depth or _is_trainable(module)):
             return
         self._depth += 1
         if self._depth > 1:
@@ -121,10 +162,14 @@ class BetweenSteps:
             self._stance.enter_context(as_written())
         if len(self._watchers) == self._num_steps < 2:
             self._begin(module)
+            self._watchers[-1].num_inside = 1
         if self._shapes:
             batch = (args, _keywords_of_call())
             self._watchers[-1].note_batch(batch)
             self._shapes[-1].append(pytree.tree_map(_shape, batch))
+
+    def _is_known(self, module: nn.Module) -> bool:
+        return any(module is model for model in self._models)
 
     def _go_on(self) -> None:
         """Look again; what the loop does between a step and the next forward stays outside."""
@@ -135,6 +180,7 @@ class BetweenSteps:
     def _begin(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
         watcher = _Watcher(model, device, self._hazards, for_cuda=self._for_cuda)
+        watcher.take(self._models)
         self._begins = _user_place()
         self._watchers.append(watcher)
         self._shapes.append([])
@@ -144,12 +190,15 @@ class BetweenSteps:
             self._open.enter_context(watcher.quiet())
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._watchers and self._is_known(module):
+            self._watchers[-1].num_inside -= 1
         if module is self._model and self._depth:
             self._depth -= 1
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *details: Any) -> None:
         if self._watchers:
-            self._watchers[-1].is_paused = _is_known(optimizer)
+            self._watchers[-1].is_paused = _is_made_capturable(optimizer)
+            self._watchers[-1].num_inside = 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *details: Any) -> None:
         if self._is_answered():
@@ -157,6 +206,7 @@ class BetweenSteps:
         self._is_between = True
         if self._watchers:
             self._watchers[-1].is_paused = True
+            self._watchers[-1].num_inside = 0
         if self._first is None:
             self._first = optimizer
         if optimizer is not self._first:
@@ -176,9 +226,8 @@ class BetweenSteps:
         before, now = self._shapes
         for optimizer in (self._first, *self._others):
             self._note_optimizer(optimizer)
-        if before != now and len(before) == len(now):
-            self._hazards.add(_other_shapes(before, now))
-        elif not self._others:
+        # Other shapes get a graph of their own, and with them come other numbers.
+        if not self._others and (before == now or len(before) != len(now)):
             self._note_numbers(first, second)
         return CheckReport(
             tuple(self._hazards),
@@ -211,8 +260,8 @@ class BetweenSteps:
                 second.refuse_at(each.op, each.refusal, site.module, site.source)
 
     def _advice(self) -> str:
-        models = _listed(_names("model", *self._models))
-        optimizers = _listed(_names("optimizer", self._first, *self._others))
+        models = _names("model", *self._models)
+        optimizers = _names("optimizer", self._first, *self._others)
         where = "" if self._others else f" ({self._begins} to {self._ends})"
         return (
             f"before the loop:  graphfsdp.capture_in_place({models}, {optimizers})\n"
@@ -222,7 +271,11 @@ class BetweenSteps:
 
 
 def _is_trainable(module: nn.Module) -> bool:
-    return module.training and any(param.requires_grad for param in module.parameters())
+    return (
+        torch.is_grad_enabled()
+        and module.training
+        and any(param.requires_grad for param in module.parameters())
+    )
 
 
 def _keywords_of_call() -> dict[str, Any]:
@@ -234,7 +287,7 @@ def _keywords_of_call() -> dict[str, Any]:
     return {}
 
 
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+def _is_made_capturable(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the steps need no look: a capture makes them what they have to be."""
     try:
         adapted = adapt(optimizer)
@@ -249,18 +302,6 @@ def _shape(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
 
 
-def _other_shapes(before: list[Any], now: list[Any]) -> Hazard:
-    pairs = zip(pytree.tree_leaves(before), pytree.tree_leaves(now), strict=False)
-    was, is_now = next(((a, b) for a, b in pairs if a != b), (before, now))
-    return Hazard(
-        HazardKind.DYNAMIC_SHAPE,
-        f"the model was called with other shapes in two iterations ({was} and {is_now}); a graph "
-        "holds one",
-        "on_change='recapture', a graph for each; graphfsdp.Buckets, which pads to a few lengths; "
-        "or drop_last=True of the DataLoader",
-    )
-
-
 def _user_frame() -> FrameType | None:
     return next((f for f in frames() if is_users_file(f.f_code.co_filename)), None)
 
@@ -272,12 +313,8 @@ def _user_place() -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
-
-
-def _names(fallback: str, *values: object) -> list[str]:
-    """Return what the script calls these where it steps."""
+def _names(fallback: str, *values: object) -> str:
+    """Return what the script calls these where it steps; of a module's parts, the module."""
     frame = _user_frame()
     known: dict[int, str] = {}
     if frame is not None:
@@ -287,4 +324,8 @@ def _names(fallback: str, *values: object) -> list[str]:
         owner = frame.f_locals.get("self")
         for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
             known.setdefault(id(value), f"self.{name}")
-    return [known.get(id(value), fallback) for value in values]
+        for name, value in scope.items():
+            for part in value.modules() if isinstance(value, nn.Module) else ():
+                known.setdefault(id(part), name)
+    names = list(dict.fromkeys(known.get(id(value), fallback) for value in values))
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"

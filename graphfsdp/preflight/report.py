@@ -13,6 +13,7 @@ from graphfsdp.errors import CaptureError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 _PLAIN_WIDTH = 120
 
@@ -100,15 +101,19 @@ class CheckReport:
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Draw the headline and a table with one row for each hazard."""
+        from rich.text import Text
+
+        yield Text(self.headline, style="bold green" if self.ok else "bold red")
+        if not self.ok:
+            yield self._table(console)
+        if self.advice:
+            yield Text(self.advice if self.ok else f"and then\n{self.advice}")
+
+    def _table(self, console: "Console") -> "Table":
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        yield Text(self.headline, style="bold green" if self.ok else "bold red")
-        if self.advice:
-            yield Text(self.advice)
-        if self.ok:
-            return
         plain = not console.is_terminal
         table = Table(box=box.ASCII if plain else box.ROUNDED, show_lines=True, pad_edge=False)
         table.add_column("hazard", style="bold", no_wrap=True)
@@ -116,7 +121,7 @@ class CheckReport:
         table.add_column("why, and what to do", overflow="fold", ratio=3)
         for hazard in self.hazards:
             table.add_row(Text(_what(hazard)), Text(_where(hazard)), Text(_why(hazard)))
-        yield table
+        return table
 
 
 def _what(hazard: Hazard) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.overrides import _get_current_function_mode
 
@@ -151,6 +152,86 @@ def copies_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [*losses, loaded.eval()(torch.ones(2, 4)).detach().sum()]
 
 
+def fails_by_itself(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = []
+    for index, x, y in batches(16):
+        optimizer.zero_grad()
+        try:
+            loss = cross_entropy(model(x), y)
+            if index in (6, 9, 12):
+                raise KeyError("the user's")
+            loss.backward()
+            optimizer.step()
+        except KeyError:
+            if index == 12:
+                losses.append(next(model.parameters()).norm().item())
+        if index in (6, 9):
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(x).sum().item())
+            assert _get_current_function_mode() is None
+            model.train()
+        else:
+            losses.append(loss.item())
+    return losses
+
+
+def casts_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = []
+    for _, x, y in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+            with torch.autocast("cpu", enabled=False):
+                loss = loss + model(x).mean()
+            loss = loss + cross_entropy(model(x), y)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss + cross_entropy(model(x.flip(0)), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def looks_at_views(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = []
+    for index, x, y in batches():
+        logits = model(x)
+        flat, last, turned, alone = logits.view(-1), logits[:, -1], logits.t(), logits.detach()
+        loss = cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            alone.mul_(2)
+            flat[5] = 7
+            losses += [logits[1, 2].item(), turned[2, 1].item(), last.sum(), turned.sum()]
+        if index % 3 == 0:
+            del logits
+    return losses
+
+
+def adds_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses: list[Any] = []
+    for epoch in range(3):
+        total: Any = 0
+        mean = torch.zeros(2)
+        sign = torch.ones(())
+        for _, x, y in batches(5):
+            loss = cross_entropy(model(x) + sign, y)
+            total += loss.detach()
+            mean.add_(loss.detach()).mul_(0.5)
+            if epoch == 2:
+                total /= 2
+            sign.fill_(-1.0)
+            (loss + cross_entropy(model(x) + sign * torch.eye(3)[0], y)).backward()
+            sign.fill_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [float(total), mean[1].item()]
+    return losses
+
+
 def fails_in_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     losses = accumulates(model, optimizer)
     loss = model(torch.ones(8, 4)).sum()
@@ -201,6 +282,10 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any], int]] = {
     "gradients by hand, schedule, evaluation": (works_on_gradients, {}, 2),
     "autograd.grad, copies": (copies_the_model, {"make": lambda: make_net(0.0)}, 1),
     "an exception in between": (fails_in_between, {}, 3),
+    "an exception of the loop": (fails_by_itself, {}, 1),
+    "autocast, twice": (casts_twice, {}, 1),
+    "views of outputs": (looks_at_views, {}, 1),
+    "running sums": (adds_up, {}, 3),
     "two models and optimizers": (is_adversarial, {"make": make_pair, "optim": make_adams}, 1),
     "FusedAdam": (
         has_other_shapes,
@@ -261,12 +346,12 @@ def reads(logits: Tensor, y: Tensor, index: int) -> Tensor:
     return loss if loss.item() < 1e9 else 2 * loss
 
 
-TOTAL = torch.zeros(())
+TOTALS = torch.zeros(2)
 
 
-def adds_up(logits: Tensor, y: Tensor, index: int) -> Tensor:
+def adds_to_a_view(logits: Tensor, y: Tensor, index: int) -> Tensor:
     loss = cross_entropy(logits, y)
-    TOTAL.add_(loss.detach())
+    TOTALS[0].add_(loss.detach())
     return loss
 
 
@@ -293,6 +378,12 @@ def with_others(model: nn.Module, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Loop, str]] = {
     "a read": (loop_with(reads), "item is called between the model and the optimizer's step"),
+    "a validation": (
+        loop_with(
+            lambda logits, y, _: -Categorical(logits=logits, validate_args=True).log_prob(y).mean()
+        ),
+        r"validate_args=False for this distribution",
+    ),
     "no zero_grad": (loop_with(zeroes=False), "gradients were not zeroed"),
     "a number new in each iteration": (
         loop_with(lambda logits, y, index: cross_entropy(logits, y) * (1 + index)),
@@ -302,7 +393,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
         loop_with(lambda logits, y, _: cross_entropy(logits + torch.randn(8, 3), y)),
         "draws random numbers between",
     ),
-    "a running sum": (loop_with(adds_up), r"of shape \(\) from outside .* was written"),
+    "a sum in a view": (loop_with(adds_to_a_view), r"of shape \(\) from outside .* was written"),
     "an autograd.Function": (
         loop_with(lambda logits, y, _: squared(logits).mean()),
         "applies Square, an autograd.Function",
@@ -330,11 +421,63 @@ def test_what_cannot_be_put_off_is_refused_by_name(name: str) -> None:
     assert _get_current_function_mode() is None
 
 
+def test_what_was_never_computed_is_not_there() -> None:
+    model = make_net()
+    optimizer = make_adam(model)
+    with graphfsdp.capture_in_place(model, optimizer):
+        for index, x, y in batches(8):
+            x.requires_grad_(index == 7)
+            loss = cross_entropy(model(torch.ones(8, 4)), y)
+            if index == 7:
+                model.note = 1  # type: ignore[assignment]
+                with pytest.raises(graphfsdp.CaptureError, match="requires a gradient"):
+                    (x.sum() + loss).backward()
+                with pytest.raises(
+                    graphfsdp.CaptureError, match="and was never computed: CaptureError"
+                ):
+                    loss.item()
+                break
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_model_that_torch_compiles_is_recorded_as_written() -> None:
+    losses = []
+    for captured in (False, True):
+        model = make_net()
+        optimizer = make_adam(model)
+        wrapper: Any = torch.compile(model, backend="eager")
+        torch.manual_seed(7)
+        loop: Any = nullcontext()
+        if captured:
+            loop = graphfsdp.capture_in_place(wrapper, optimizer)
+        with loop:
+            losses.append([float(loss) for loss in accumulates(wrapper, optimizer)])
+    assert losses[0] == losses[1]
+    assert loop.phase is graphfsdp.Phase.CLOSED
+
+
+def test_a_compiled_loop_is_near_the_plain_one() -> None:
+    losses = []
+    for options in (None, {"compile": "auto"}):
+        model = make_net()
+        optimizer = make_adam(model)
+        loop = graphfsdp.capture_in_place(model, optimizer, **options) if options else nullcontext()
+        torch.manual_seed(7)
+        with loop:
+            losses.append(torch.tensor(accumulates(model, optimizer)))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+
+
 def test_wrong_arguments_are_refused() -> None:
     model = make_net()
     optimizer = make_adam(model)
     with pytest.raises(graphfsdp.ConfigError, match="not 'loss_fn'"):
         graphfsdp.capture_in_place(model, optimizer, loss_fn=cross_entropy)
+    schedule: Any = SimpleNamespace(step=None)
+    with pytest.raises(graphfsdp.ConfigError, match="which captures pipelines"):
+        graphfsdp.capture_in_place(schedule, optimizer)
     with graphfsdp.capture_in_place(model, optimizer) as loop:
         with pytest.raises(graphfsdp.ConfigError, match="captured in place already"):
             graphfsdp.capture_in_place(model, optimizer)

@@ -138,6 +138,36 @@ for _ in range(100):
     opt_g.step()
 """
 
+# What touches neither model nor weights runs as ever beside a graph.
+BESIDE = """
+import random, sys, torch
+from torch import nn
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+    def act(self, x):
+        return self.mean(x) * self.scale
+agent, target = Agent(), nn.Linear(4, 2)
+optimizer = torch.optim.Adam(agent.parameters())
+for iteration in range(100):
+    with torch.no_grad():
+        action = agent.act(torch.ones(1, 4)).sum().item()
+    for part in range(2):
+        out = agent.act(torch.ones(8, 4) * random.random())
+        rows = torch.stack([torch.ones(4) * i.item() for i in torch.randint(8, (8,))])
+        with torch.no_grad():
+            wanted = target(rows)
+            wanted[rows[:, 0] > 4] = random.random()
+        loss = (out - wanted).square().mean()
+        if "read" in sys.argv:
+            action += loss.item()  # read
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -155,6 +185,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "plain.py": PLAIN,
         "nanogpt.py": LIKE_NANOGPT,
         "gan.py": GAN,
+        "beside.py": BESIDE,
         "leaving.py": HEAD + "sys.exit(3)",
     }
     for name, text in programs.items():
@@ -243,6 +274,18 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gan.py"]) == 0
     assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in capsys.readouterr().out
+
+
+def test_what_is_beside_the_graph_is_not_judged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--device", "cpu", "beside.py"]) == 0
+    assert "graphfsdp.capture_in_place(agent, optimizer)" in capsys.readouterr().out
+    assert main(["check", "beside.py", "read"]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be captured: 1 hazard" in out
+    assert "Fix: put it behind optimizer.step()" in out
+    assert out.index("Fix: ") < out.index("and then") < out.index("capture_in_place(agent")
 
 
 def test_a_module_is_run_like_python_m(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
