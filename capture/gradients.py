@@ -9,9 +9,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wrap_like
-from graphfsdp.base.flat_buffer import FlatBuffer
+from graphfsdp.base.flat_buffer import FlatBuffer, copy_all
 from graphfsdp.base.sharded import MainGrad
 from graphfsdp.errors import CaptureError, ConfigError
+
+# Gradients that wait to be copied together take memory beside their buffers, this much at most:
+# small ones until a backward pass is over, larger ones apart from them until it is reached.
+_SMALL_BYTES = 256 << 10
+_WAITING_BYTES = 16 << 20
 
 
 class Binding(enum.Enum):
@@ -26,8 +31,8 @@ class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
     __slots__ = (
-        *("__weakref__", "binding", "binds_at_once", "landed"),
-        *("name", "param", "sharding", "view"),
+        *("__weakref__", "arrived", "binding", "binds_at_once", "landed"),
+        *("name", "param", "sharding", "view", "waiting_room"),
     )
 
     def __init__(
@@ -45,6 +50,8 @@ class _Entry:
         self.sharding = sharding
         self.landed = False
         self.binds_at_once = False
+        self.arrived: Tensor | None = None  # what waits to be copied
+        self.waiting_room: _WaitingRoom | None = None
 
     @property
     def groups(self) -> RankGroups:
@@ -59,6 +66,29 @@ class _Entry:
     def shown(self) -> Tensor | None:
         is_decoupled = self.binding is Binding.DECOUPLED_GRAD
         return _decoupled_grad(self.param) if is_decoupled else self.param.grad
+
+    def arrive(self, param: Tensor) -> None:
+        """Land what autograd has just accumulated, or have it wait to land with others.
+
+        Until it does, ``param.grad`` is what it would be without us, for whoever looks at it.
+        """
+        room, grad = self.waiting_room, param.grad
+        if room is not None and self.arrived is not None:
+            room.copy()  # another gradient of the same parameter, in the same backward pass
+        waits = room is not None and not self.landed and not self.binds_at_once
+        is_seen = len(getattr(param, "_post_accumulate_grad_hooks", ())) > 1
+        if room is None or grad is None or not waits or is_seen or not room.takes(grad):
+            self.land(param)
+            return
+        self.arrived = grad
+        if self.binding is not Binding.GRAD:
+            param.grad = None
+        room.add(self)
+
+    def leave(self) -> Tensor | None:
+        """Return what has waited; None if somebody has taken it off."""
+        grad, self.arrived = self.arrived, None
+        return self.param.grad if self.binding is Binding.GRAD else grad
 
     def land(self, param: Tensor) -> None:
         """Move what autograd has just accumulated into the persistent view.
@@ -86,10 +116,13 @@ class _Entry:
             # Also right when autograd accumulated out of place (create_graph=True): `grad`
             # then holds the view's value plus the new gradient.
             self.view.copy_(grad)
-        self.landed = True
-        param.grad = self.view if self.binding is Binding.GRAD else None
+        self.note_landed()
         if self.binds_at_once:
             self.bind()
+
+    def note_landed(self) -> None:
+        self.landed = True
+        self.param.grad = self.view if self.binding is Binding.GRAD else None
 
     def bind(self) -> None:
         """Put the view where the optimizer and the user look for it."""
@@ -118,6 +151,45 @@ class _Entry:
         if self.binding is Binding.DECOUPLED_GRAD:
             self.param.decoupled_grad = None  # type: ignore[attr-defined]
         self.landed = False
+        self.arrived = None
+
+
+class _WaitingRoom:
+    """First gradients on a GPU, until they are copied into their views, many at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: int | None = None
+        self._entries: list[_Entry] = []
+        self._num_bytes = 0
+
+    def begin(self) -> None:
+        self._entries, self._num_bytes = [], 0
+        self._stream = self._current_stream()
+
+    def takes(self, grad: Tensor) -> bool:
+        """Tell whether a gradient is a plain one, on the iteration's own stream."""
+        plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
+        return plain and self._current_stream() == self._stream
+
+    def add(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        self._num_bytes += entry.view.nbytes
+        if self._num_bytes >= _WAITING_BYTES:
+            self.copy()
+
+    def copy(self) -> None:
+        """Have all land that wait. Capture: see copy_all."""
+        entries, self._entries, self._num_bytes = self._entries, [], 0
+        left = [(entry, entry.leave()) for entry in entries]
+        came = [(entry, grad) for entry, grad in left if grad is not None]
+        with torch.no_grad():
+            copy_all([entry.view for entry, _ in came], [grad for _, grad in came])
+        for entry, _ in came:
+            entry.note_landed()
+
+    def _current_stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
 
 Landed = list[tuple[nn.Parameter, Tensor, _Entry]]
@@ -130,7 +202,8 @@ class PersistentGradients:
     the backward kernel made ("stealing"). An iteration therefore starts with ``.grad = None``;
     a hook copies each stolen gradient into its view as soon as it exists, and binds the view.
     Later microbatches are added in place by autograd itself. So there is no memset, and at
-    most one gradient exists twice at a time.
+    most one gradient exists twice at a time. On a GPU, where each copy is a launch, gradients wait
+    for others to be copied with, a few MiB of them: those of a compiled region come all at once.
     """
 
     def __init__(
@@ -158,6 +231,7 @@ class PersistentGradients:
             binding = Binding.DECOUPLED_GRAD if main_grad.decoupled else Binding.GRAD
             entries[name] = _Entry(name, param, main_grad.view, binding, sharding=main_grad)
         self.buffers: list[FlatBuffer] = []
+        self._rooms: dict[tuple[torch.device, bool], _WaitingRoom] = {}
         for (dtype, device), members in groups.items():
             parts = [local_part(param) for _, param in members]
             buffer = FlatBuffer(parts, dtype=dtype, device=device)
@@ -166,6 +240,10 @@ class PersistentGradients:
                 view = wrap_like(local_view, param)
                 binding = _binding(name, param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
+                if device.type == "cuda" and view is local_view:
+                    kind = device, view.nbytes <= _SMALL_BYTES
+                    room = self._rooms.setdefault(kind, _WaitingRoom(device))
+                    entries[name].waiting_room = room
         self._entries = [entries[name] for name in named_params]
         # In the order of the parameters, which is that of every rank's collectives.
         shared = [*(g.groups for g in sharded.values()), *(e.groups for e in self._entries)]
@@ -189,9 +267,17 @@ class PersistentGradients:
         for entry in self._entries:
             entry.unbind()
             entry.binds_at_once = bind_at_once
+        for room in self._rooms.values():
+            room.begin()
+
+    def end_backward(self) -> None:
+        """Have all gradients land that wait for others. Capture: see copy_all."""
+        for room in self._rooms.values():
+            room.copy()
 
     def finish(self) -> None:
         """Bind the view of every parameter that got a gradient in this iteration."""
+        self.end_backward()
         self._were_bound = True
         for entry in self._entries:
             if entry.sharding is not None:
@@ -200,12 +286,6 @@ class PersistentGradients:
                 entry.adopt()
             elif entry.landed:
                 entry.bind()
-
-    @property
-    def have_other_hooks(self) -> bool:
-        """Whether somebody else looks at gradients as soon as they have been accumulated."""
-        hooks = (getattr(e.param, "_post_accumulate_grad_hooks", None) for e in self._entries)
-        return sum(map(len, filter(None, hooks))) > len(self._handles)
 
     def landed(self) -> Landed:
         """Return what the last iteration has left bound, for replays of it."""
@@ -279,8 +359,10 @@ class PersistentGradients:
 
         def restore() -> None:
             self._landed = None
+            for room in self._rooms.values():
+                room.begin()
             for entry, grad, decoupled_grad, landed in saved:
-                entry.param.grad = grad
+                entry.param.grad, entry.arrived = grad, None
                 if entry.binding is Binding.DECOUPLED_GRAD:
                     entry.param.decoupled_grad = decoupled_grad  # type: ignore[attr-defined]
                 entry.landed = landed
@@ -309,7 +391,7 @@ def _landing(entry: _Entry) -> Callable[[Tensor], None]:
     def land(param: Tensor) -> None:
         target = reference()
         if target is not None:
-            target.land(param)
+            target.arrive(param)
 
     return land
 

@@ -47,6 +47,30 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others.
+
+    Capture: on a GPU a kernel for each sixty or so that have the same dtypes and strides as their
+        targets, in place of a node for each; all others one by one.
+    """
+    together: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.is_cuda and target.device == source.device and _lie_alike(target, source):
+            together.setdefault((target.dtype, source.dtype), []).append((target, source))
+        else:
+            target.copy_(source)
+    for pairs in together.values():
+        if len(pairs) == 1:
+            pairs[0][0].copy_(pairs[0][1])
+        else:
+            torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    alike = one.shape == other.shape and one.stride() == other.stride()
+    return alike and is_dense(one.shape, one.stride())
+
+
 class FlatBuffer:
     """Views for a list of tensors in one zero-filled 1-D storage, in the same order.
 
