@@ -31,7 +31,7 @@ class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
     __slots__ = (
-        *("__weakref__", "arrived", "binding", "binds_at_once", "landed"),
+        *("__weakref__", "binding", "binds_at_once", "landed"),
         *("name", "param", "sharding", "view", "waiting_room"),
     )
 
@@ -50,7 +50,6 @@ class _Entry:
         self.sharding = sharding
         self.landed = False
         self.binds_at_once = False
-        self.arrived: Tensor | None = None  # what waits to be copied
         self.waiting_room: _WaitingRoom | None = None
 
     @property
@@ -73,22 +72,12 @@ class _Entry:
         Until it does, ``param.grad`` is what it would be without us, for whoever looks at it.
         """
         room, grad = self.waiting_room, param.grad
-        if room is not None and self.arrived is not None:
-            room.copy()  # another gradient of the same parameter, in the same backward pass
-        waits = room is not None and not self.landed and not self.binds_at_once
-        is_seen = len(getattr(param, "_post_accumulate_grad_hooks", ())) > 1
-        if room is None or grad is None or not waits or is_seen or not room.takes(grad):
+        if room is None or grad is None or not room.takes(self, grad):
             self.land(param)
             return
-        self.arrived = grad
+        room.add(self, grad)
         if self.binding is not Binding.GRAD:
             param.grad = None
-        room.add(self)
-
-    def leave(self) -> Tensor | None:
-        """Return what has waited; None if somebody has taken it off."""
-        grad, self.arrived = self.arrived, None
-        return self.param.grad if self.binding is Binding.GRAD else grad
 
     def land(self, param: Tensor) -> None:
         """Move what autograd has just accumulated into the persistent view.
@@ -116,13 +105,10 @@ class _Entry:
             # Also right when autograd accumulated out of place (create_graph=True): `grad`
             # then holds the view's value plus the new gradient.
             self.view.copy_(grad)
-        self.note_landed()
+        self.landed = True
+        param.grad = self.view if self.binding is Binding.GRAD else None
         if self.binds_at_once:
             self.bind()
-
-    def note_landed(self) -> None:
-        self.landed = True
-        self.param.grad = self.view if self.binding is Binding.GRAD else None
 
     def bind(self) -> None:
         """Put the view where the optimizer and the user look for it."""
@@ -151,7 +137,6 @@ class _Entry:
         if self.binding is Binding.DECOUPLED_GRAD:
             self.param.decoupled_grad = None  # type: ignore[attr-defined]
         self.landed = False
-        self.arrived = None
 
 
 class _WaitingRoom:
@@ -160,33 +145,43 @@ class _WaitingRoom:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: int | None = None
-        self._entries: list[_Entry] = []
+        self._waiting: dict[_Entry, Tensor] = {}
         self._num_bytes = 0
 
     def begin(self) -> None:
-        self._entries, self._num_bytes = [], 0
+        self._waiting, self._num_bytes = {}, 0
         self._stream = self._current_stream()
 
-    def takes(self, grad: Tensor) -> bool:
-        """Tell whether a gradient is a plain one, on the iteration's own stream."""
+    def takes(self, entry: _Entry, grad: Tensor) -> bool:
+        """Tell whether it is a first gradient, a plain one, on the iteration's own stream."""
+        if entry in self._waiting:
+            self.copy()  # another one of the same parameter, in the same backward pass
+        if entry.landed or entry.binds_at_once or len(_hooks_of(entry.param)) > 1:
+            return False
         plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
         return plain and self._current_stream() == self._stream
 
-    def add(self, entry: _Entry) -> None:
-        self._entries.append(entry)
+    def add(self, entry: _Entry, grad: Tensor) -> None:
+        self._waiting[entry] = grad
         self._num_bytes += entry.view.nbytes
         if self._num_bytes >= _WAITING_BYTES:
             self.copy()
 
     def copy(self) -> None:
         """Have all land that wait. Capture: see copy_all."""
-        entries, self._entries, self._num_bytes = self._entries, [], 0
-        left = [(entry, entry.leave()) for entry in entries]
-        came = [(entry, grad) for entry, grad in left if grad is not None]
+        waiting, self._waiting, self._num_bytes = self._waiting, {}, 0
+        came = {}
+        for entry, grad in waiting.items():
+            # Somebody may have put another one there since, or none.
+            now = entry.param.grad if entry.binding is Binding.GRAD else grad
+            if now is not None:
+                came[entry] = now
         with torch.no_grad():
-            copy_all([entry.view for entry, _ in came], [grad for _, grad in came])
-        for entry, _ in came:
-            entry.note_landed()
+            copy_all([entry.view for entry in came], [*came.values()])
+        for entry in came:
+            entry.landed = True
+            if entry.binding is Binding.GRAD:
+                entry.param.grad = entry.view
 
     def _current_stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
@@ -362,7 +357,7 @@ class PersistentGradients:
             for room in self._rooms.values():
                 room.begin()
             for entry, grad, decoupled_grad, landed in saved:
-                entry.param.grad, entry.arrived = grad, None
+                entry.param.grad = grad
                 if entry.binding is Binding.DECOUPLED_GRAD:
                     entry.param.decoupled_grad = decoupled_grad  # type: ignore[attr-defined]
                 entry.landed = landed
@@ -374,6 +369,10 @@ class PersistentGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _hooks_of(param: nn.Parameter) -> Mapping[int, object]:
+    return getattr(param, "_post_accumulate_grad_hooks", None) or {}
 
 
 def _decoupled_grad(param: nn.Parameter) -> Tensor | None:

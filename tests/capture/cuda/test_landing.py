@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from cuda_stand_in import library
@@ -117,6 +118,39 @@ def test_gradients_land_where_they_are_kept(case: str, tied: bool) -> None:
     assert all(map(torch.equal, params, wanted))
     assert [*gradient_copies(step)] == copies
     step.close()
+
+
+class Again(nn.Module):
+    """Gets three gradients for each parameter in one backward pass, of which none may be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True, preserve_rng_state=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_several_gradients_in_one_backward_pass_are_added(wide: bool) -> None:
+    torch.manual_seed(0)
+    model = Again().to(CUDA, torch.bfloat16)
+    x = torch.randn(8, WIDTH, device=CUDA, dtype=torch.bfloat16)
+    model(x).backward()
+    expected = [param.grad.float() for param in model.parameters() if param.grad is not None]
+    dtype = torch.float32 if wide else torch.bfloat16
+    policy = MixedPrecisionPolicy(main_grads_dtype=dtype, use_decoupled_grad=wide)
+    optimizer = FusedAdam(model.parameters(), lr=0.0, use_decoupled_grad=wide)
+    with graphfsdp.capture(model, optimizer, scope="none", mp_policy=policy) as step:
+        step(x)
+        name = "decoupled_grad" if wide else "grad"
+        got = [getattr(param, name) for param in model.parameters()]
+    assert [each.dtype for each in got] == [dtype] * 2
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.02, atol=1e-5)
 
 
 class Products(torch.autograd.Function):
