@@ -32,7 +32,7 @@ class _Entry:
 
     __slots__ = (
         *("__weakref__", "binding", "binds_at_once", "landed"),
-        *("name", "param", "sharding", "view", "waiting_room"),
+        *("name", "param", "room", "sharding", "view"),
     )
 
     def __init__(
@@ -50,7 +50,7 @@ class _Entry:
         self.sharding = sharding
         self.landed = False
         self.binds_at_once = False
-        self.waiting_room: _WaitingRoom | None = None
+        self.room: _WaitingRoom | None = None
 
     @property
     def groups(self) -> RankGroups:
@@ -71,7 +71,7 @@ class _Entry:
 
         Until it does, ``param.grad`` is what it would be without us, for whoever looks at it.
         """
-        room, grad = self.waiting_room, param.grad
+        room, grad = self.room, param.grad
         if room is None or grad is None or not room.takes(self, grad):
             self.land(param)
             return
@@ -156,7 +156,8 @@ class _WaitingRoom:
         """Tell whether it is a first gradient, a plain one, on the iteration's own stream."""
         if entry in self._waiting:
             self.copy()  # another one of the same parameter, in the same backward pass
-        if entry.landed or entry.binds_at_once or len(_hooks_of(entry.param)) > 1:
+        hooks: Mapping[int, object] = entry.param._post_accumulate_grad_hooks or {}
+        if entry.landed or entry.binds_at_once or len(hooks) > 1:
             return False
         plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
         return plain and self._current_stream() == self._stream
@@ -237,8 +238,7 @@ class PersistentGradients:
                 entries[name] = _Entry(name, param, view, binding)
                 if device.type == "cuda" and view is local_view:
                     kind = device, view.nbytes <= _SMALL_BYTES
-                    room = self._rooms.setdefault(kind, _WaitingRoom(device))
-                    entries[name].waiting_room = room
+                    entries[name].room = self._rooms.setdefault(kind, _WaitingRoom(device))
         self._entries = [entries[name] for name in named_params]
         # In the order of the parameters, which is that of every rank's collectives.
         shared = [*(g.groups for g in sharded.values()), *(e.groups for e in self._entries)]
@@ -369,10 +369,6 @@ class PersistentGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _hooks_of(param: nn.Parameter) -> Mapping[int, object]:
-    return getattr(param, "_post_accumulate_grad_hooks", None) or {}
 
 
 def _decoupled_grad(param: nn.Parameter) -> Tensor | None:

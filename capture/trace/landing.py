@@ -50,16 +50,18 @@ class Trace:
     """What an iteration did, operator by operator; holds no tensor.
 
     Attributes:
+        device: Whose streams they run on.
         nodes: The operators; their arguments are all tensors, lists opened.
         at_home: Whether each of them ran on the iteration's own stream.
         plain: Other arguments, by index, of those that may be redirected.
     """
 
-    def __init__(self, home: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.nodes: list[Node] = []
         self.at_home: list[bool] = []
         self.plain: dict[int, list[str]] = {}
-        self._home = home
+        self.device = device
+        self._home = self._stream()
         self._storages = StorageTable()
         self._numbers: dict[int, int] = {}  # of storages as they came, by id of the StorageInfo
 
@@ -78,11 +80,14 @@ class Trace:
         if _can_land(call.op) or is_empty(call.op):
             self.plain[len(self.nodes)] = _plain(call)
         self.nodes.append(node)
-        self.at_home.append(self.is_at_home(call))
+        self.at_home.append(self.is_at_home())
         return node
 
-    def is_at_home(self, call: OpCall) -> bool:
-        return _stream_of(call.tensors) in (self._home, None)
+    def is_at_home(self) -> bool:
+        return self._stream() == self._home
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def values(
         self, tensors: Sequence[Tensor], noted: Sequence[Value] = (), *, external: bool = True
@@ -149,7 +154,7 @@ class Landing:
         self._noted: Trace | None = None
 
     def noting(self) -> Trace:
-        self._noted = Trace(self._home())
+        self._noted = Trace(self._device)
         return self._noted
 
     def redirecting(self) -> "Redirection | None":
@@ -158,10 +163,7 @@ class Landing:
         if noted is None:
             return None
         gradients = {tensor.untyped_storage()._cdata for tensor in self._gradients}
-        return Redirection(noted, dict(_landings(noted, gradients)), self._home())
-
-    def _home(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        return Redirection(noted, dict(_landings(noted, gradients)))
 
 
 class Redirection(Trace):
@@ -171,8 +173,8 @@ class Redirection(Trace):
         failure: Why the capture is refused.
     """
 
-    def __init__(self, noted: Trace, landings: Mapping[int, _Landing], home: int) -> None:
-        super().__init__(home)
+    def __init__(self, noted: Trace, landings: Mapping[int, _Landing]) -> None:
+        super().__init__(noted.device)
         self._noted = noted
         self._landings = landings
         self._ahead: dict[int, Tensor] = {}  # memory that the iteration asks for later, by index
@@ -198,7 +200,7 @@ class Redirection(Trace):
             result = self._ahead.pop(index)
         elif index in self._landings and self._is_called_alike(call):
             # Held by nobody else, or autograd would copy it instead of taking it.
-            result = _run_into(call, self._land(self._landings[index], call).tensor())
+            result = _run_into(call, self._land(self._landings[index]).tensor())
         else:
             result = call.run()
         made = [value for value in noted.outputs if value is not None]
@@ -224,13 +226,13 @@ class Redirection(Trace):
         offset -= landed.first_byte // tensor.element_size()
         return Value(landed.made.storage, (offset, *others), None)  # type: ignore[arg-type]
 
-    def _land(self, landing: _Landing, call: OpCall) -> _Landing:
+    def _land(self, landing: _Landing) -> _Landing:
         if landing.storage is None:
             made = self._noted.nodes[landing.empty].outputs[0]
             if made is not None and landing.empty not in self._ahead:
                 _, shape, stride, dtype, *_ = made.geometry
                 self._ahead[landing.empty] = torch.empty_strided(
-                    shape, stride, dtype=dtype, device=call.tensors[0].device
+                    shape, stride, dtype=dtype, device=self.device
                 )
             landing = replace(landing, storage=self._ahead[landing.empty].untyped_storage())
         self._landed[id(landing.made.storage)] = landing
@@ -241,7 +243,7 @@ class Redirection(Trace):
 
     def _compare(self, noted: Node | None, call: OpCall, arguments: Sequence[Value]) -> None:
         same = noted is not None and noted.op is call.op and self._is_same(noted.args, arguments)
-        if not same or self._noted.at_home[len(self.nodes)] != self.is_at_home(call):
+        if not same or self._noted.at_home[len(self.nodes)] != self.is_at_home():
             self._part(call)
 
     def _part(self, call: OpCall) -> None:
@@ -292,17 +294,17 @@ def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _
         if not is_whole(source, span_bytes(made)) or source.geometry[1:] != target.geometry[1:]:
             continue
         begin, end = places(target)
-        storage, address, empty = None, 0, buffers.get(id(target.storage), -1)
+        storage, empty = None, buffers.get(id(target.storage), -1)
         if target.storage.external and target.storage.ref.cdata in gradients:
             storage = target.storage.get()
-            address = storage.data_ptr()
         elif not index < empty < until:
             continue
         touched = touches[id(target.storage)]
         steps = [at for at, low, high in touched if at < until and low < end and begin < high]
         in_order = all(trace.at_home[step] for step in (index, until, *steps))
         is_free = not any(index <= step for step in steps)
-        if in_order and is_free and (address + begin) % _ALIGNMENT_BYTES == 0:
+        address = begin if storage is None else storage.data_ptr() + begin
+        if in_order and is_free and address % _ALIGNMENT_BYTES == 0:
             yield index, _Landing(made, until, number, begin, storage, empty)
 
 
@@ -371,14 +373,6 @@ def _copy_others(call: OpCall, landed: Collection[int]) -> Any:
 def _is_in_place(call: OpCall, landed: _Landing) -> bool:
     pair = landed.number, landed.number + len(call.tensors) // 2
     return all(call.tensors[each].data_ptr() == landed.begin for each in pair)
-
-
-def _stream_of(tensors: Sequence[Tensor]) -> int | None:
-    """Return the current stream of the first tensor that has one."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            return int(torch.cuda.current_stream(tensor.device).cuda_stream)
-    return None
 
 
 @functools.cache

@@ -53,22 +53,18 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     Capture: on a GPU a kernel for each sixty or so that have the same dtypes and strides as their
         targets, in place of a node for each; all others one by one.
     """
-    together: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    together: dict[tuple[torch.dtype, torch.dtype] | None, list[tuple[Tensor, Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if target.is_cuda and target.device == source.device and _lie_alike(target, source):
-            together.setdefault((target.dtype, source.dtype), []).append((target, source))
-        else:
-            target.copy_(source)
-    for pairs in together.values():
-        if len(pairs) == 1:
-            pairs[0][0].copy_(pairs[0][1])
-        else:
+        form = target.shape, target.stride()
+        alike = form == (source.shape, source.stride())
+        key = (target.dtype, source.dtype) if target.is_cuda and alike and is_dense(*form) else None
+        together.setdefault(key, []).append((target, source))
+    for key, pairs in together.items():
+        if key is not None and len(pairs) > 1:
             torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
-
-
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    alike = one.shape == other.shape and one.stride() == other.stride()
-    return alike and is_dense(one.shape, one.stride())
+        else:
+            for target, source in pairs:
+                target.copy_(source)
 
 
 class FlatBuffer:

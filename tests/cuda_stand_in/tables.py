@@ -131,9 +131,9 @@ class Plain:
 
 def _ours(scope: str, *, compiled: bool = False, model: nn.Module | None = None) -> Train:
     model = _model() if model is None else model
-    dtype = next(model.parameters()).dtype
+    narrow = torch.bfloat16
     optimizer = FusedAdam(
-        model.parameters(), exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, **contenders.ADAM
+        model.parameters(), exp_avg_dtype=narrow, exp_avg_sq_dtype=narrow, **contenders.ADAM
     )
     return graphfsdp.capture(
         model,
@@ -165,39 +165,26 @@ def _of_bench(name: str) -> Train:
     return lambda *batch: made(batch, 0)
 
 
-# ---- who trains on two ranks, computed in bfloat16 ----
+# ---- who trains on two ranks, everything in bfloat16 ----
 
 
-def _on_ranks(scope: str | None, dtype: torch.dtype) -> Train:
-    """Return FSDP2 in two graphs where no scope of ours is given.
-
-    ``dtype`` is that of weights, moments and gradients on their way.
-    """
+def _on_ranks(scope: str | None) -> Train:
+    """Return FSDP2 in two graphs where no scope of ours is given."""
     shard = torch_fsdp.fully_shard if scope is None else graphfsdp.fully_shard
-    model = _model().to(DEVICE, dtype)
-    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+    model = _model()
     for block in model.get_submodule("blocks").children():
-        shard(block, mp_policy=policy)
-    shard(model, mp_policy=policy)
+        shard(block)
+    shard(model)
     return Plain(2, model=model) if scope is None else _ours(scope, model=model)
 
 
-def _ranked(dtype: torch.dtype) -> Mapping[str, Callable[[], Train]]:
-    rows = {
-        "FSDP2, two graphs as in torchtitan": None,
-        "graphfsdp, on two ranks, eager": "none",
-        "graphfsdp, on two ranks, captured": "full_iteration",
+RANKED: Mapping[str, Callable[[], Train]] = MappingProxyType(
+    {
+        "FSDP2, two graphs as in torchtitan": functools.partial(_on_ranks, None),
+        "graphfsdp, two ranks, eager": functools.partial(_on_ranks, "none"),
+        "graphfsdp, two ranks, captured": functools.partial(_on_ranks, "full_iteration"),
     }
-    what = f", {str(dtype).removeprefix('torch.')}"
-    return MappingProxyType(
-        {
-            name.replace(", ", f"{what}, ", 1): functools.partial(_on_ranks, scope, dtype)
-            for name, scope in rows.items()
-        }
-    )
-
-
-RANKED, RANKED_WIDE = _ranked(torch.bfloat16), _ranked(torch.float32)
+)
 NARROW: Mapping[str, Callable[[], Train]] = MappingProxyType(
     {
         "PyTorch, AdamW(fused)": Plain,
@@ -226,8 +213,7 @@ WIDE: Mapping[str, Callable[[], Train]] = MappingProxyType(
         "graphfsdp, one rank, captured": functools.partial(_of_bench, "full_iteration"),
     }
 )
-_ON_RANKS = MappingProxyType({**RANKED, **RANKED_WIDE})
-CONTENDERS = MappingProxyType({**NARROW, **COMPILED, **WIDE, **_ON_RANKS})
+CONTENDERS = MappingProxyType({**NARROW, **COMPILED, **WIDE, **RANKED})
 
 
 # ---- what is counted ----
@@ -273,7 +259,7 @@ def _nbytes(tensor: Tensor) -> int:
 def measure(name: str) -> dict[str, int]:
     """Train with a contender, and count its last iteration; in a process of its own."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not played
-    if name in _ON_RANKS:
+    if name in RANKED:
         torch.cuda.set_device(int(os.environ["RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
     train = CONTENDERS[name]()
@@ -308,7 +294,7 @@ def measured(name: str) -> dict[str, int]:
         "CUDA_STAND_IN_MEMORY": str(80 << 30),
     }
     command = [sys.executable, str(HERE / "tables.py"), "--measure", name]
-    ranks = NUM_RANKS if name in _ON_RANKS else 1
+    ranks = NUM_RANKS if name in RANKED else 1
     if ranks > 1:
         environment |= {"CUDA_STAND_IN_DEVICES": str(ranks), "WORLD_SIZE": str(ranks)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -393,8 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(name)))
         return 0
     sections: dict[str, str] = {}
-    kinds = {"narrow": NARROW, "compiled": COMPILED, "wide": WIDE}
-    kinds |= {"ranked": RANKED, "ranked_wide": RANKED_WIDE}
+    kinds = {"narrow": NARROW, "compiled": COMPILED, "wide": WIDE, "ranked": RANKED}
     for kind, names in kinds.items():
         found = {each: measured(each) for each in names if _is_here(each)}
         sections |= {f"launches_{kind}": launches(found), f"memory_{kind}": memory(found)}

@@ -271,6 +271,7 @@ def land_shards(case: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not library.is_below(), reason="its orders need the stand-in: make cuda-test")
+@pytest.mark.time_limit(300)
 @pytest.mark.parametrize("case", SHARDED)
 def test_gradients_of_shards_land_in_what_is_reduced(case: str, gpu_ranks: RankPool) -> None:
     assert gpu_ranks.run(land_shards, case) == [tuple(SHARDED[case][-2:])] * 2
