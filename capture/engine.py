@@ -181,12 +181,9 @@ class Engine:
         """Return what compares the numbers of a warm-up and of the capture after it."""
         stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
         has_run = self._has_iterated and trains
-        device, gradients = self.backend.device, self.gradients
-        landing = None
-        # Gradients of shards are laid into a buffer of their own, for their reduction.
-        if trains and device.type == "cuda" and not sharded_roots(self.model):
-            may_wait = not self.steps_inside and not gradients.have_other_hooks
-            landing = Landing(gradients.storages(), may_wait=may_wait)
+        device = self.backend.device
+        watches = trains and device.type == "cuda"
+        landing = Landing(self.gradients.storages(), device) if watches else None
         return ConstantWatch(
             self.model,
             device,

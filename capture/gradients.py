@@ -9,9 +9,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wrap_like
-from graphfsdp.base.flat_buffer import FlatBuffer
+from graphfsdp.base.flat_buffer import FlatBuffer, copy_all
 from graphfsdp.base.sharded import MainGrad
 from graphfsdp.errors import CaptureError, ConfigError
+
+# Gradients that wait to be copied together take memory beside their buffers, this much at most:
+# small ones until a backward pass is over, larger ones apart from them until it is reached.
+_SMALL_BYTES = 256 << 10
+_WAITING_BYTES = 16 << 20
 
 
 class Binding(enum.Enum):
@@ -27,7 +32,7 @@ class _Entry:
 
     __slots__ = (
         *("__weakref__", "binding", "binds_at_once", "landed"),
-        *("name", "param", "sharding", "view"),
+        *("name", "param", "room", "sharding", "view"),
     )
 
     def __init__(
@@ -45,6 +50,7 @@ class _Entry:
         self.sharding = sharding
         self.landed = False
         self.binds_at_once = False
+        self.room: _WaitingRoom | None = None
 
     @property
     def groups(self) -> RankGroups:
@@ -59,6 +65,19 @@ class _Entry:
     def shown(self) -> Tensor | None:
         is_decoupled = self.binding is Binding.DECOUPLED_GRAD
         return _decoupled_grad(self.param) if is_decoupled else self.param.grad
+
+    def arrive(self, param: Tensor) -> None:
+        """Land what autograd has just accumulated, or have it wait to land with others.
+
+        Until it does, ``param.grad`` is what it would be without us, for whoever looks at it.
+        """
+        room, grad = self.room, param.grad
+        if room is None or grad is None or not room.takes(self, grad):
+            self.land(param)
+            return
+        room.add(self, grad)
+        if self.binding is not Binding.GRAD:
+            param.grad = None
 
     def land(self, param: Tensor) -> None:
         """Move what autograd has just accumulated into the persistent view.
@@ -120,6 +139,55 @@ class _Entry:
         self.landed = False
 
 
+class _WaitingRoom:
+    """First gradients on a GPU, until they are copied into their views, many at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: int | None = None
+        self._waiting: dict[_Entry, Tensor] = {}
+        self._num_bytes = 0
+
+    def begin(self) -> None:
+        self._waiting, self._num_bytes = {}, 0
+        self._stream = self._current_stream()
+
+    def takes(self, entry: _Entry, grad: Tensor) -> bool:
+        """Tell whether it is a first gradient, a plain one, on the iteration's own stream."""
+        if entry in self._waiting:
+            self.copy()  # another one of the same parameter, in the same backward pass
+        hooks: Mapping[int, object] = entry.param._post_accumulate_grad_hooks or {}
+        if entry.landed or entry.binds_at_once or len(hooks) > 1:
+            return False
+        plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad
+        return plain and self._current_stream() == self._stream
+
+    def add(self, entry: _Entry, grad: Tensor) -> None:
+        self._waiting[entry] = grad
+        self._num_bytes += entry.view.nbytes
+        if self._num_bytes >= _WAITING_BYTES:
+            self.copy()
+
+    def copy(self) -> None:
+        """Have all land that wait. Capture: see copy_all."""
+        waiting, self._waiting, self._num_bytes = self._waiting, {}, 0
+        came = {}
+        for entry, grad in waiting.items():
+            # Somebody may have put another one there since, or none.
+            now = entry.param.grad if entry.binding is Binding.GRAD else grad
+            if now is not None:
+                came[entry] = now
+        with torch.no_grad():
+            copy_all([entry.view for entry in came], [*came.values()])
+        for entry in came:
+            entry.landed = True
+            if entry.binding is Binding.GRAD:
+                entry.param.grad = entry.view
+
+    def _current_stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
 Landed = list[tuple[nn.Parameter, Tensor, _Entry]]
 
 
@@ -130,7 +198,8 @@ class PersistentGradients:
     the backward kernel made ("stealing"). An iteration therefore starts with ``.grad = None``;
     a hook copies each stolen gradient into its view as soon as it exists, and binds the view.
     Later microbatches are added in place by autograd itself. So there is no memset, and at
-    most one gradient exists twice at a time.
+    most one gradient exists twice at a time. On a GPU, where each copy is a launch, gradients wait
+    for others to be copied with, a few MiB of them: those of a compiled region come all at once.
     """
 
     def __init__(
@@ -158,6 +227,7 @@ class PersistentGradients:
             binding = Binding.DECOUPLED_GRAD if main_grad.decoupled else Binding.GRAD
             entries[name] = _Entry(name, param, main_grad.view, binding, sharding=main_grad)
         self.buffers: list[FlatBuffer] = []
+        self._rooms: dict[tuple[torch.device, bool], _WaitingRoom] = {}
         for (dtype, device), members in groups.items():
             parts = [local_part(param) for _, param in members]
             buffer = FlatBuffer(parts, dtype=dtype, device=device)
@@ -166,6 +236,9 @@ class PersistentGradients:
                 view = wrap_like(local_view, param)
                 binding = _binding(name, param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
+                if device.type == "cuda" and view is local_view:
+                    kind = device, view.nbytes <= _SMALL_BYTES
+                    entries[name].room = self._rooms.setdefault(kind, _WaitingRoom(device))
         self._entries = [entries[name] for name in named_params]
         # In the order of the parameters, which is that of every rank's collectives.
         shared = [*(g.groups for g in sharded.values()), *(e.groups for e in self._entries)]
@@ -189,9 +262,17 @@ class PersistentGradients:
         for entry in self._entries:
             entry.unbind()
             entry.binds_at_once = bind_at_once
+        for room in self._rooms.values():
+            room.begin()
+
+    def end_backward(self) -> None:
+        """Have all gradients land that wait for others. Capture: see copy_all."""
+        for room in self._rooms.values():
+            room.copy()
 
     def finish(self) -> None:
         """Bind the view of every parameter that got a gradient in this iteration."""
+        self.end_backward()
         self._were_bound = True
         for entry in self._entries:
             if entry.sharding is not None:
@@ -200,12 +281,6 @@ class PersistentGradients:
                 entry.adopt()
             elif entry.landed:
                 entry.bind()
-
-    @property
-    def have_other_hooks(self) -> bool:
-        """Whether somebody else looks at gradients as soon as they have been accumulated."""
-        hooks = (getattr(e.param, "_post_accumulate_grad_hooks", None) for e in self._entries)
-        return sum(map(len, filter(None, hooks))) > len(self._handles)
 
     def landed(self) -> Landed:
         """Return what the last iteration has left bound, for replays of it."""
@@ -279,6 +354,8 @@ class PersistentGradients:
 
         def restore() -> None:
             self._landed = None
+            for room in self._rooms.values():
+                room.begin()
             for entry, grad, decoupled_grad, landed in saved:
                 entry.param.grad = grad
                 if entry.binding is Binding.DECOUPLED_GRAD:
@@ -309,7 +386,7 @@ def _landing(entry: _Entry) -> Callable[[Tensor], None]:
     def land(param: Tensor) -> None:
         target = reference()
         if target is not None:
-            target.land(param)
+            target.arrive(param)
 
     return land
 

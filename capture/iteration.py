@@ -169,6 +169,7 @@ class Iteration(AnyIteration):
                 scaled = loss / num_microbatches if num_microbatches > 1 else loss
             with nvtx_range("backward"):
                 torch.autograd.backward(scaled)
+                self._gradients.end_backward()
         return pytree.tree_map(own, output)
 
     def _loss_of(self, output: Any) -> Tensor:

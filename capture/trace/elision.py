@@ -14,8 +14,6 @@ from torch import Tensor
 from graphfsdp._capture.trace.values import Node, Value, span_bytes, values_in
 from graphfsdp.base.memory_plan import Lifetime
 
-Touch = tuple[int, int, int]  # index of a node, begin and end of the addresses
-
 
 @dataclass(frozen=True)
 class ElidedCopy:
@@ -48,46 +46,32 @@ def elided_copies(
     geometry of the target, which lies outside the iteration, is aligned, so that no kernel sees a
     place that eager mode would not give it, and is not touched while the storage is in use.
     """
-    touched = touches_of(nodes, scratch)
-    found: dict[int, ElidedCopy] = {}
-    for index, target, source in copies_to(nodes, scratch):
-        life = lives.get(id(source.storage))
-        if life is None or life.end != index or not _is_whole(source, life.num_bytes):
-            continue
-        if source.geometry[1:] != target.geometry[1:]:
-            continue
-        storage = target.storage.get()
-        low, _ = addresses(target)
-        if low % alignment_bytes:
-            continue
-        high, window = low + life.num_bytes, range(life.start, index)
-        if any(step in window and begin < high and low < end for step, begin, end in touched):
-            continue
-        found[id(source.storage)] = ElidedCopy(index, storage, low - storage.data_ptr())
-    return found
-
-
-def touches_of(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> list[Touch]:
-    """Return which nodes touch which addresses of ``scratch``."""
     storages = {tensor.untyped_storage()._cdata for tensor in scratch}
-    return [
+    touched = [
         (index, *addresses(value))
         for index, node in enumerate(nodes)
         for value in values_of(node)
         if value.storage.external and value.storage.ref.cdata in storages
     ]
-
-
-def copies_to(
-    nodes: Sequence[Node], scratch: Sequence[Tensor]
-) -> Iterator[tuple[int, Value, Value]]:
-    """Yield the copies of tensors to ``scratch``: index of the node, target and source."""
-    storages = {tensor.untyped_storage()._cdata for tensor in scratch}
+    found: dict[int, ElidedCopy] = {}
     for index, node in enumerate(nodes):
-        if node.op is torch.ops.aten.copy_.default:
-            target, source = node.args[:2]
-            if target.storage.ref.cdata in storages and isinstance(source, Value):
-                yield index, target, source
+        if node.op is not torch.ops.aten.copy_.default:
+            continue
+        target, source = node.args[:2]
+        life = lives.get(id(source.storage)) if isinstance(source, Value) else None
+        if life is None or life.end != index or not is_whole(source, life.num_bytes):
+            continue
+        if target.storage.ref.cdata not in storages or source.geometry[1:] != target.geometry[1:]:
+            continue
+        low, high = addresses(target)
+        window = range(life.start, index)
+        if low % alignment_bytes or any(
+            step in window and begin < high and low < end for step, begin, end in touched
+        ):
+            continue
+        storage = target.storage.get()
+        found[id(source.storage)] = ElidedCopy(index, storage, low - storage.data_ptr())
+    return found
 
 
 def values_of(node: Node) -> Iterator[Value]:
@@ -97,10 +81,16 @@ def values_of(node: Node) -> Iterator[Value]:
 
 def addresses(value: Value) -> tuple[int, int]:
     start = value.storage.get().data_ptr()
-    return start + value.geometry[0] * value.geometry[3].itemsize, start + span_bytes(value)
+    begin, end = places(value)
+    return start + begin, start + end
 
 
-def _is_whole(value: Value, num_bytes: int) -> bool:
+def places(value: Value) -> tuple[int, int]:
+    """Return the first byte of its storage that a value looks at, and that behind the last."""
+    return value.geometry[0] * value.geometry[3].itemsize, span_bytes(value)
+
+
+def is_whole(value: Value, num_bytes: int) -> bool:
     """Tell whether a value is all of its storage, without gaps, conjugation or negation."""
     _, shape, _, dtype, *_ = value.geometry
     return is_plain(value) and 0 < math.prod(shape) * dtype.itemsize == num_bytes

@@ -7,29 +7,22 @@ and the copy is left out. Every operator of the capture is compared with that of
 it runs, by the memory that it is given. Where they part, nothing is redirected any more; if they do
 while a product waits in a gradient for its copy, the capture is refused.
 
-What no ``out=`` can avoid (gradients of norms, say) is copied by one kernel at the end of the
-backward pass, where it is small and no operator looks at the gradient before. Kernels that are no
-operators are not seen here: where such a one may look at a gradient before the end, no copy waits.
+Gradients of shards are copied into a buffer that is made when all of a unit's have come, and that
+a collective reduces. Its memory is taken when the first of them is computed, and given to the
+iteration when it asks for the buffer; so it is never there beside what has landed in it.
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphfsdp._capture.trace.elision import (
-    ElidedCopy,
-    Touch,
-    addresses,
-    copies_to,
-    elided_copies,
-    is_plain,
-    touches_of,
-)
+from graphfsdp._capture.trace.elision import is_plain, is_whole, places
 from graphfsdp._capture.trace.out_forms import COPIES, WITH_OUT, out_overload, short_name
 from graphfsdp._capture.trace.values import (
     Geometry,
@@ -42,31 +35,33 @@ from graphfsdp._capture.trace.values import (
     span_bytes,
 )
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.memory_plan import Lifetime
-from graphfsdp.base.op_tensors import OpCall, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, flat_tensors, is_empty
 from graphfsdp.errors import CaptureError
 
 # Where a kernel may do without regard to alignment, of all that torch calls: cuBLASLt looks up to
 # this far when it chooses an algorithm. What the allocator gives has more.
 _ALIGNMENT_BYTES = 256
-# Gradients that wait for the end of the backward pass take memory beside their buffers.
-_LATE_BYTES = 16 << 20
+_COPY_ALL = torch.ops.aten._foreach_copy_.default
+_COPYING = (torch.ops.aten.copy_.default, _COPY_ALL)
+_REDUCTIONS = ("graphfsdp::reduce_scatter_", "graphfsdp::all_reduce_")
 
 
 class Trace:
     """What an iteration did, operator by operator; holds no tensor.
 
     Attributes:
+        device: Whose streams they run on.
         nodes: The operators; their arguments are all tensors, lists opened.
         at_home: Whether each of them ran on the iteration's own stream.
         plain: Other arguments, by index, of those that may be redirected.
     """
 
-    def __init__(self, home: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.nodes: list[Node] = []
         self.at_home: list[bool] = []
         self.plain: dict[int, list[str]] = {}
-        self._home = home
+        self.device = device
+        self._home = self._stream()
         self._storages = StorageTable()
         self._numbers: dict[int, int] = {}  # of storages as they came, by id of the StorageInfo
 
@@ -77,22 +72,32 @@ class Trace:
         self.add(call, arguments, result)
         return result
 
-    def add(self, call: OpCall, arguments: list[Value], result: Any) -> Node:
-        made = self.values(flat_tensors([result]), external=False)
+    def add(
+        self, call: OpCall, arguments: list[Value], result: Any, noted: Sequence[Value] = ()
+    ) -> Node:
+        made = self.values(flat_tensors([result]), noted, external=False)
         node = Node(call.op, [*arguments], {}, [*made], "", effects=bool(call.written))
-        if _can_land(call.op):
+        if _can_land(call.op) or is_empty(call.op):
             self.plain[len(self.nodes)] = _plain(call)
         self.nodes.append(node)
-        self.at_home.append(self.is_at_home(call))
+        self.at_home.append(self.is_at_home())
         return node
 
-    def is_at_home(self, call: OpCall) -> bool:
-        return _stream_of(call.tensors) in (self._home, None)
+    def is_at_home(self) -> bool:
+        return self._stream() == self._home
 
-    def values(self, tensors: Sequence[Tensor], *, external: bool = True) -> list[Value]:
-        return [self.value(each, external=external) for each in tensors if has_storage(each)]
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def value(self, tensor: Tensor, *, external: bool = True) -> Value:
+    def values(
+        self, tensors: Sequence[Tensor], noted: Sequence[Value] = (), *, external: bool = True
+    ) -> list[Value]:
+        """``noted`` are those of another run."""
+        held = [tensor for tensor in tensors if has_storage(tensor)]
+        pairs = zip(held, noted if len(noted) == len(held) else [None] * len(held), strict=True)
+        return [self.value(tensor, other, external=external) for tensor, other in pairs]
+
+    def value(self, tensor: Tensor, noted: Value | None, *, external: bool) -> Value:
         """``external``: if the storage was not seen before, the iteration has not made it."""
         info = self._storages.find(tensor, "trace")
         if info is None:
@@ -107,38 +112,49 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Landing:
-    """A product that is computed in a gradient: ``made`` as its operator returned it."""
+    """A product that can be computed where it is to be copied to.
+
+    Attributes:
+        made: It, as its operator returned it.
+        until: Index of the copy.
+        number: Which of the tensors that are copied there it is.
+        first_byte: Where in the storage.
+        storage: Of the gradient; None as long as the iteration has not made it.
+        empty: Index of the node that makes it then; else -1.
+    """
 
     made: Value
-    copy: ElidedCopy
+    until: int
+    number: int
+    first_byte: int
+    storage: torch.UntypedStorage | None
+    empty: int
 
     @property
     def begin(self) -> int:
-        return self.copy.storage.data_ptr() + self.copy.first_byte
+        assert self.storage is not None
+        return self.storage.data_ptr() + self.first_byte
 
-    @property
-    def end(self) -> int:
-        return self.begin + span_bytes(self.made)
+    def holds(self, tensor: Tensor) -> bool:
+        return self.begin <= tensor.data_ptr() < self.begin + span_bytes(self.made)
 
-    def place(self) -> Tensor:
+    def tensor(self) -> Tensor:
+        assert self.storage is not None
         with _disable_current_modes():  # this is none of the iteration's operators
-            return materialise(self.made, self.copy.storage, self.copy.first_byte)
+            return materialise(self.made, self.storage, self.first_byte)
 
 
 class Landing:
     """Notes warm-ups, and redirects captures that do the same as the last of them."""
 
-    def __init__(self, gradients: Sequence[Tensor], *, may_wait: bool) -> None:
-        """``gradients`` look at all memory of the persistent gradients.
-
-        ``may_wait``: nobody but the iteration's own operators uses them before its end.
-        """
+    def __init__(self, gradients: Sequence[Tensor], device: torch.device) -> None:
+        """``gradients`` look at all memory of the persistent gradients."""
         self._gradients = gradients
-        self._may_wait = may_wait
+        self._device = device
         self._noted: Trace | None = None
 
     def noting(self) -> Trace:
-        self._noted = Trace(_stream_of(self._gradients) or 0)
+        self._noted = Trace(self._device)
         return self._noted
 
     def redirecting(self) -> "Redirection | None":
@@ -146,37 +162,8 @@ class Landing:
         noted = self._noted
         if noted is None:
             return None
-        touches = _touches(noted)
-        lives = _lives(noted, touches)
-        found = elided_copies(noted.nodes, lives, self._gradients, _ALIGNMENT_BYTES)
-        at_gradients = touches_of(noted.nodes, self._gradients)
-        landings = {}
-        for index, node in enumerate(noted.nodes):
-            made = _made(node)
-            if made is not None and id(made.storage) in found:
-                landing = _Landing(made, found[id(made.storage)])
-                if _is_in_order(noted, index, landing, at_gradients):
-                    landings[index] = landing
-        late = set(self._late(noted, touches, at_gradients)) if self._may_wait else set()
-        late.difference_update(landing.copy.index for landing in landings.values())
-        return Redirection(noted, landings, late, _stream_of(self._gradients) or 0)
-
-    def _late(
-        self, noted: Trace, touches: Mapping[int, Sequence[int]], at_gradients: Sequence[Touch]
-    ) -> Iterator[int]:
-        """Yield the small copies to gradients that may as well be made at the end, by index."""
-        num_bytes = 0
-        for index, target, source in copies_to(noted.nodes, self._gradients):
-            storage, (begin, end) = source.storage, addresses(target)
-            is_last = touches[id(storage)][-1] == index and not storage.alive
-            if storage.external or not is_last or not noted.at_home[index]:
-                continue
-            after = (touch for touch in at_gradients if touch[0] > index)
-            if any(low < end and begin < high for _, low, high in after):
-                continue
-            if num_bytes + span_bytes(source) <= _LATE_BYTES:
-                num_bytes += span_bytes(source)
-                yield index
+        gradients = {tensor.untyped_storage()._cdata for tensor in self._gradients}
+        return Redirection(noted, dict(_landings(noted, gradients)))
 
 
 class Redirection(Trace):
@@ -186,16 +173,12 @@ class Redirection(Trace):
         failure: Why the capture is refused.
     """
 
-    def __init__(
-        self, noted: Trace, landings: Mapping[int, _Landing], late: Collection[int], home: int
-    ) -> None:
-        """``late`` are copies that may wait for the end, by index."""
-        super().__init__(home)
+    def __init__(self, noted: Trace, landings: Mapping[int, _Landing]) -> None:
+        super().__init__(noted.device)
         self._noted = noted
         self._landings = landings
-        self._late = late
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # for the end: target and source
-        self._pending: dict[int, _Landing] = {}  # by index of the copy
+        self._ahead: dict[int, Tensor] = {}  # memory that the iteration asks for later, by index
+        self._landed: dict[int, _Landing] = {}  # by id of the StorageInfo that was noted
         self._follows = True
         self.failure: CaptureError | None = None
 
@@ -203,89 +186,75 @@ class Redirection(Trace):
         if not self._follows:
             return call.run()
         index = len(self.nodes)
-        copied = self._pending.pop(index, None)
-        arguments = self._arguments(call, copied)
-        self._compare(index, call, arguments)
-        if copied is not None:
-            if not _is_in_place(call, copied):
+        noted = self._noted.nodes[index] if index < len(self._noted.nodes) else None
+        arguments = self.values(call.tensors, () if noted is None else noted.args)
+        self._compare(noted, call, arguments)
+        landed = [each for each in self._landed.values() if each.until == index]
+        if noted is None or not self._follows:
+            return call.run()
+        if landed:
+            if not all(_is_in_place(call, each) for each in landed):
                 raise self._other_way(call)
-            result = _left_out(call)
-        elif index in self._late and self._follows:
-            self._waiting.append((call.args[0], call.args[1]))
-            result = _left_out(call)
-        elif self._lands(index, call):
-            landing = self._landings[index]
-            self._pending[landing.copy.index] = landing
+            result = _copy_others(call, {each.number for each in landed})
+        elif index in self._ahead and self._is_called_alike(call):
+            result = self._ahead.pop(index)
+        elif index in self._landings and self._is_called_alike(call):
             # Held by nobody else, or autograd would copy it instead of taking it.
-            result = _run_into(call, landing.place())
+            result = _run_into(call, self._land(self._landings[index]).tensor())
         else:
             result = call.run()
-        if self._follows:
-            node = self.add(call, arguments, result)
-            self._compare_results(index, call, node)
+        made = [value for value in noted.outputs if value is not None]
+        node = self.add(call, arguments, result, made)
+        for each in landed:
+            del self._landed[id(each.made.storage)]
+        if not self._is_same(made, [value for value in node.outputs if value is not None]):
+            self._part(call)
         return result
 
     def finish(self) -> None:
         """CaptureError: the iteration was over before a product had reached its gradient."""
-        if self._pending:
+        if self._is_waiting():
             raise self._other_way(None)
-        self._copy_late()
 
-    def _copy_late(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            targets, sources = zip(*waiting, strict=True)
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
-
-    def value(self, tensor: Tensor, *, external: bool = True) -> Value:
-        landing = self._landing_at(tensor)
-        if landing is None:
-            return super().value(tensor, external=external)
-        self._numbers.setdefault(id(landing.made.storage), len(self._numbers))
+    def value(self, tensor: Tensor, noted: Value | None, *, external: bool) -> Value:
+        """Where a product has landed in a gradient, a tensor is what it was in the warm-up."""
+        landed = None if noted is None else self._landed.get(id(noted.storage))
+        if landed is None or not landed.holds(tensor):
+            return super().value(tensor, noted, external=external)
+        self._numbers.setdefault(id(landed.made.storage), len(self._numbers))
         offset, *others = geometry_of(tensor)
-        offset -= landing.copy.first_byte // tensor.element_size()
-        return Value(landing.made.storage, (offset, *others), None)  # type: ignore[arg-type]
+        offset -= landed.first_byte // tensor.element_size()
+        return Value(landed.made.storage, (offset, *others), None)  # type: ignore[arg-type]
 
-    def _landing_at(self, tensor: Tensor) -> _Landing | None:
-        address = tensor.data_ptr() if self._pending else 0
-        for landing in self._pending.values():
-            if landing.begin <= address < landing.end:
-                return landing
-        return None
+    def _land(self, landing: _Landing) -> _Landing:
+        if landing.storage is None:
+            made = self._noted.nodes[landing.empty].outputs[0]
+            if made is not None and landing.empty not in self._ahead:
+                _, shape, stride, dtype, *_ = made.geometry
+                self._ahead[landing.empty] = torch.empty_strided(
+                    shape, stride, dtype=dtype, device=self.device
+                )
+            landing = replace(landing, storage=self._ahead[landing.empty].untyped_storage())
+        self._landed[id(landing.made.storage)] = landing
+        return landing
 
-    def _arguments(self, call: OpCall, copied: _Landing | None) -> list[Value]:
-        if copied is None:
-            return self.values(call.tensors)
-        # The gradient as it is, and then what has landed there.
-        target = super().value(call.tensors[0])
-        self._pending[-1] = copied
-        source = self.values(call.tensors[1:])
-        del self._pending[-1]
-        return [target, *source]
+    def _is_called_alike(self, call: OpCall) -> bool:
+        return not torch.is_grad_enabled() and self._noted.plain[len(self.nodes)] == _plain(call)
 
-    def _lands(self, index: int, call: OpCall) -> bool:
-        if index not in self._landings or not self._follows or torch.is_grad_enabled():
-            return False
-        return self._noted.plain.get(index) == _plain(call)
-
-    def _compare(self, index: int, call: OpCall, arguments: Sequence[Value]) -> None:
-        noted = self._noted.nodes[index] if index < len(self._noted.nodes) else None
+    def _compare(self, noted: Node | None, call: OpCall, arguments: Sequence[Value]) -> None:
         same = noted is not None and noted.op is call.op and self._is_same(noted.args, arguments)
-        if not same or self._noted.at_home[index] != self.is_at_home(call):
-            self._part(call)
-
-    def _compare_results(self, index: int, call: OpCall, node: Node) -> None:
-        made = [value for value in node.outputs if value is not None]
-        noted = [value for value in self._noted.nodes[index].outputs if value is not None]
-        if not self._is_same(noted, made):
+        if not same or self._noted.at_home[len(self.nodes)] != self.is_at_home():
             self._part(call)
 
     def _part(self, call: OpCall) -> None:
-        if self._pending or (self._waiting and not self.is_at_home(call)):
+        if self._is_waiting():
             raise self._other_way(call)
         self._follows = False
-        self._copy_late()
+        self._ahead.clear()  # the iteration makes its own, and nobody minds where products lie
+
+    def _is_waiting(self) -> bool:
+        """Tell whether something lies where the iteration expects it after a copy only."""
+        return any(landed.empty not in self._ahead for landed in self._landed.values())
 
     def _other_way(self, call: OpCall | None) -> CaptureError:
         self.failure = CaptureError(
@@ -302,30 +271,82 @@ class Redirection(Trace):
         return places == [self.place(value) for value in now]
 
 
-def _touches(trace: Trace) -> dict[int, list[int]]:
-    """Return which nodes do more with a storage than look at it, by id of its StorageInfo."""
-    touches: dict[int, list[int]] = {}
+def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _Landing]]:
+    """Yield what can be computed where it is copied to, by index of its operator.
+
+    Of each product that is made in memory of its own, all of which is copied by the one operator
+    that does more with it than look at it, and which nobody keeps. The target has the same form
+    and is aligned, so that no kernel sees a place that eager mode would not give it; nobody touches
+    it in between, and what has touched it before is over by then, by the order of its stream alone.
+    """
+    touches = _touches(trace)
+    buffers = _reduced_buffers(trace)
+    products = {}
+    for index, node in enumerate(trace.nodes):
+        made = _made(node)
+        if made is not None and _can_land(node.op) and is_plain(made):
+            products[id(made.storage)] = index, made
+    for until, number, target, source in _copies(trace):
+        index, made = products.get(id(source.storage), (until, source))
+        only_copied = [step for step, *_ in touches[id(source.storage)]] == [until]
+        if index == until or not only_copied or source.storage.alive:
+            continue
+        if not is_whole(source, span_bytes(made)) or source.geometry[1:] != target.geometry[1:]:
+            continue
+        begin, end = places(target)
+        storage, empty = None, buffers.get(id(target.storage), -1)
+        if target.storage.external and target.storage.ref.cdata in gradients:
+            storage = target.storage.get()
+        elif not index < empty < until:
+            continue
+        touched = touches[id(target.storage)]
+        steps = [at for at, low, high in touched if at < until and low < end and begin < high]
+        in_order = all(trace.at_home[step] for step in (index, until, *steps))
+        is_free = not any(index <= step for step in steps)
+        address = begin if storage is None else storage.data_ptr() + begin
+        if in_order and is_free and address % _ALIGNMENT_BYTES == 0:
+            yield index, _Landing(made, until, number, begin, storage, empty)
+
+
+def _touches(trace: Trace) -> Mapping[int, Sequence[tuple[int, int, int]]]:
+    """Return which nodes do more with a storage than look at it, and where.
+
+    By id of its StorageInfo; places are the first byte and the one behind the last.
+    """
+    touches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for index, node in enumerate(trace.nodes):
         given = {id(value.storage) for value in node.args}
         made = {id(value.storage) for value in node.outputs if value is not None}
-        if node.effects or not made or not made <= given:
-            for key in given:
-                touches.setdefault(key, []).append(index)
+        if (node.effects or not made or not made <= given) and not is_empty(node.op):
+            for value in node.args:
+                touches[id(value.storage)].append((index, *places(value)))
     return touches
 
 
-def _lives(trace: Trace, touches: Mapping[int, Sequence[int]]) -> dict[int, Lifetime]:
-    """Return when a storage is made and copied, of those with which nothing else is done."""
-    lives = {}
+def _reduced_buffers(trace: Trace) -> dict[int, int]:
+    """Return by id of its StorageInfo which node makes the memory of what is reduced."""
+    reduced = {
+        id(value.storage)
+        for node in trace.nodes
+        if node.op._schema.name in _REDUCTIONS
+        for value in node.args
+    }
+    return {
+        id(value.storage): index
+        for index, node in enumerate(trace.nodes)
+        if is_empty(node.op) and trace.at_home[index]
+        for value in node.outputs
+        if value is not None and id(value.storage) in reduced
+    }
+
+
+def _copies(trace: Trace) -> Iterator[tuple[int, int, Value, Value]]:
+    """Yield each tensor that is copied: index of the node, its number there, target, source."""
     for index, node in enumerate(trace.nodes):
-        made = _made(node)
-        if made is None or not _can_land(node.op) or not is_plain(made):
-            continue
-        uses = touches.get(id(made.storage), ())
-        # What somebody keeps has to stay where it is.
-        if len(uses) == 1 and not made.storage.alive:
-            lives[id(made.storage)] = Lifetime(index, uses[0], span_bytes(made))
-    return lives
+        if node.op in _COPYING:
+            half = len(node.args) // 2
+            for number, pair in enumerate(zip(node.args[:half], node.args[half:], strict=True)):
+                yield index, number, *pair
 
 
 def _made(node: Node) -> Value | None:
@@ -336,30 +357,22 @@ def _made(node: Node) -> Value | None:
     return None if any(value.storage is made.storage for value in node.args) else made
 
 
-def _is_in_order(trace: Trace, index: int, landing: _Landing, touched: Sequence[Touch]) -> bool:
-    """Tell whether what has touched the gradient before is over by then, by its stream alone."""
-    until = landing.copy.index
-    steps = (step for step, low, high in touched if low < landing.end and landing.begin < high)
-    return all(trace.at_home[step] for step in (index, until, *steps) if step <= until)
+def _copy_others(call: OpCall, landed: Collection[int]) -> Any:
+    """Copy what has not landed; return what the operator would have."""
+    pairs = list(zip(*call.args[:2], strict=True)) if call.op is _COPY_ALL else [call.args[:2]]
+    for number in landed:
+        torch.ops.aten.detach.default(pairs[number][0])  # a look at it, for whoever watches
+    others = [pair for number, pair in enumerate(pairs) if number not in landed]
+    if len(others) == 1:
+        torch.ops.aten.copy_.default(*others[0])
+    elif others:
+        call.op(*map(list, zip(*others, strict=True)))
+    return None if call.op is _COPY_ALL else call.args[0]
 
 
-def _left_out(call: OpCall) -> Tensor:
-    """Return what a copy would have, which whoever watches sees as a look at it."""
-    target: Tensor = call.args[0]
-    torch.ops.aten.detach.default(target)
-    return target
-
-
-def _is_in_place(call: OpCall, landing: _Landing) -> bool:
-    return all(each.data_ptr() == landing.begin for each in call.tensors)
-
-
-def _stream_of(tensors: Sequence[Tensor]) -> int | None:
-    """Return the current stream of the first tensor that has one."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            return int(torch.cuda.current_stream(tensor.device).cuda_stream)
-    return None
+def _is_in_place(call: OpCall, landed: _Landing) -> bool:
+    pair = landed.number, landed.number + len(call.tensors) // 2
+    return all(call.tensors[each].data_ptr() == landed.begin for each in pair)
 
 
 @functools.cache

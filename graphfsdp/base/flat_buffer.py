@@ -47,6 +47,26 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others.
+
+    Capture: on a GPU a kernel for each sixty or so that have the same dtypes and strides as their
+        targets, in place of a node for each; all others one by one.
+    """
+    together: dict[tuple[torch.dtype, torch.dtype] | None, list[tuple[Tensor, Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        form = target.shape, target.stride()
+        alike = form == (source.shape, source.stride())
+        key = (target.dtype, source.dtype) if target.is_cuda and alike and is_dense(*form) else None
+        together.setdefault(key, []).append((target, source))
+    for key, pairs in together.items():
+        if key is not None and len(pairs) > 1:
+            torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+        else:
+            for target, source in pairs:
+                target.copy_(source)
+
+
 class FlatBuffer:
     """Views for a list of tensors in one zero-filled 1-D storage, in the same order.
 

@@ -33,7 +33,8 @@ def global_norm(
     if not sharded:
         return total.float()
     squares = {(): total.double().square()} | {
-        groups: _local_norm(tensors, device).double().square()
+        # An empty tensor costs a kernel in a list.
+        groups: _local_norm([part for part in tensors if part.numel()], device).double().square()
         for groups, tensors in sharded.items()
     }
     return reduce_parts(squares, torch.add, reduction="sum").sqrt().float()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.base.collectives import Transfer, all_reduce_, reduce_scatter_, under_way
+from graphfsdp.base.flat_buffer import copy_all
 from graphfsdp.base.streams import Lane
 from graphfsdp.sharding.buffer_pool import BufferPool, take
 from graphfsdp.sharding.layout import BufferLayout, Slot
@@ -79,9 +80,10 @@ class Gradients:
     def add(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
         """Add one backward pass's gradients, each whole, in slot order.
 
-        Capture: one copy or add per gradient, into a buffer from the graph's pool; where nothing is
-            sharded, into the main grads themselves.
+        Capture: the copies of `copy_all` or one add per gradient, into a buffer from the graph's
+            pool; where nothing is sharded, into the main grads themselves.
         """
+        targets, sources = [], []
         for slot, grad in zip(self._layout.slots, grads, strict=True):
             target = self._place(slot, accumulate=accumulate)
             if slot.index in self._written:
@@ -92,7 +94,9 @@ class Gradients:
             if grad is None:
                 target.zero_()
             else:
-                target.copy_(grad)
+                targets.append(target)
+                sources.append(grad)
+        copy_all(targets, sources)
 
     def view(self, slot: Slot, *, accumulate: bool) -> Tensor:
         """A whole gradient, zeroed once an iteration, for a layer that adds to it by itself."""

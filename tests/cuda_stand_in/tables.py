@@ -10,8 +10,10 @@ import contextlib
 import functools
 import importlib.util
 import json
+import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ if __name__ == "__main__":  # a program has its own folder on the path, and not 
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.distributed.fsdp as torch_fsdp  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch._C._distributed_c10d import HashStore  # noqa: E402
 
@@ -39,7 +42,8 @@ from graphfsdp.training.ranks import Ranks  # noqa: E402
 
 WORKLOAD, BATCH_SIZE = "gpt2-124m", 8
 NUM_CALLS = 6  # three warm-ups, the capture, and two of what is counted
-DEVICE = torch.device("cuda", 0)
+NUM_RANKS = 2
+DEVICE = torch.device("cuda", int(os.environ.get("RANK", "0")))
 _MIB = 1 << 20
 
 Train = Callable[[Tensor, Tensor], object]
@@ -59,8 +63,13 @@ class Plain:
     it. Gradients belong to the graph, so that nothing is zeroed or copied.
     """
 
-    def __init__(self, num_graphs: int = 0, compile_mode: str | None = None) -> None:
-        self._model = _model()
+    def __init__(
+        self,
+        num_graphs: int = 0,
+        compile_mode: str | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        self._model = _model() if model is None else model
         if compile_mode is not None:
             self._model.compile(mode=compile_mode)
         self._params = list(self._model.parameters())
@@ -120,8 +129,8 @@ class Plain:
         self._optimizer.step()
 
 
-def _ours(scope: str, *, compiled: bool = False) -> Train:
-    model = _model()
+def _ours(scope: str, *, compiled: bool = False, model: nn.Module | None = None) -> Train:
+    model = _model() if model is None else model
     narrow = torch.bfloat16
     optimizer = FusedAdam(
         model.parameters(), exp_avg_dtype=narrow, exp_avg_sq_dtype=narrow, **contenders.ADAM
@@ -156,6 +165,26 @@ def _of_bench(name: str) -> Train:
     return lambda *batch: made(batch, 0)
 
 
+# ---- who trains on two ranks, everything in bfloat16 ----
+
+
+def _on_ranks(scope: str | None) -> Train:
+    """Return FSDP2 in two graphs where no scope of ours is given."""
+    shard = torch_fsdp.fully_shard if scope is None else graphfsdp.fully_shard
+    model = _model()
+    for block in model.get_submodule("blocks").children():
+        shard(block)
+    shard(model)
+    return Plain(2, model=model) if scope is None else _ours(scope, model=model)
+
+
+RANKED: Mapping[str, Callable[[], Train]] = MappingProxyType(
+    {
+        "FSDP2, two graphs as in torchtitan": functools.partial(_on_ranks, None),
+        "graphfsdp, two ranks, eager": functools.partial(_on_ranks, "none"),
+        "graphfsdp, two ranks, captured": functools.partial(_on_ranks, "full_iteration"),
+    }
+)
 NARROW: Mapping[str, Callable[[], Train]] = MappingProxyType(
     {
         "PyTorch, AdamW(fused)": Plain,
@@ -184,7 +213,7 @@ WIDE: Mapping[str, Callable[[], Train]] = MappingProxyType(
         "graphfsdp, one rank, captured": functools.partial(_of_bench, "full_iteration"),
     }
 )
-CONTENDERS = MappingProxyType({**NARROW, **COMPILED, **WIDE})
+CONTENDERS = MappingProxyType({**NARROW, **COMPILED, **WIDE, **RANKED})
 
 
 # ---- what is counted ----
@@ -196,6 +225,10 @@ class _Bytes(OperatorMode):
     def __init__(self) -> None:
         super().__init__()
         self.in_captures = self.outside = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Past the pause for our own Python, in which a capture would not see streams wait.
+        return self._on_call(func, types, args, kwargs or {})
 
     def on_op(self, call: OpCall) -> Any:
         captures = torch.cuda.is_current_stream_capturing()
@@ -230,6 +263,9 @@ def _nbytes(tensor: Tensor) -> int:
 def measure(name: str) -> dict[str, int]:
     """Train with a contender, and count its last iteration; in a process of its own."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not played
+    if name in RANKED:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     train = CONTENDERS[name]()
     seq_length = find_workload(WORKLOAD).items_per_sample
     batch = [torch.zeros(BATCH_SIZE, seq_length, dtype=torch.int64, device=DEVICE) for _ in "xy"]
@@ -241,7 +277,9 @@ def measure(name: str) -> dict[str, int]:
         torch.cuda.synchronize()
         before = library.counts()
         # Under a mode torch.compile would run what it has compiled operator by operator.
-        counts_bytes = number >= contenders.WARMUP_STEPS and name not in COMPILED
+        # On several ranks our captures want to see streams wait for each other.
+        is_counted = name in NARROW or name in WIDE
+        counts_bytes = number >= contenders.WARMUP_STEPS and is_counted
         with operators if counts_bytes else contextlib.nullcontext():
             train(*batch)
         found = library.counts().since(before)
@@ -260,11 +298,32 @@ def measured(name: str) -> dict[str, int]:
         "CUDA_STAND_IN_MEMORY": str(80 << 30),
     }
     command = [sys.executable, str(HERE / "tables.py"), "--measure", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr}")
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    ranks = NUM_RANKS if name in RANKED else 1
+    if ranks > 1:
+        environment |= {"CUDA_STAND_IN_DEVICES": str(ranks), "WORLD_SIZE": str(ranks)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    running = [
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [each.communicate() for each in running]
+    for each, (_, errors) in zip(running, said, strict=True):
+        if each.returncode:
+            raise RuntimeError(f"{name} failed:\n{errors}")
+    found: dict[str, int] = json.loads(said[0][0].splitlines()[-1])
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def _is_here(name: str) -> bool:
@@ -324,7 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(name)))
         return 0
     sections: dict[str, str] = {}
-    for kind, names in (("narrow", NARROW), ("compiled", COMPILED), ("wide", WIDE)):
+    kinds = {"narrow": NARROW, "compiled": COMPILED, "wide": WIDE, "ranked": RANKED}
+    for kind, names in kinds.items():
         found = {each: measured(each) for each in names if _is_here(each)}
         sections |= {f"launches_{kind}": launches(found), f"memory_{kind}": memory(found)}
     PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), sections), encoding="utf-8")
