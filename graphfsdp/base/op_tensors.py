@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeGuard
 
@@ -166,7 +166,7 @@ class OpCall:
                 return mode.on_op(self)
             finally:
                 self._modes.append(mode)
-        if self.is_trusted and not self.is_ours:
+        if self.is_trusted and not self.is_ours and not torch._C._len_torch_dispatch_stack():
             # No Python is in there; a function mode saw the function that has led here.
             with torch._C.DisableTorchFunction():
                 return self.op(*self.args, **self.kwargs)
@@ -232,7 +232,8 @@ class OperatorMode(TorchDispatchMode):
     """Shows operators to whoever derives from it, wrapper tensors being taken apart first.
 
     Note [Our own Python]: a profile hook that is true to ``leaves_out_modes`` pauses in here. It
-    would be called for each of our own calls, some hundred for an operator.
+    would be called for each of our own calls, some hundred for an operator. It goes on where what
+    is left to run has Python: operators of others, modes below, and our operators that use streams.
 
     Note [Modes that join]: torch calls the modes of its stack one by one, which takes as long as
     what they do. So a mode that ``joins`` and is entered right inside of another such one stays
@@ -294,7 +295,7 @@ class OperatorMode(TorchDispatchMode):
             return self._on_call(func, types, args, kwargs or {})
         sys.setprofile(None)
         try:
-            return self._on_call(func, types, args, kwargs or {})
+            return self._on_call(func, types, args, kwargs or {}, profile)
         finally:
             sys.setprofile(profile)
 
@@ -304,6 +305,7 @@ class OperatorMode(TorchDispatchMode):
         types: Sequence[type],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        paused: Any = None,
     ) -> Any:
         if computes_nothing():
             return func(*args, **kwargs)
@@ -311,7 +313,10 @@ class OperatorMode(TorchDispatchMode):
             return NotImplemented  # it desugars itself; its inner operators come back here
         modes = (self, *self._joined)
         if isinstance(func, torch._ops.OpOverload):
-            return OpCall(func, args, kwargs, modes).run()
+            call = OpCall(func, args, kwargs, modes)
+            if paused is not None:
+                call.around = functools.partial(_resumed, paused)
+            return call.run()
         for mode in reversed(modes):
             mode.on_higher_order(func)
         return func(*args, **kwargs)
@@ -320,6 +325,15 @@ class OperatorMode(TorchDispatchMode):
         return call.run()
 
     def on_higher_order(self, func: Callable[..., Any]) -> None: ...
+
+
+@contextmanager
+def _resumed(profile: Any) -> Iterator[None]:
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def operator_modes() -> list[OperatorMode]:
