@@ -25,7 +25,7 @@ from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
 from parallel_models import EP_AXES
 from ranks import RankPool
-from sharding_helpers import STRATEGIES, hybrid_mesh
+from sharding_helpers import hybrid_mesh
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 POLICIES = {
@@ -35,7 +35,7 @@ POLICIES = {
     "rowwise": MixedPrecisionPolicy(gather_format="float8_rowwise"),
 }
 WRITERS = ("all_gather", "all_to_all")
-NUM_CALLS = 6
+NUM_CALLS = 2  # the second one is captured
 SEQUENCES, POSITIONS = 4, 5
 
 
@@ -88,7 +88,8 @@ def what_is_there(model: GPT, microbatches: int) -> dict[str, Any]:
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
     optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
-    with graphfsdp.capture(model, optimizer, microbatches=microbatches, max_grad_norm=1.0) as step:
+    options = {"microbatches": microbatches, "max_grad_norm": 1.0, "warmup_steps": 1}
+    with graphfsdp.capture(model, optimizer, **options) as step:
         for _ in range(NUM_CALLS):
             tokens = torch.randint(37, (SEQUENCES, POSITIONS))
             step(tokens, tokens)
@@ -177,9 +178,10 @@ def test_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPool)
 @pytest.mark.parametrize(
     ("strategy", "policy", "microbatches"),
     [
-        *((strategy, "bf16", 2) for strategy in STRATEGIES),
         ("no_shard", "fp32", 1),
-        ("optim_grads_params", "fp32", 1),
+        ("optim", "bf16", 2),
+        ("optim_grads", "fp32", 2),
+        ("optim_grads_params", "bf16", 1),
         ("optim_grads_params", "float8", 2),
     ],
 )
@@ -192,15 +194,13 @@ def test_plan_is_what_two_ranks_really_hold(
 @pytest.mark.parametrize(
     ("strategy", "policy", "outer"),
     [
-        ("optim_grads_params", "bf16", None),
         ("optim_grads_params", "bf16", "no_shard"),
-        ("optim_grads_params", "bf16", "optim"),
         ("optim", "fp32", "optim"),
         ("optim_grads_params", "rowwise", "optim"),
     ],
 )
-def test_plan_is_what_four_ranks_and_two_instances_really_hold(
-    ranks4: RankPool, strategy: str, policy: str, outer: str | None
+def test_plan_is_what_two_instances_of_two_ranks_really_hold(
+    ranks4: RankPool, strategy: str, policy: str, outer: str
 ) -> None:
     check(ranks4, strategy, policy, 2, outer)
 
@@ -316,9 +316,9 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
     counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
     assert counts["all_gather"] == 2 * counts["reduce_scatter"]
-    shorter = plan_json(f"{line} --seq-length 4096", capsys)
-    assert shorter["saved_activation_bytes"] < 0.51 * data["saved_activation_bytes"]
-    assert shorter["flops"] < data["flops"] / 2
+    half = plan_json(f"{line} --seq-length 4096 --num-layers 16", capsys)
+    assert half["saved_activation_bytes"] < 0.3 * data["saved_activation_bytes"]
+    assert half["flops"] < data["flops"] / 3.5
 
 
 def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture[str]) -> None:
