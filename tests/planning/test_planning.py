@@ -316,9 +316,12 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
     counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
     assert counts["all_gather"] == 2 * counts["reduce_scatter"]
-    half = plan_json(f"{line} --seq-length 4096 --num-layers 16", capsys)
-    assert half["saved_activation_bytes"] < 0.3 * data["saved_activation_bytes"]
-    assert half["flops"] < data["flops"] / 3.5
+    long, short = (
+        plan_json(f"--preset tiny --world-size 2 --seq-length {length}", capsys)
+        for length in (128, 64)
+    )
+    assert short["saved_activation_bytes"] < 0.51 * long["saved_activation_bytes"]
+    assert short["flops"] < long["flops"] / 2
 
 
 def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,14 +356,14 @@ def test_command_refuses_what_cannot_be(
 def test_a_pipeline_is_planned_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
     """Each rank of 1F1B keeps activations of one micro-batch more than the next one."""
     flags = ["plan", "--preset", "tiny", "--world-size", "8", "--json", "--global-batch-size", "32"]
-    flags += ["--num-layers", "8", "--untie-embeddings-and-output-weights"]
+    flags += ["--num-layers", "4", "--untie-embeddings-and-output-weights"]
     plans = {}
     for name, more in {
         "none": [],
         "1f1b": ["--pipeline-model-parallel-size", "4"],
         "place 2": ["--pipeline-model-parallel-size", "4", "--rank", "4"],
         "interleaved": [
-            *("--pipeline-model-parallel-size", "4"),
+            *("--pipeline-model-parallel-size", "2"),
             *("--num-layers-per-virtual-pipeline-stage", "1"),
         ],
     }.items():
@@ -369,7 +372,7 @@ def test_a_pipeline_is_planned_by_stage(capsys: pytest.CaptureFixture[str]) -> N
     assert plans["none"]["pipeline"] is None
     plain, interleaved = plans["1f1b"]["pipeline"], plans["interleaved"]["pipeline"]
     assert plain["bubble"] == 3 / (4 + 3)
-    assert interleaved["bubble"] == 3 / (2 * 4 + 3)
+    assert interleaved["bubble"] == 1 / (2 * 2 + 1)
     assert plain["message_bytes"] == 4 * 32 * 64 * 4
     assert plain["totals"][1] > plain["totals"][2]
     assert plans["place 2"]["total_bytes"] == plain["totals"][2]

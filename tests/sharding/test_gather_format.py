@@ -23,7 +23,7 @@ from graphfsdp.eight_bit.formats import (
     to_mxfp8,
 )
 from graphfsdp.eight_bit.weight import EightBitWeight
-from helpers import NUM_STEPS, set_lr
+from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,
@@ -33,8 +33,8 @@ from sharding_helpers import (
     assert_replayed,
     assert_same_training,
     hybrid_mesh,
-    learning_rate,
     num_steps_of,
+    train,
 )
 
 FORMATS = ("float8", "float8_rowwise", "mxfp8")
@@ -97,16 +97,9 @@ def data(index: int, width: int = WIDTH) -> Tensor:
 def trained(
     model: Any, scope: str, num_steps: int, decoupled: bool = False, **options: Any
 ) -> Training:
-    result = Training()
     extra: dict[str, Any] = {"use_decoupled_grad": True} if decoupled else {}
-    optimizer = adam(model, **extra)
-    with graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=1.0, **options) as step:
-        for index in range(num_steps):
-            set_lr(optimizer, learning_rate(index))
-            result.losses.append(step(data(index)))
-        result.params = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
-        result.report = step.report()
-    return result
+    options |= {"scope": scope, "data": [(data(index),) for index in range(num_steps)]}
+    return train(model, adam(model, **extra), max_grad_norm=1.0, **options)
 
 
 def replayed_as_eager(

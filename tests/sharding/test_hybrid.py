@@ -121,24 +121,27 @@ def test_the_outer_axis_is_reduced_in_the_last_microbatch_only(
 PASSES = ((True, True), (False, True), (True, False, True), ("local", True), ("local", False, True))
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS)
+# On one axis, and on two.
+SUMMED = [("no_shard", None), ("optim", None), ("optim_grads_params", None)]
+SUMMED += [("no_shard", "no_shard"), ("optim_grads", "no_shard")]
+SUMMED += [("optim", "optim"), ("optim_grads_params", "optim")]
+
+
+@pytest.mark.parametrize(("strategy", "outer"), SUMMED)
 @on_ranks("ranks4")
-def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: str) -> None:
+def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: str | None) -> None:
     """Backward passes in a row give the sum of their gradients, however they are reduced."""
     plain: Any = Net().double()
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     # What each rank adds up is the same; the factor of the last reduction is by kind of reduction.
-    both = (strategy, outer) in (PAIRS[0], PAIRS[1], PAIRS[-1])
+    both = (strategy, outer) in (SUMMED[0], SUMMED[1], SUMMED[-1])
+    axes: dict[str, Any] = {}
+    if outer is not None:
+        axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
     for reduction in ("mean", "sum") if both else ("mean",):
         model: Any = Net().double()
         model.load_state_dict(start)
-        model = shard(
-            model,
-            strategy,
-            mesh=hybrid_mesh(),
-            outer_strategy=outer,
-            gradient_reduction=reduction,
-        )
+        model = shard(model, strategy, gradient_reduction=reduction, **axes)
         for passes in PASSES:
             model.zero_grad()
             plain.zero_grad()
@@ -147,6 +150,7 @@ def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: s
                 model.set_is_last_microbatch(bool(last) or last == "local")
                 with model.no_sync() if last == "local" else contextlib.nullcontext():
                     model(*my_part(batch)).backward()
+                assert last != "local" or all(param.grad is None for param in model.parameters())
             scale = dist.get_world_size() if reduction == "sum" else 1
             for (name, got), whole in zip(
                 model.named_parameters(), plain.parameters(), strict=True

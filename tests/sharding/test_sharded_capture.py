@@ -120,14 +120,8 @@ def test_a_unit_that_runs_twice_and_batch_norm(strategy: str) -> None:
         torch.manual_seed(0)
         model = shard(Twice().to(rank_device()), strategy)
         optim = adam(model)
-        result = Training()
-        with graphfsdp.capture(model, optim, scope=scope, max_grad_norm=1.0) as step:
-            for index, x in enumerate(inputs(num_steps)):
-                set_lr(optim, learning_rate(index))
-                result.losses.append(step(x))
-            result.params = full_parameters(model)
-            result.buffers = {name: b.clone() for name, b in model.named_buffers()}
-        runs.append(result)
+        data = [(x,) for x in inputs(num_steps)]
+        runs.append(train(model, optim, data=data, scope=scope, max_grad_norm=1.0))
     assert_same_training(*runs)
     assert int(runs[0].buffers["blocks.1.num_batches_tracked"]) == num_steps
     # Against DDP's arithmetic by hand: the mean of the ranks' gradients of a plain model.
