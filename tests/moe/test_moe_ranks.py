@@ -139,8 +139,9 @@ def equals_dropless(dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert int(overflowed_tokens(layer)) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.6}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {"capacity_factor": 2.6}), (torch.bfloat16, {})], ids=str
+)
 def test_experts_of_other_ranks_have_the_bits_of_dropless_ones(
     ranks2: RankPool, ranks4: RankPool, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
