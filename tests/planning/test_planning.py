@@ -88,7 +88,11 @@ def what_is_there(model: GPT, microbatches: int) -> dict[str, Any]:
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
     optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
-    options = {"microbatches": microbatches, "max_grad_norm": 1.0, "warmup_steps": 1}
+    options: dict[str, Any] = {
+        "microbatches": microbatches,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 1,
+    }
     with graphfsdp.capture(model, optimizer, **options) as step:
         for _ in range(NUM_CALLS):
             tokens = torch.randint(37, (SEQUENCES, POSITIONS))

@@ -118,9 +118,11 @@ PASSES = ((True, True), (False, True), (True, False, True), ("local", True), ("l
 
 
 # On one axis, and on two.
-SUMMED = [("no_shard", None), ("optim", None), ("optim_grads_params", None)]
-SUMMED += [("no_shard", "no_shard"), ("optim_grads", "no_shard")]
-SUMMED += [("optim", "optim"), ("optim_grads_params", "optim")]
+SUMMED = [
+    *(("no_shard", None), ("optim", None), ("optim_grads_params", None)),
+    *(("no_shard", "no_shard"), ("optim_grads", "no_shard")),
+    *(("optim", "optim"), ("optim_grads_params", "optim")),
+]
 
 
 @pytest.mark.parametrize(("strategy", "outer"), SUMMED)
