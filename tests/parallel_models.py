@@ -25,21 +25,17 @@ from torch.distributed.tensor.parallel import (
 
 import graphfsdp
 from graphfsdp.base.collectives import all_gather_, reduce_scatter_
-from graphfsdp.optim import FusedAdam
-from helpers import set_lr
 from ranks import rank_device
 from sharding_helpers import (
-    ADAM_EPS,
-    MAX_NORM,
     VOCABULARY,
     Training,
+    adam,
     assert_replayed,
     assert_same_training,
     batches,
-    full_parameters,
     hybrid_mesh,
-    learning_rate,
     my_part,
+    train,
 )
 
 WIDTH = 8
@@ -231,31 +227,6 @@ def part_of_axis(batch: Sequence[Tensor], mesh: DeviceMesh, axis: str) -> list[T
     return [part[first : first + rows] for part in batch]
 
 
-def adam_of(model: nn.Module) -> torch.optim.Optimizer:
-    params = [param for param in model.parameters() if param.requires_grad]
-    return FusedAdam(params, lr=0.02, eps=ADAM_EPS, weight_decay=0.1)
-
-
-def train_parts(
-    model: nn.Module,
-    parts: Sequence[Sequence[Tensor]],
-    optimizer: torch.optim.Optimizer | None = None,
-    **options: Any,
-) -> Training:
-    """Train on these parts of batches; the learning rate changes in each call."""
-    result = Training()
-    optimizer = optimizer or adam_of(model)
-    with graphfsdp.capture(model, optimizer, max_grad_norm=MAX_NORM, **options) as step:
-        for index, part in enumerate(parts):
-            set_lr(optimizer, learning_rate(index))
-            result.losses.append(step(*part))
-            assert step.grad_norm is not None
-            result.norms.append(step.grad_norm)
-        result.params = full_parameters(model)
-        result.report = step.report()
-    return result
-
-
 def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGroup) -> None:
     """Compare with the unsharded run; the mean loss of ``group`` is that of the whole batch."""
     for mine, whole in zip(got.losses, plain.losses, strict=True):
@@ -287,11 +258,12 @@ def trains_as_one(
         else:
             model = tensor_parallel(strategy, sequence=kind == "sequence", outer=outer)
             parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:num_calls]]
-        runs.append(train_parts(model, parts, scope=scope, microbatches=microbatches))
+        options: dict[str, Any] = {"scope": scope, "microbatches": microbatches}
+        runs.append(train(model, adam(model), data=parts, **options))
     assert_same_training(*runs)
     assert_replayed(runs[1], num_calls or NUM_STEPS)
     plain = plain_model("mixture" if kind == "expert" else "feed").to(rank_device())
-    expected = train_parts(plain, whole_batches()[:num_calls], scope="none")
+    expected = train(plain, adam(plain), data=whole_batches()[:num_calls], scope="none")
     group = dist.group.WORLD if kind == "expert" else mesh.get_group("dp")
     assert group is not None
     assert_trains_as_one(runs[1], expected, group)

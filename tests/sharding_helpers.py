@@ -4,7 +4,7 @@ Shapes: N = sequences of the whole batch, P = positions, V = vocabulary.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,17 +207,22 @@ def train(
     optimizer: torch.optim.Optimizer,
     *,
     num_steps: int = NUM_STEPS,
-    data: list[tuple[Tensor, Tensor]] | None = None,
+    data: Iterable[Sequence[Tensor]] | None = None,
     max_grad_norm: float | None = MAX_NORM,
     **options: Any,
 ) -> Training:
-    """Train a sharded model with ``graphfsdp.capture``; batch, lr and RNG change between calls."""
+    """Train a sharded model with ``graphfsdp.capture``; batch, lr and RNG change between calls.
+
+    Without ``data``, which are this rank's batches, a Net on its part of ``batches``.
+    """
     result = Training()
+    if data is None:
+        data = map(my_part, batches(num_steps))
     with graphfsdp.capture(model, optimizer, max_grad_norm=max_grad_norm, **options) as step:
-        for index, batch in enumerate(data or batches(num_steps)):
+        for index, batch in enumerate(data):
             set_lr(optimizer, learning_rate(index))
             torch.rand((), device=rank_device())
-            result.losses.append(step(*my_part(batch)))
+            result.losses.append(step(*batch))
             if step.grad_norm is not None:
                 result.norms.append(step.grad_norm)
         result.params = full_parameters(model)

@@ -66,11 +66,15 @@ class Plan:
         return self.done[name]
 
 
+# Options of torchrun: its ranks are forked from it, and so need not import torch anew.
+FORKS = ("--run-path", "--start-method=fork")
+
+
 @contextlib.contextmanager
 def torchrun(*arguments: str) -> Iterator[forked.Forked]:
     """Start two ranks as the README says; the launcher itself need not import torch anew."""
     options = ["--nproc-per-node=2", f"--master-port={free_ports(1)[0]}"]
-    with forked.forked(torchrun_main, [*options, *arguments]) as launcher:
+    with forked.forked(_launch, [*options, *arguments]) as launcher:
         try:
             yield launcher
         finally:
@@ -102,3 +106,14 @@ def _run_all(runs: list[Run], ports: list[int]) -> list[Answer]:
         gc.collect()
         gc.freeze()  # each capture collects garbage; what is here now is none
     return answers
+
+
+def _launch(arguments: list[str]) -> None:
+    os.register_at_fork(after_in_child=_forget_handlers)
+    torchrun_main(arguments)
+
+
+def _forget_handlers() -> None:
+    """Be a new process, which has none of the launcher's."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -14,7 +14,15 @@ import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import CPUOffload, FusedAdam, Muon
 from ranks import RankPool
-from sharding_helpers import adam, assert_same_training, batches, hybrid_mesh, make_net, train
+from sharding_helpers import (
+    adam,
+    assert_same_training,
+    batches,
+    hybrid_mesh,
+    make_net,
+    my_part,
+    train,
+)
 
 
 @contextmanager
@@ -85,7 +93,7 @@ def _sharded(gather_format: str | None) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, gather_format=gather_format)
         model = make_net("optim_grads_params", mesh=mesh, mp_policy=policy)
         optimizer = adam(model)
-        data = batches(7)
+        data = [my_part(batch) for batch in batches(7)]
         with _default(default):
             runs.append(train(model, optimizer, data=data))
     assert_same_training(*runs)

@@ -25,8 +25,9 @@ from checkpoint_helpers import (
     save_on_ranks,
 )
 from graphfsdp.base.dtensors import local_part
-from parallel_models import adam_of, expert_parallel, plain_model, tensor_parallel
+from parallel_models import expert_parallel, plain_model, tensor_parallel
 from ranks import RankPool
+from sharding_helpers import adam
 
 Way = tuple[int, Setup]  # number of ranks, and how the model is cut
 
@@ -116,7 +117,7 @@ def model_of(kind: str) -> Any:
 def stepped(kind: str, num_steps: int, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """Return a model and its optimizer after steps along gradients that are its own weights."""
     model = model_of(kind)
-    optimizer = adam_of(model)
+    optimizer = adam(model)
     with torch.no_grad():
         for param in model.parameters():
             local_part(param).mul_(seed)

@@ -10,7 +10,7 @@ from graphfsdp.cli import main
 from graphfsdp.data import Feed, TokenBatches
 from graphfsdp.training.checkpoints import RunState
 from ranks import RankPool
-from train_on_ranks import Plan, Run, torchrun
+from train_on_ranks import FORKS, Plan, Run, torchrun
 from training_helpers import DROPOUT, ROOT, SMALL, assert_same_run, lines_of, started
 from training_helpers import numbers as numbers_of
 
@@ -70,7 +70,7 @@ def test_forty_iterations_are_twenty_and_a_kill_and_twenty_more(
 
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [("full_iteration", "none"), ("none", "full_iteration"), ("full_iteration", "full_iteration")],
+    [("full_iteration", "none"), ("none", "full_iteration")],
 )
 def test_either_side_may_be_captured(
     saved: str,
@@ -173,8 +173,6 @@ def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: Rank
     assert weights(tmp_path / "single") == weights(tmp_path / "plain")
 
 
-@pytest.mark.slow
-@pytest.mark.time_limit(300)
 def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2: RankPool) -> None:
     """docs/scale.md: from the last good checkpoint on, with the bits of an undisturbed run."""
     common = ["train", *RUN, "--device", "cpu", "--train-iters", "20", "--save-interval", "6"]
@@ -189,9 +187,9 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2
     plan.execute(launched2)
     assert [answer.code for answer in plan.answers("undisturbed")] == [0, 0]
     program = [str(ROOT / "tests" / "kill_once.py"), str(4 * 16), *flags("killed")]
-    options = ("--standalone", "--max-restarts=1", "--monitor-interval=0.1")
+    options = ("--standalone", "--max-restarts=1", "--monitor-interval=0.1", *FORKS)
     with torchrun(*options, *program) as launcher:
-        done = launcher.ended(200)
+        done = launcher.ended()
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
     assert "after 12 iterations" in done.stdout

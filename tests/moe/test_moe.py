@@ -74,10 +74,14 @@ def test_experts_equal_dropless_ones_whose_sizes_are_those_of_the_data(
 @pytest.mark.parametrize(
     ("options", "microbatches"),
     [
-        ({}, 1),
-        ({"capacity_factor": 1.0, "aux_loss_coeff": 0.1, "recomputes": True}, 3),
-        ({"bias_update_rate": 0.01, "score_function": "sigmoid", "recomputes": True}, 2),
-        ({"capacity_factor": 0.5, "topk": 1, "swiglu": False}, 1),
+        ({"bias_update_rate": 0.01, "score_function": "sigmoid"}, 1),
+        (
+            {
+                **{"capacity_factor": 0.5, "topk": 1, "swiglu": False},
+                **{"aux_loss_coeff": 0.1, "recomputes": True},
+            },
+            3,
+        ),
     ],
     ids=str,
 )
@@ -89,7 +93,7 @@ def test_replay_equals_eager_and_counts_as_it(
     trace = check_against_eager(case, device, microbatches=microbatches, max_grad_norm=1.0)
     counts = trace.snapshots[-1]["buffer blocks.0.moe.router.tokens_per_expert"]
     topk = options.get("topk", 2)
-    # Once each, although half of the forward passes ran twice.
+    # Once each, although forward passes may have run twice.
     assert int(counts.sum()) == len(trace.outputs) * 6 * 5 * topk
     overflow = trace.snapshots[-1]["buffer blocks.0.moe.overflow_per_expert"]
     assert (int(overflow.sum()) > 0) == ("capacity_factor" in options)

@@ -11,17 +11,17 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp import ConfigError
 from graphfsdp.moe import MoE, overflowed_tokens
-from helpers import set_lr
 from moe_models import MixedModel, dropless, experts_on_ranks, tokens_of
-from parallel_models import adam_of
 from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
     Training,
+    adam,
     assert_replayed,
     assert_same_training,
     full_parameters,
     learning_rate,
     my_part,
+    train,
 )
 
 NUM_CALLS = 14  # 4 that are not replays
@@ -39,20 +39,12 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [tokens_of(12, generator) for _ in range(count)]
 
 
-def train(model: Any, *, whole: bool = False, **options: Any) -> Training:
-    result = Training()
-    optimizer = adam_of(model)
-    with graphfsdp.capture(model, optimizer, max_grad_norm=float("inf"), **options) as step:
-        for index, batch in enumerate(batches(NUM_CALLS)):
-            set_lr(optimizer, learning_rate(index))
-            part = tuple(each.to(rank_device()) for each in batch) if whole else my_part(batch)
-            result.losses.append(step(*part))
-            assert step.grad_norm is not None
-            result.norms.append(step.grad_norm)
-        result.params = full_parameters(model)
-        result.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        result.report = step.report()
-    return result
+def trained(model: Any, *, whole: bool = False, **options: Any) -> Training:
+    data = batches(NUM_CALLS)
+    parts = [
+        [part.to(rank_device()) for part in batch] if whole else my_part(batch) for batch in data
+    ]
+    return train(model, adam(model), data=parts, max_grad_norm=float("inf"), **options)
 
 
 def trains_as_one(
@@ -60,7 +52,7 @@ def trains_as_one(
 ) -> None:
     """Captured equals eager bit for bit, and one process up to rounding."""
     runs = [
-        train(
+        trained(
             experts_on_ranks(num_expert_ranks, strategy, **options),
             scope=scope,
             microbatches=microbatches,
@@ -74,7 +66,7 @@ def trains_as_one(
         assert overflow > 0
         return
     assert overflow == 0
-    alone = train(plain(**options), whole=True, scope="none", microbatches=microbatches)
+    alone = trained(plain(**options), whole=True, scope="none", microbatches=microbatches)
     for mine, expected in zip(runs[1].losses, alone.losses, strict=True):
         dist.all_reduce(mine, op=dist.ReduceOp.AVG)
         torch.testing.assert_close(mine, expected, rtol=0, atol=TOLERANCE)
@@ -147,8 +139,9 @@ def equals_dropless(dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert int(overflowed_tokens(layer)) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.6}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {"capacity_factor": 2.6}), (torch.bfloat16, {})], ids=str
+)
 def test_experts_of_other_ranks_have_the_bits_of_dropless_ones(
     ranks2: RankPool, ranks4: RankPool, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -160,7 +153,7 @@ def test_experts_of_other_ranks_have_the_bits_of_dropless_ones(
 def test_overflow_on_one_rank_skips_the_step_on_all() -> None:
     options: dict[str, Any] = {"capacity_factor": 1.8, "on_overflow": "skip"}
     model = experts_on_ranks(2, "optim_grads_params", torch.float32, **options)
-    optimizer = adam_of(model)
+    optimizer = adam(model)
     generator = torch.Generator().manual_seed(dist.get_rank())
     skipped = 0
     with graphfsdp.capture(model, optimizer, skip_nonfinite=True) as step:
@@ -192,7 +185,7 @@ def test_checkpoints_hold_all_experts_and_the_bias(tmp_path: Any) -> None:
     folder: list[Any] = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     saved = experts_on_ranks(2, "optim_grads_params", bias_update_rate=0.01)
-    optimizer = adam_of(saved)
+    optimizer = adam(saved)
     with graphfsdp.capture(saved, optimizer) as step:
         for batch in batches(5):
             step(*my_part(batch))

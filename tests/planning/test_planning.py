@@ -25,7 +25,7 @@ from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
 from parallel_models import EP_AXES
 from ranks import RankPool
-from sharding_helpers import STRATEGIES, hybrid_mesh
+from sharding_helpers import hybrid_mesh
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 POLICIES = {
@@ -35,7 +35,7 @@ POLICIES = {
     "rowwise": MixedPrecisionPolicy(gather_format="float8_rowwise"),
 }
 WRITERS = ("all_gather", "all_to_all")
-NUM_CALLS = 6
+NUM_CALLS = 2  # the second one is captured
 SEQUENCES, POSITIONS = 4, 5
 
 
@@ -88,7 +88,12 @@ def what_is_there(model: GPT, microbatches: int) -> dict[str, Any]:
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
     optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
-    with graphfsdp.capture(model, optimizer, microbatches=microbatches, max_grad_norm=1.0) as step:
+    options: dict[str, Any] = {
+        "microbatches": microbatches,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 1,
+    }
+    with graphfsdp.capture(model, optimizer, **options) as step:
         for _ in range(NUM_CALLS):
             tokens = torch.randint(37, (SEQUENCES, POSITIONS))
             step(tokens, tokens)
@@ -177,9 +182,10 @@ def test_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPool)
 @pytest.mark.parametrize(
     ("strategy", "policy", "microbatches"),
     [
-        *((strategy, "bf16", 2) for strategy in STRATEGIES),
         ("no_shard", "fp32", 1),
-        ("optim_grads_params", "fp32", 1),
+        ("optim", "bf16", 2),
+        ("optim_grads", "fp32", 2),
+        ("optim_grads_params", "bf16", 1),
         ("optim_grads_params", "float8", 2),
     ],
 )
@@ -192,15 +198,13 @@ def test_plan_is_what_two_ranks_really_hold(
 @pytest.mark.parametrize(
     ("strategy", "policy", "outer"),
     [
-        ("optim_grads_params", "bf16", None),
         ("optim_grads_params", "bf16", "no_shard"),
-        ("optim_grads_params", "bf16", "optim"),
         ("optim", "fp32", "optim"),
         ("optim_grads_params", "rowwise", "optim"),
     ],
 )
-def test_plan_is_what_four_ranks_and_two_instances_really_hold(
-    ranks4: RankPool, strategy: str, policy: str, outer: str | None
+def test_plan_is_what_two_instances_of_two_ranks_really_hold(
+    ranks4: RankPool, strategy: str, policy: str, outer: str
 ) -> None:
     check(ranks4, strategy, policy, 2, outer)
 
@@ -316,9 +320,12 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
     counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
     assert counts["all_gather"] == 2 * counts["reduce_scatter"]
-    shorter = plan_json(f"{line} --seq-length 4096", capsys)
-    assert shorter["saved_activation_bytes"] < 0.51 * data["saved_activation_bytes"]
-    assert shorter["flops"] < data["flops"] / 2
+    long, short = (
+        plan_json(f"--preset tiny --world-size 2 --seq-length {length}", capsys)
+        for length in (128, 64)
+    )
+    assert short["saved_activation_bytes"] < 0.51 * long["saved_activation_bytes"]
+    assert short["flops"] < long["flops"] / 2
 
 
 def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,14 +360,14 @@ def test_command_refuses_what_cannot_be(
 def test_a_pipeline_is_planned_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
     """Each rank of 1F1B keeps activations of one micro-batch more than the next one."""
     flags = ["plan", "--preset", "tiny", "--world-size", "8", "--json", "--global-batch-size", "32"]
-    flags += ["--num-layers", "8", "--untie-embeddings-and-output-weights"]
+    flags += ["--num-layers", "4", "--untie-embeddings-and-output-weights"]
     plans = {}
     for name, more in {
         "none": [],
         "1f1b": ["--pipeline-model-parallel-size", "4"],
         "place 2": ["--pipeline-model-parallel-size", "4", "--rank", "4"],
         "interleaved": [
-            *("--pipeline-model-parallel-size", "4"),
+            *("--pipeline-model-parallel-size", "2"),
             *("--num-layers-per-virtual-pipeline-stage", "1"),
         ],
     }.items():
@@ -369,7 +376,7 @@ def test_a_pipeline_is_planned_by_stage(capsys: pytest.CaptureFixture[str]) -> N
     assert plans["none"]["pipeline"] is None
     plain, interleaved = plans["1f1b"]["pipeline"], plans["interleaved"]["pipeline"]
     assert plain["bubble"] == 3 / (4 + 3)
-    assert interleaved["bubble"] == 3 / (2 * 4 + 3)
+    assert interleaved["bubble"] == 1 / (2 * 2 + 1)
     assert plain["message_bytes"] == 4 * 32 * 64 * 4
     assert plain["totals"][1] > plain["totals"][2]
     assert plans["place 2"]["total_bytes"] == plain["totals"][2]

@@ -7,38 +7,44 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import diagnostics
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
 from sharding_helpers import (
     adam,
     batches,
     full_parameters,
+    hybrid_net,
     make_net,
     my_part,
     raises_on_rank,
     units,
 )
 
+# One axis; two, cut over the inner ranks; two, cut over all of them.
+WORLDS = [("ranks2", None), ("ranks4", "no_shard"), ("ranks4", "optim")]
 
-def trained(strategy: str | None, **options: Any) -> nn.Module:
-    """Return a model after one backward pass and one step, its gradients in place."""
-    model = make_net(strategy, **options)
-    optimizer = adam(model)
-    with graphfsdp.capture(model, optimizer, scope="none", max_grad_norm=1.0) as step:
+
+def make(strategy: str = "optim_grads_params", outer: str | None = None) -> nn.Module:
+    return make_net(strategy) if outer is None else hybrid_net(strategy, outer)
+
+
+def trained(model: nn.Module) -> Tensor:
+    """Do one backward pass and one step, with gradients left in place; return their norm."""
+    with graphfsdp.capture(model, adam(model), scope="none", max_grad_norm=1.0) as step:
         step(*my_part(batches(1)[0]))
-    return model
+        assert step.grad_norm is not None
+        return step.grad_norm
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@on_ranks("ranks2")
-def test_norms_are_those_of_whole_parameters_and_gradients(strategy: str) -> None:
-    model = trained(strategy)
+def look_at_norms(strategy: str, outer: str | None) -> None:
+    model = make(strategy, outer)
+    norm = trained(model)
     norms = {norm.name: norm for norm in diagnostics.parameter_norms(model)}
     wholes = full_parameters(model)
     assert list(norms) == list(wholes)
@@ -51,13 +57,28 @@ def test_norms_are_those_of_whole_parameters_and_gradients(strategy: str) -> Non
         assert expected is None or norms[name].grad == pytest.approx(expected, rel=1e-12)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, [norm.grad for norm in norms.values()])
-    assert found[0] == found[1]
+    assert all(each == found[0] for each in found)
     assert None in found[0]  # a parameter that nothing uses
+    total = math.sqrt(sum(grad**2 for grad in found[0] if grad is not None))
+    assert float(norm) == pytest.approx(total, rel=1e-5)
+    for limit, expected in ((total / 2, total), (1e9, total / 2)):
+        clipped = graphfsdp.clip_grad_norm_(model, limit)
+        assert float(clipped) == pytest.approx(expected, rel=1e-5)
 
 
-@on_ranks("ranks2")
-def test_values_that_are_not_finite_are_found_with_parameter_and_rank() -> None:
-    model = trained("optim_grads_params")
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "outer"),
+    [("ranks2", "no_shard", None), *((r, "optim_grads_params", outer) for r, outer in WORLDS)],
+)
+def test_norms_are_those_of_whole_parameters_and_gradients(
+    request: pytest.FixtureRequest, ranks: str, strategy: str, outer: str | None
+) -> None:
+    request.getfixturevalue(ranks).run(look_at_norms, strategy, outer)
+
+
+def look_for_nonfinite(outer: str | None) -> None:
+    model = make(outer=outer)
+    trained(model)
     assert not diagnostics.find_nonfinite(model)
     held: list[Any] = [
         (name, local_part(param), param.grad)
@@ -65,19 +86,27 @@ def test_values_that_are_not_finite_are_found_with_parameter_and_rank() -> None:
         if local_part(param).numel() > 1 and param.grad is not None
     ]
     planted: list[Any] = [held[0][0], held[-1][0]]
-    if dist.get_rank() == 1:
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
         with torch.no_grad():
             held[0][1].view(-1)[0] = math.nan
             local_part(held[-1][2]).view(-1)[:2] = torch.tensor([math.inf, math.nan])
-    dist.broadcast_object_list(planted, src=1)
+    dist.broadcast_object_list(planted, src=last)
     assert list(map(str, diagnostics.find_nonfinite(model))) == [
-        f"weight of {planted[0]!r} on rank 1: 1 NaN, 0 infinite",
-        f"gradient of {planted[1]!r} on rank 1: 1 NaN, 1 infinite",
+        f"weight of {planted[0]!r} on rank {last}: 1 NaN, 0 infinite",
+        f"gradient of {planted[1]!r} on rank {last}: 1 NaN, 1 infinite",
     ]
 
 
-def table_of() -> dict[str, Any]:
-    model = make_net("optim_grads_params")
+@pytest.mark.parametrize(("ranks", "outer"), WORLDS)
+def test_values_that_are_not_finite_are_found_with_parameter_and_rank(
+    request: pytest.FixtureRequest, ranks: str, outer: str | None
+) -> None:
+    request.getfixturevalue(ranks).run(look_for_nonfinite, outer)
+
+
+def table_of(outer: str | None) -> dict[str, Any]:
+    model = make(outer=outer)
     table = diagnostics.shard_table(model)
     num_slices = diagnostics.check_slices(model)
     held = [buffer for unit in units(model) for buffer in unit.group.buffers]
@@ -95,9 +124,12 @@ def table_of() -> dict[str, Any]:
     }
 
 
-def test_table_has_every_parameter_with_its_place(ranks2: RankPool) -> None:
-    results = ranks2.run(table_of)
-    tables = [result["table"] for result in results]
+@pytest.mark.parametrize(("ranks", "outer"), WORLDS)
+def test_table_has_every_parameter_with_its_place(
+    request: pytest.FixtureRequest, ranks: str, outer: str | None
+) -> None:
+    results = request.getfixturevalue(ranks).run(table_of, outer)
+    parts = 4 if outer == "optim" else 2
     for result in results:
         table = result["table"]
         assert {row.name for row in table.rows} == result["names"]
@@ -109,17 +141,22 @@ def test_table_has_every_parameter_with_its_place(ranks2: RankPool) -> None:
             ]
             assert sum(row.weight_bytes for row in inside) <= buffer.weight_bytes
             assert buffer.plan.trainable == (buffer.grad_bytes > 0 or buffer.weight_bytes == 0)
-        assert re.search(r"\(root\) buffer \d: optim_grads_params, 2 ranks x", result["text"])
+        assert re.search(
+            rf"\(root\) buffer \d: optim_grads_params, {parts} ranks x", result["text"]
+        )
         assert "blocks.0.up.weight [24, 8]: " in result["text"]
-    sharded = {(b.unit, b.buffer) for b in tables[0].buffers if b.plan.layout.num_ranks == 2}
+    tables = [result["table"] for result in results[:parts]]
+    sharded = {(b.unit, b.buffer) for b in tables[0].buffers if b.plan.layout.num_ranks == parts}
     assert sharded
-    for one, other in zip(tables[0].rows, tables[1].rows, strict=True):
-        assert (one.name, one.offset, one.shape) == (other.name, other.offset, other.shape)
-        if (one.unit, one.buffer) in sharded:
-            assert (one.first_row, other.first_row) == (0, one.num_rows)
-            assert one.num_rows + other.num_rows == one.shape[0]
-        else:
-            assert one == other
+    for rows in zip(*(table.rows for table in tables), strict=True):
+        assert len({(row.name, row.offset, row.shape) for row in rows}) == 1
+        if (rows[0].unit, rows[0].buffer) not in sharded:
+            assert all(row == rows[0] for row in rows)
+        elif math.prod(rows[0].shape):
+            places = sorted((row.first_row, row.num_rows) for row in rows if row.num_rows)
+            ends = [first + num_rows for first, num_rows in places]
+            assert [first for first, _ in places] == [0, *ends[:-1]]
+            assert ends[-1] == rows[0].shape[0]
 
 
 @on_ranks("ranks2")

@@ -14,7 +14,14 @@ import graphfsdp
 from graphfsdp import CaptureError, ConfigError
 from graphfsdp.config import MixedPrecisionPolicy
 from ranks import on_ranks, rank_device
-from sharding_helpers import Training, adam, assert_replayed, assert_same_training, hybrid_mesh
+from sharding_helpers import (
+    Training,
+    adam,
+    assert_replayed,
+    assert_same_training,
+    hybrid_mesh,
+    train,
+)
 
 torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
@@ -53,14 +60,9 @@ def data(index: int) -> Tensor:
     return torch.randn(12, 32, generator=generator).to(rank_device())
 
 
-def trained(model: Any, scope: str, optimizer: Any = adam, **options: Any) -> Training:
-    result = Training()
-    with graphfsdp.capture(model, optimizer(model), scope=scope, **options) as step:
-        for index in range(14):
-            result.losses.append(step(data(index)))
-        result.params = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
-        result.report = step.report()
-    return result
+def trained(model: Any, scope: str, **options: Any) -> Training:
+    options |= {"scope": scope, "data": [(data(index),) for index in range(14)]}
+    return train(model, adam(model), max_grad_norm=None, **options)
 
 
 @torchao

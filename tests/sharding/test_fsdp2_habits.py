@@ -19,6 +19,8 @@ from sharding_helpers import STRATEGIES, assert_equal_tensors, full_parameters, 
 
 NUM_STEPS = 6
 WIDTH = 8
+# One that reduces at last, and one that reduces each time and gathers; the others run eagerly.
+CAPTURED = ("optim", "optim_grads_params")
 
 
 class Tower(nn.Module):
@@ -137,7 +139,7 @@ def captured_freezing(strategy: str, scope: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CAPTURED)
 @on_ranks("ranks2")
 def test_a_captured_step_follows_requires_grad(strategy: str) -> None:
     runs = [captured_freezing(strategy, scope) for scope in ("none", "full_iteration")]
@@ -205,7 +207,7 @@ def unsharding_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CAPTURED)
 @on_ranks("ranks2")
 def test_unshard_inside_a_captured_iteration(strategy: str) -> None:
     results = []
@@ -274,7 +276,7 @@ def skipping_run(shard: Callable[..., Any], *, last: Sequence[int]) -> Any:
     return model
 
 
-@pytest.mark.parametrize("last", [(0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("last", [(0,), (0, 1, 2)])
 @on_ranks("ranks2")
 def test_the_last_microbatch_may_skip_a_unit(last: tuple[int, ...]) -> None:
     assert_trains_as_torchs(skipping_run, last=last)
@@ -291,7 +293,7 @@ def skipping_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CAPTURED)
 @on_ranks("ranks2")
 def test_a_captured_iteration_may_skip_a_unit_at_last(strategy: str) -> None:
     runs = []

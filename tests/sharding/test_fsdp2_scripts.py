@@ -6,7 +6,7 @@ import io
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -22,17 +22,26 @@ from graphfsdp.sharding.placement import ASKS_SUBCLASSES
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
+    Training,
+    adam,
     assert_equal_tensors,
+    assert_same_training,
     batches,
-    full_parameters,
     hybrid_mesh,
     make_net,
     my_part,
     raises_on_rank,
+    train,
 )
 
 SOURCE = pathlib.Path(everyday_scripts.__file__).read_text()
 SCRIPTS = re.findall(r"^def (\w+)\(\) -> None:", SOURCE, re.MULTILINE)
+# What ranks without rows, and meshes of two axes, could change; two ranks run the others, and the
+# first one too, since it asks for less on four.
+ON_FOUR = (
+    *("means_norms_and_averages_of_weights", "gradients_of_functions_of_a_weight"),
+    *("copies_and_files", "pipelines", "uneven_tensor_parallelism"),
+)
 TABLE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
 
 
@@ -53,9 +62,9 @@ def printed(script: Callable[[], None]) -> list[str]:
     return said.getvalue().splitlines()
 
 
-def compare_scripts() -> None:
+def compare_scripts(names: Collection[str]) -> None:
     theirs, ours = scripts("torch.distributed.fsdp"), scripts("graphfsdp")
-    for name in SCRIPTS:
+    for name in names:
         expected, found = printed(theirs[name]), printed(ours[name])
         assert expected, name
         assert found == expected, name
@@ -64,13 +73,14 @@ def compare_scripts() -> None:
 @pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
 @on_ranks("ranks2")
 def test_scripts_print_the_same_with_either_import() -> None:
-    compare_scripts()
+    compare_scripts([name for name in SCRIPTS if name not in ON_FOUR[1:]])
 
 
 @pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
 @on_ranks("ranks4")
 def test_scripts_print_the_same_with_either_import_on_four_ranks() -> None:
-    compare_scripts()
+    assert set(ON_FOUR) < set(SCRIPTS)
+    compare_scripts(ON_FOUR)
 
 
 @pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
@@ -170,20 +180,17 @@ def as_fsdp2_reshards() -> Any:
 MADE = (in_one_unit, divided, renamed, ignoring, casted, as_fsdp2_reshards)
 
 
-def captured_run(make: Callable[[], Any], scope: str) -> dict[str, Tensor]:
+def captured_run(make: Callable[[], Any], scope: str) -> Training:
     model = make()
-    optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=0.1)
-    with graphfsdp.capture(
-        model, optimizer, loss_fn=squared, scope=scope, warmup_steps=1, max_grad_norm=1.0
-    ) as step:
-        losses = [step(everyday_scripts.batch(index)) for index in range(5)]
-    return full_parameters(model) | {f"loss {index}": loss for index, loss in enumerate(losses)}
+    data = [(everyday_scripts.batch(index),) for index in range(5)]
+    options: dict[str, Any] = {"loss_fn": squared, "scope": scope, "warmup_steps": 1}
+    return train(model, adam(model), data=data, max_grad_norm=1.0, **options)
 
 
 @pytest.mark.parametrize("make", MADE)
 @on_ranks("ranks2")
 def test_a_graph_trains_what_the_words_have_made(make: Callable[[], Any]) -> None:
-    assert_equal_tensors(*(captured_run(make, scope) for scope in ("none", "full_iteration")))
+    assert_same_training(*(captured_run(make, scope) for scope in ("none", "full_iteration")))
 
 
 @on_ranks("ranks2")

@@ -1,6 +1,5 @@
 """Weights that are gathered in 8 bits: the same numbers captured, on any ranks, few bytes."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,
-    STRATEGIES,
     Training,
     adam,
     assert_equal_tensors,
@@ -36,6 +34,7 @@ from sharding_helpers import (
     assert_same_training,
     hybrid_mesh,
     num_steps_of,
+    train,
 )
 
 FORMATS = ("float8", "float8_rowwise", "mxfp8")
@@ -98,15 +97,9 @@ def data(index: int, width: int = WIDTH) -> Tensor:
 def trained(
     model: Any, scope: str, num_steps: int, decoupled: bool = False, **options: Any
 ) -> Training:
-    result = Training()
     extra: dict[str, Any] = {"use_decoupled_grad": True} if decoupled else {}
-    optimizer = adam(model, **extra)
-    with graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=1.0, **options) as step:
-        for index in range(num_steps):
-            result.losses.append(step(data(index)))
-        result.params = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
-        result.report = step.report()
-    return result
+    options |= {"scope": scope, "data": [(data(index),) for index in range(num_steps)]}
+    return train(model, adam(model, **extra), max_grad_norm=1.0, **options)
 
 
 def replayed_as_eager(
@@ -122,53 +115,6 @@ def replayed_as_eager(
     return runs[1]
 
 
-@pytest.mark.parametrize(
-    ("gather_format", "strategy"),
-    [*product(("float8", "mxfp8"), STRATEGIES), ("float8_rowwise", "optim_grads_params")],
-)
-@on_ranks("ranks2")
-def test_replays_equal_eager(gather_format: str, strategy: str) -> None:
-    num_steps = num_steps_of(strategy, "optim_grads_params")
-    replayed_as_eager(2, num_steps, gather_format=gather_format, strategy=strategy)
-
-
-@pytest.mark.parametrize("gather_format", FORMATS)
-@on_ranks("ranks1")
-def test_replays_equal_eager_on_one_rank(gather_format: str) -> None:
-    options: dict[str, Any] = {"policy": {}, "buffer_pool": True}
-    replayed_as_eager(num_steps=FEW_STEPS, gather_format=gather_format, **options)
-
-
-@on_ranks("ranks2")
-def test_replays_equal_eager_with_recomputation() -> None:
-    replayed_as_eager(num_steps=FEW_STEPS, gather_format="float8", recompute=True)
-
-
-@pytest.mark.parametrize(
-    ("layers", "gather_format", "options"),
-    [
-        ("float8", "float8", {}),
-        ("float8_rowwise", "float8_rowwise", {"recompute": True}),
-        ("mxfp8", "mxfp8", {"fp8_format": "hybrid", "buffer_pool": True}),
-        ("float8", "float8", {"strategy": "optim", "fp8_format": "hybrid", "policy": {}}),
-        ("mxfp8", "mxfp8", {"strategy": "no_shard"}),
-        ("float8", None, {}),
-        ("float8", "mxfp8", {"recompute": True}),
-    ],
-)
-@on_ranks("ranks2")
-def test_layers_that_multiply_in_8_bits_replay_as_eager(
-    layers: str, gather_format: str | None, options: dict[str, Any]
-) -> None:
-    # Ten replays for each kind of layers, below the weights that it is made for.
-    is_other = {"strategy", "policy"} & set(options) or layers != gather_format
-    num_steps = FEW_STEPS if is_other else NUM_STEPS
-    microbatches = 1 if is_other else 2
-    replayed_as_eager(
-        microbatches, num_steps, gather_format=gather_format, layers=layers, **options
-    )
-
-
 DECOUPLED = {
     "param_dtype": torch.bfloat16,
     "main_grads_dtype": torch.bfloat16,
@@ -177,23 +123,45 @@ DECOUPLED = {
 
 
 @pytest.mark.parametrize(
-    ("layers", "strategy", "microbatches", "options"),
+    ("ranks", "gather_format", "layers", "microbatches", "options"),
     [
-        ("float8", "no_shard", 2, {"policy": DECOUPLED}),
-        ("float8", "optim_grads_params", 2, {"fp8_format": "hybrid", "recompute": True}),
-        ("float8_rowwise", "optim", 1, {"overlap": False}),
-        ("float8_rowwise", "optim_grads_params", 2, {"policy": DECOUPLED}),
-        ("mxfp8", "optim_grads", 2, {"fp8_format": "hybrid"}),
-        ("mxfp8", "optim_grads_params", 1, {"recompute": True, "overlap": False}),
+        ("ranks1", "float8", None, 1, {"policy": {}, "buffer_pool": True}),
+        ("ranks2", "float8", None, 2, {"strategy": "optim_grads"}),
+        ("ranks2", "float8_rowwise", None, 2, {}),
+        ("ranks2", "mxfp8", "mxfp8", 1, {"strategy": "no_shard", "policy": DECOUPLED}),
+        ("ranks2", "float8", "float8", 2, {}),
+        (
+            *("ranks2", "float8", "float8", 1),
+            {"strategy": "optim", "fp8_format": "hybrid", "policy": {}},
+        ),
+        ("ranks2", "float8_rowwise", "float8_rowwise", 2, {"recompute": True, "overlap": False}),
+        ("ranks2", "mxfp8", "mxfp8", 2, {"fp8_format": "hybrid", "buffer_pool": True}),
+        ("ranks2", None, "float8", 1, {}),
+        ("ranks2", "mxfp8", "float8", 1, {"recompute": True}),
+        ("ranks4", "float8_rowwise", "float8_rowwise", 2, {"policy": DECOUPLED}),
+        ("ranks4", "mxfp8", None, 1, {"outer_strategy": "optim"}),
     ],
 )
-@on_ranks("ranks4")
-def test_products_and_gathers_in_8_bits_replay_as_eager_on_four_ranks(
-    layers: str, strategy: str, microbatches: int, options: dict[str, Any]
+def test_replays_equal_eager(
+    request: pytest.FixtureRequest,
+    ranks: str,
+    gather_format: str | None,
+    layers: str | None,
+    microbatches: int,
+    options: dict[str, Any],
 ) -> None:
-    options = {"gather_format": layers, "layers": layers, "strategy": strategy} | options
-    # Ten replays are those of two ranks, above.
-    replayed_as_eager(microbatches, FEW_STEPS, **options)
+    # Ten replays for each kind of weights, and of layers below the weights made for them.
+    is_long = (
+        ranks == "ranks2" and microbatches == 2 and set(options) <= {"fp8_format", "buffer_pool"}
+    )
+    options = {"gather_format": gather_format, "layers": layers} | options
+    request.getfixturevalue(ranks).run(replays_as_eager, microbatches, is_long, options)
+
+
+def replays_as_eager(microbatches: int, is_long: bool, options: dict[str, Any]) -> None:
+    if "outer_strategy" in options:
+        options = options | {"mesh": hybrid_mesh()}
+    replayed_as_eager(microbatches, num_steps_of(is_long, True), **options)
 
 
 DELAYED: dict[str, Any] = {
@@ -207,15 +175,14 @@ DELAYED: dict[str, Any] = {
     ("microbatches", "options"),
     [
         (2, {"gather_format": None}),
-        (1, {"gather_format": "float8", "recompute": True}),
-        (1, {"gather_format": None, "strategy": "optim", "policy": {}}),
+        (1, {"gather_format": "float8", "recompute": True, "strategy": "optim", "policy": {}}),
     ],
 )
 @on_ranks("ranks2")
 def test_delayed_scales_replay_as_eager_and_are_those_of_all_ranks(
     microbatches: int, options: dict[str, Any]
 ) -> None:
-    replayed_as_eager(microbatches, **DELAYED, **options)
+    replayed_as_eager(microbatches, num_steps_of(microbatches, 2), **DELAYED, **options)
     model = make(**DELAYED, **options)
     seen = Wire()
     with graphfsdp.capture(model, adam(model), scope="none", microbatches=microbatches) as step:
@@ -232,7 +199,7 @@ def test_delayed_scales_replay_as_eager_and_are_those_of_all_ranks(
 
 
 @pytest.mark.parametrize("layers", [*FORMATS, "delayed"])
-@on_ranks("ranks4")
+@on_ranks("ranks2")
 def test_an_infinity_on_one_rank_skips_the_step_of_all(layers: str) -> None:
     """Or an overflow of the loss; in a warm-up and in replays, and the runs go on as equals."""
     runs = []
@@ -246,9 +213,9 @@ def test_an_infinity_on_one_rank_skips_the_step_of_all(layers: str) -> None:
         with graphfsdp.capture(model, adam(model), **options) as step:
             for index in range(10):
                 batch = data(index)
-                if index in (1, 6) and dist.get_rank() == 2:
+                if index in (1, 6) and dist.get_rank() == 1:
                     batch[3, 5] = torch.inf
-                if index == 8 and dist.get_rank() == 1:
+                if index == 8 and dist.get_rank() == 0:
                     batch.mul_(1e30)  # finite, but the loss is not
                 step(batch)
                 found += [param.to_local().clone() for param in model.parameters()]
@@ -298,20 +265,11 @@ def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
             seen[0].mul_(2)
 
 
-@pytest.mark.parametrize("gather_format", ["float8", "mxfp8"])
 @on_ranks("ranks4")
-def test_replays_equal_eager_on_two_mesh_axes(gather_format: str) -> None:
-    axes: dict[str, Any] = {"mesh": hybrid_mesh(), "outer_strategy": "optim"}
-    num_steps = num_steps_of(gather_format, "mxfp8")
-    replayed_as_eager(num_steps=num_steps, gather_format=gather_format, **axes)
-
-
-@pytest.mark.parametrize("gather_format", ["float8"])
-@on_ranks("ranks4")
-def test_every_strategy_computes_with_the_same_numbers_on_four_ranks(gather_format: str) -> None:
+def test_every_strategy_computes_with_the_same_numbers_on_four_ranks() -> None:
     """Scales do not depend on where ranks are cut, so only the order of reductions differs."""
     whole, cut = (
-        replayed_as_eager(num_steps=FEW_STEPS, gather_format=gather_format, **options)
+        trained(make("float8", **options), "none", FEW_STEPS)
         for options in ({"strategy": "no_shard"}, {"overlap": False})
     )
     assert torch.equal(whole.losses[0], cut.losses[0])
@@ -374,46 +332,53 @@ def wire(gather_format: str | None) -> Wire:
     return counted
 
 
-@pytest.mark.parametrize(
-    ("gather_format", "most"), [("float8", 0.52), ("float8_rowwise", 0.52), ("mxfp8", 0.55)]
-)
 @on_ranks("ranks2")
-def test_the_wire_carries_half(gather_format: str, most: float) -> None:
-    plain, packed = wire(None), wire(gather_format)
+def test_the_wire_carries_half() -> None:
+    plain = wire(None)
     assert plain.num_amax == 0
-    assert packed.num_amax == (gather_format != "mxfp8")  # one for all weights
-    sent = packed.gathered_bytes + 2 * packed.amax_bytes  # an all-reduce goes round twice
-    assert 0.5 < sent / plain.gathered_bytes <= most
+    for gather_format, most in (("float8", 0.52), ("float8_rowwise", 0.52), ("mxfp8", 0.55)):
+        packed = wire(gather_format)
+        assert packed.num_amax == (gather_format != "mxfp8")  # one for all weights
+        sent = packed.gathered_bytes + 2 * packed.amax_bytes  # an all-reduce goes round twice
+        assert 0.5 < sent / plain.gathered_bytes <= most, gather_format
 
 
 @pytest.mark.parametrize("gather_format", FORMATS)
 @on_ranks("ranks2")
-def test_what_is_loaded_under_a_live_graph_is_what_the_next_replay_gathers(
+def test_a_live_graph_and_evaluations_compute_with_the_main_weights_of_now(
     gather_format: str,
 ) -> None:
-    """Checkpoints hold main weights: those of a bfloat16 run are as good, and the other way."""
+    """Stepped, loaded or broken ones. Those of a bfloat16 run are as good, and the other way."""
     with torch.no_grad():
         other = make(None)
         for param in other.parameters():
             param.mul_(1.5)
     loaded = {name: value.clone() for name, value in other.state_dict().items()}
-    model = make(gather_format)
-    fresh = make(gather_format)
-    fresh.load_state_dict(loaded)
-    losses = []
-    with graphfsdp.capture(model, adam(model)) as step:
+    model, fresh = make(gather_format), make(gather_format)
+    with graphfsdp.capture(model, adam(model), skip_nonfinite=True, max_grad_norm=1.0) as step:
         for index in range(6):
             step(data(index))
+        before = model(data(7)).detach()
+        step(data(8))
+        with torch.no_grad():
+            after = model(data(7))
+        fresh.load_state_dict(model.state_dict())
+        assert not torch.equal(before, after)
+        assert torch.equal(fresh(data(7)), after)
         model.load_state_dict(loaded)
-        losses.append(step(data(9)))
-    with graphfsdp.capture(fresh, adam(fresh), scope="none") as step:
-        losses.append(step(data(9)))
-    assert torch.equal(*losses)
-    other.load_state_dict(model.state_dict())
-    assert_equal_tensors(
-        {name: param.full_tensor() for name, param in other.named_parameters()},
-        {name: param.full_tensor() for name, param in model.named_parameters()},
-    )
+        loss = step(data(9))
+        other.load_state_dict(model.state_dict())
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+        with torch.no_grad():
+            model.blocks[0].up.weight.to_local().fill_(torch.inf)
+        kept = [param.to_local().clone() for param in model.parameters()]
+        step(data(6))
+        assert step.skipped_steps is not None
+        assert int(step.skipped_steps) == 1
+    assert_equal_tensors(kept, [param.to_local() for param in model.parameters()])
+    fresh.load_state_dict(loaded)
+    assert torch.equal(fresh(data(9)), loss)
 
 
 @on_ranks("ranks2")
@@ -428,39 +393,6 @@ def test_main_weights_alone_are_saved(tmp_path: Path) -> None:
     graphfsdp.load(Path(folders[0]) / "step", plain)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
-
-
-@on_ranks("ranks2")
-def test_an_evaluation_between_replays_computes_with_the_weights_of_now() -> None:
-    model = make("float8")
-    with graphfsdp.capture(model, adam(model)) as step:
-        for index in range(6):
-            step(data(index))
-        before = model(data(7)).detach()
-        step(data(8))
-        with torch.no_grad():
-            after = model(data(7))
-    fresh = make("float8")
-    fresh.load_state_dict(model.state_dict())
-    assert not torch.equal(before, after)
-    assert torch.equal(fresh(data(7)), after)
-
-
-@pytest.mark.parametrize("gather_format", FORMATS)
-@on_ranks("ranks2")
-def test_a_weight_that_is_not_finite_skips_the_step(gather_format: str) -> None:
-    model = make(gather_format, policy={"param_dtype": torch.bfloat16})
-    with graphfsdp.capture(model, adam(model), skip_nonfinite=True, max_grad_norm=1.0) as step:
-        for index in range(5):
-            step(data(index))
-        with torch.no_grad():
-            model.blocks[0].up.weight.to_local().fill_(torch.inf)
-        kept = [param.to_local().clone() for param in model.parameters()]
-        step(data(6))
-        assert step.skipped_steps is not None
-        assert int(step.skipped_steps) == 1
-    for param, before in zip(model.parameters(), kept, strict=True):
-        assert torch.equal(param.to_local(), before)
 
 
 @on_ranks("ranks2")

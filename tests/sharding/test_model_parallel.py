@@ -39,19 +39,19 @@ from sharding_helpers import (
 @pytest.mark.parametrize(
     ("kind", "strategy", "microbatches"),
     [
-        *(("feed", "optim", 1), ("sequence", "optim_grads_params", 1)),
-        *(("expert", "no_shard", 3), ("expert", "optim_grads_params", 1)),
+        *(("feed", "optim", 3), ("sequence", "optim_grads_params", 1)),
+        *(("expert", "no_shard", 1), ("expert", "optim_grads_params", 3)),
     ],
 )
 def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
     ranks4: RankPool, kind: str, strategy: str, microbatches: int
 ) -> None:
-    num_steps = num_steps_of(strategy, "optim_grads_params")
+    num_steps = num_steps_of(kind, "sequence")
     ranks4.run(trains_as_one, kind, strategy, None, microbatches, num_steps)
 
 
 def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None:
-    @settings(max_examples=2, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=1, deadline=None, phases=[Phase.generate])
     @given(
         kind=st.sampled_from(["feed", "sequence", "expert"]),
         strategy=st.sampled_from(STRATEGIES),

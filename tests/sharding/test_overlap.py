@@ -52,9 +52,10 @@ def overlapped_runs(strategy: str, microbatches: int, reshard: bool, num_steps: 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "microbatches", "reshard"),
     [
-        *(("ranks2", strategy, 1, True) for strategy in STRATEGIES),
-        ("ranks2", "optim_grads_params", 3, False),
-        ("ranks4", "optim_grads_params", 3, True),
+        ("ranks2", "no_shard", 1, True),
+        ("ranks2", "optim", 3, True),
+        ("ranks2", "optim_grads_params", 1, True),
+        ("ranks4", "optim_grads_params", 3, False),
         *(
             pytest.param("gpu_ranks", strategy, 3, True, marks=pytest.mark.gpu)
             for strategy in STRATEGIES

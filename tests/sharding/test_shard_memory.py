@@ -1,11 +1,14 @@
 """Bytes that a sharded model keeps for ever, and whole weights that live only for a while."""
 
 import gc
+import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,13 +31,14 @@ from sharding_helpers import (
 )
 
 FLOAT_BYTES = 4
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def batch() -> Tensor:
     return torch.randn(4, WIDTH, device=rank_device())
 
 
-def storage_bytes(tensors: list[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all different storages behind some tensors."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in found.values())
@@ -44,31 +48,41 @@ def kept_bytes(strategy: str) -> tuple[int, int, int, int]:
     model = make_stack(strategy)
     optim = FusedAdam(model.parameters(), lr=0.01)
     with graphfsdp.capture(model, optim) as step:
-        for _ in range(6):
+        for _ in range(5):
             step(batch())
+        num_calls = step.report().op_counts["graphfsdp.fused_adam_.default"]
         del step
     gc.collect()
-    locals_: list[Any] = list(model.parameters())
-    mains = storage_bytes([param.to_local() for param in locals_])
-    grads: list[Any] = [param.grad for param in model.parameters() if param.grad is not None]
-    states: list[Any] = [
-        state[key] for state in optim.state.values() for key in ("exp_avg", "exp_avg_sq")
+    params: list[Any] = list(model.parameters())
+    bundles = [
+        tuple(
+            tensor.to_local().detach()
+            for tensor in (param, param.grad, *(optim.state[param][key] for key in MOMENTS))
+        )
+        for param in params
+        if param.grad is not None
     ]
+    # A handful of flat runs covers the model, whatever the number of parameters: without padding
+    # all shards are neighbours.
+    num_runs = len(merge_neighbours(bundles))
+    assert num_calls == 1
+    assert num_runs <= 1 + sum(buffer.layout.num_padding > 0 for buffer in buffers(model))
+    if dist.get_world_size() == 2:
+        assert num_runs <= NUM_BLOCKS + 1 < len(params)
+    mains = storage_bytes([param.to_local() for param in params])
     whole = [buffer.full for buffer in buffers(model) if buffer.full is not None]
     whole_bytes = sum(tensor.numel() * FLOAT_BYTES for tensor in whole)
     if strategy == "no_shard":  # the main weights themselves
         assert storage_bytes(whole) <= mains
         whole_bytes = 0
-    return (
-        mains,
-        storage_bytes([grad.to_local() for grad in grads]),
-        storage_bytes([state.to_local() for state in states]),
-        whole_bytes,
-    )
+    _, grads, *moments = zip(*bundles, strict=True)
+    return mains, storage_bytes(grads), storage_bytes(itertools.chain(*moments)), whole_bytes
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [*((2, strategy) for strategy in STRATEGIES), (4, "optim_grads_params")],
+)
 def test_kept_bytes_follow_from_the_layout(
     request: pytest.FixtureRequest, strategy: str, num_ranks: int
 ) -> None:
@@ -91,29 +105,6 @@ def test_kept_bytes_follow_from_the_layout(
     assert exact / parts <= shards <= 1.25 * exact / parts
     total_states = sum(states for _, _, states, _ in results)
     assert total_states >= 2 * exact * (num_ranks if parts == 1 else 1)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks("ranks2")
-def test_a_handful_of_flat_runs_covers_the_model(strategy: str) -> None:
-    """Without padding all shards are neighbours: one run, whatever the number of parameters."""
-    model = make_stack(strategy)
-    optim = FusedAdam(model.parameters(), lr=0.01)
-    with graphfsdp.capture(model, optim) as step:
-        for _ in range(5):
-            step(batch())
-        num_calls = step.report().op_counts["graphfsdp.fused_adam_.default"]
-    bundles = []
-    params: list[Any] = list(model.parameters())
-    for param in params:
-        if param.grad is not None:
-            state: Any = optim.state[param]
-            tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
-            bundles.append(tuple(tensor.to_local().detach() for tensor in tensors))
-    num_runs = len(merge_neighbours(bundles))
-    assert num_calls == 1
-    assert num_runs <= 1 + sum(buffer.layout.num_padding > 0 for buffer in buffers(model))
-    assert num_runs <= NUM_BLOCKS + 1 < len(params)
 
 
 @pytest.mark.parametrize(

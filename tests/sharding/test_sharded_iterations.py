@@ -1,5 +1,6 @@
 """iteration=fn of sharded models: as one unsharded process, and bit for bit in replays."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, assert_same_states, quick_garbage_collection
 from iterations import gan, gradient_penalty, moving_average, train_by
-from ranks import RankPool, on_ranks, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import FEW_STEPS, assert_equal_tensors, hybrid_mesh, num_steps_of
 
 ROUNDING = 1e-6  # of a norm that is summed in parts, over some steps of 0.01 at most
@@ -104,13 +105,17 @@ def train(
     return train_by(ITERATIONS[name][0], models, optimizers, data, scope, state_of)
 
 
-def agrees(name: str, options: dict[str, Any], num_steps: int, has_outer: bool = False) -> None:
-    if has_outer:
-        options = {**options, "mesh": hybrid_mesh()}
+@functools.cache
+def alone(name: str) -> list[dict[str, Tensor]]:
+    return train(name, None, FEW_STEPS, apart=False, options={})
+
+
+def agrees(name: str, options: dict[str, Any], num_steps: int) -> None:
+    if "outer_strategy" in options:
+        options = {**options, "mesh": hybrid_mesh((2, dist.get_world_size() // 2))}
     # Ranks that do the same reduce to what one process has, so the plain loop is the reference.
-    alone = train(name, None, FEW_STEPS, apart=False, options={})
     sharded = train(name, None, FEW_STEPS, apart=False, options=options)
-    for index, (expected, got) in enumerate(zip(alone, sharded, strict=True)):
+    for index, (expected, got) in enumerate(zip(alone(name), sharded, strict=True)):
         for key, value in expected.items():
             largest = float((value - got[key]).abs().max())
             assert largest <= ROUNDING, f"{key} after iteration {index}: {largest}"
@@ -124,31 +129,29 @@ def agrees(name: str, options: dict[str, Any], num_steps: int, has_outer: bool =
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("ranks", "name", "options"),
     [
-        ("gan", {"strategy": "optim_grads_params"}),
-        ("gradient_penalty", {"strategy": "optim_grads_params"}),
-        ("moving_average", {"strategy": "optim_grads_params"}),
-        ("gan", {"strategy": "optim"}),
-        ("moving_average", {"strategy": "optim_grads"}),
-        ("moving_average", {"strategy": "no_shard", "overlap": False}),
-        ("moving_average", {"strategy": "optim_grads_params", "buffer_pool": True}),
-        ("moving_average", {"strategy": "optim_grads_params", "reshard_after_forward": False}),
+        ("ranks2", "gan", {"strategy": "optim_grads_params"}),
+        ("ranks2", "gradient_penalty", {"strategy": "optim_grads_params", "buffer_pool": True}),
+        ("ranks2", "moving_average", {"strategy": "optim_grads_params"}),
+        ("ranks2", "gan", {"strategy": "optim", "overlap": False}),
+        ("ranks2", "moving_average", {"strategy": "optim_grads", "outer_strategy": "no_shard"}),
+        ("ranks2", "moving_average", {"strategy": "no_shard"}),
+        (
+            *("ranks4", "moving_average"),
+            {
+                "strategy": "optim_grads_params",
+                "outer_strategy": "optim",
+                "reshard_after_forward": False,
+            },
+        ),
     ],
 )
 def test_iterations_train_sharded_models_as_one_process_and_replay_as_eager(
-    ranks2: RankPool, name: str, options: dict[str, Any]
+    request: pytest.FixtureRequest, ranks: str, name: str, options: dict[str, Any]
 ) -> None:
-    is_long = options == {"strategy": "optim_grads_params"}
-    ranks2.run(agrees, name, options, num_steps_of(is_long, True))
-
-
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_gradients_of_several_backwards_are_reduced_over_two_axes(
-    ranks4: RankPool, outer: str
-) -> None:
-    options = {"strategy": "optim_grads_params", "outer_strategy": outer}
-    ranks4.run(agrees, "moving_average", options, num_steps_of(outer, "optim"), True)
+    num_steps = num_steps_of(options["strategy"], "optim_grads_params")
+    request.getfixturevalue(ranks).run(agrees, name, options, num_steps)
 
 
 @on_ranks("ranks2")
@@ -179,7 +182,7 @@ def test_a_sharded_iteration_is_captured_ahead_of_time() -> None:
         args: dict[str, Any] = {} if example is None else {"example_batch": example}
         with graphfsdp.capture(models, optimizers, iteration=gan, **args) as step:
             generator = torch.Generator().manual_seed(dist.get_rank())
-            for _ in range(12):
+            for _ in range(7):
                 step(torch.randn(8, 6, generator=generator).to(rank_device()))
         params = [p for model in models for p in model.parameters()]
         runs.append({str(at): whole(param) for at, param in enumerate(params)})

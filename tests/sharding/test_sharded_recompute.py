@@ -18,11 +18,9 @@ from sharding_helpers import (
 # By name: whether the block, a segment of blocks or a part of a block runs again, and by whom;
 # with how much dropout, which torch's own would draw anew.
 WAYS = {
-    "optim": (("block_torch", 0.0), ("part_torch", 0.0)),
-    "optim_grads": (("part_reentrant", 0.0),),
+    "optim": (("block_torch", 0.0), ("segment_reentrant", 0.0)),
     "optim_grads_params": (
-        *(("block_torch", 0.0), ("part_torch", 0.0)),
-        *(("block_reentrant", 0.0), ("segment_reentrant", 0.0), ("segment_torch", 0.0)),
+        *(("block_reentrant", 0.0), ("segment_torch", 0.0), ("part_torch", 0.0)),
         *(("part_reentrant", 0.0), ("block_ours", 0.3), ("part_ours", 0.3)),
     ),
 }
