@@ -135,7 +135,8 @@ class OpCall:
         is_trusted: Its operator writes, and draws from, what it says and nothing else.
         is_ours: Its operator is one of this package.
         is_literal: It hands over data that Python has filled in (torch.tensor).
-        around: What is entered while it runs, after all modes have seen it.
+        around: What is entered while it runs, after all modes have seen it, if it has Python in it.
+        sees_functions: Function modes then see what that calls.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class OpCall:
         self.kwargs = kwargs
         self._modes = [*modes]
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.sees_functions = False
         facts = _facts_of(op)
         self.name, self.schema_name = facts.name, facts.schema_name
         self.is_random, self.is_trusted = facts.is_random, facts.is_trusted
@@ -167,10 +169,8 @@ class OpCall:
             finally:
                 self._modes.append(mode)
         if self.is_trusted and not self.is_ours and not torch._C._len_torch_dispatch_stack():
-            # No Python is in there; a function mode saw the function that has led here.
-            with torch._C.DisableTorchFunction():
-                return self.op(*self.args, **self.kwargs)
-        with self.around():
+            return self.op(*self.args, **self.kwargs)  # no Python is in there
+        with self.around(), _functions_seen() if self.sees_functions else nullcontext():
             return self.op(*self.args, **self.kwargs)
 
     @property
@@ -234,6 +234,7 @@ class OperatorMode(TorchDispatchMode):
     Note [Our own Python]: a profile hook that is true to ``leaves_out_modes`` pauses in here. It
     would be called for each of our own calls, some hundred for an operator. It goes on where what
     is left to run has Python: operators of others, modes below, and our operators that use streams.
+    Function modes are off likewise: autograd calls operators with them on.
 
     Note [Modes that join]: torch calls the modes of its stack one by one, which takes as long as
     what they do. So a mode that ``joins`` and is entered right inside of another such one stays
@@ -288,16 +289,21 @@ class OperatorMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        sees_functions = torch._C._is_torch_function_enabled()
         profile = sys.getprofile()
-        if profile is None or not getattr(
+        pauses = profile is not None and getattr(
             getattr(profile, "__self__", None), "leaves_out_modes", False
-        ):
-            return self._on_call(func, types, args, kwargs or {})
-        sys.setprofile(None)
+        )
+        if pauses:
+            sys.setprofile(None)
         try:
-            return self._on_call(func, types, args, kwargs or {}, profile)
+            with torch._C.DisableTorchFunction():
+                return self._on_call(
+                    func, types, args, kwargs or {}, profile if pauses else None, sees_functions
+                )
         finally:
-            sys.setprofile(profile)
+            if pauses:
+                sys.setprofile(profile)
 
     def _on_call(
         self,
@@ -305,7 +311,8 @@ class OperatorMode(TorchDispatchMode):
         types: Sequence[type],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        paused: Any = None,
+        paused: Any,
+        sees_functions: bool,
     ) -> Any:
         if computes_nothing():
             return func(*args, **kwargs)
@@ -314,6 +321,7 @@ class OperatorMode(TorchDispatchMode):
         modes = (self, *self._joined)
         if isinstance(func, torch._ops.OpOverload):
             call = OpCall(func, args, kwargs, modes)
+            call.sees_functions = sees_functions
             if paused is not None:
                 call.around = functools.partial(_resumed, paused)
             return call.run()
@@ -325,6 +333,9 @@ class OperatorMode(TorchDispatchMode):
         return call.run()
 
     def on_higher_order(self, func: Callable[..., Any]) -> None: ...
+
+
+_functions_seen: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 
 
 @contextmanager

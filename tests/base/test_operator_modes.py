@@ -1,9 +1,13 @@
 """Modes that look on at operators: they join one another, and each sees every operator once."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, operator_modes
 
@@ -19,6 +23,31 @@ class Sees(OperatorMode):
     def on_op(self, call: OpCall) -> Any:
         self._seen.append(f"{self._name}: {call.name}")
         return call.run()
+
+
+class Functions(TorchFunctionMode):
+    """Counts what function modes see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Looks(OperatorMode):
+    def on_op(self, call: OpCall) -> Any:
+        for tensor in call.tensors:
+            tensor.sum()
+        return call.run()
+
+
+class OfAUser(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        torch.neg(torch.ones(1))
+        return func(*args, **(kwargs or {}))
 
 
 class Doubles(OperatorMode):
@@ -50,6 +79,21 @@ def test_what_calls_operators_itself_stays_on_torchs_stack() -> None:
     assert result.item() == -4
     assert seen.count("outer: aten.mul.Scalar") == 2
     assert "inner: aten.mul.Scalar" not in seen
+
+
+def test_function_modes_see_what_runs_other_python_and_nothing_of_these_modes() -> None:
+    """In a backward pass, where autograd calls operators with function modes on."""
+
+    def seen(below: AbstractContextManager[object]) -> list[str]:
+        functions = Functions()
+        x = torch.ones(2, requires_grad=True)
+        arguments = (((x * 2).sum(),), (torch.tensor(1.0),), False, False, ())
+        with below, Looks(), functions:
+            _engine_run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
+        return functions.names
+
+    assert "mul.Tensor" in seen(OfAUser())  # type: ignore[no-untyped-call]
+    assert seen(nullcontext()) == []
 
 
 def test_an_exception_leaves_no_mode_behind() -> None:

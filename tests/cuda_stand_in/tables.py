@@ -226,10 +226,6 @@ class _Bytes(OperatorMode):
         super().__init__()
         self.in_captures = self.outside = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Past the pause for our own Python, in which a capture would not see streams wait.
-        return self._on_call(func, types, args, kwargs or {})
-
     def on_op(self, call: OpCall) -> Any:
         captures = torch.cuda.is_current_stream_capturing()
         before = library.counts().launches
