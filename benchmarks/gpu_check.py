@@ -59,7 +59,8 @@ BUDGETS_S: Mapping[str, float] = MappingProxyType(
 # What a part runs; DEVICE is that of the check. A CUDA error makes every later call in a process
 # fail, so in these parts each test has a process of its own.
 ALONE = ("smoke", "parity", "broken")
-_ZOO = "tests/capture/test_model_zoo.py::test_replay"
+_ZOO = "tests/capture/test_model_zoo.py::test_"
+_FORWARD_BACKWARD = "conv_net-forward_backward-fused_adam-2"
 _DRIVER = "tests/capture/cuda/test_cuda_graph.py::test_errors_of_the_driver_are_explained"
 _WORKLOADS = "tests/bench/test_bench_workloads.py::test_every_kind_of_workload"
 PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -67,14 +68,17 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
         # The ways to use graphfsdp, on models of two layers or little more.
         "smoke": (
             *(
-                f"{_ZOO}_equals_eager[DEVICE-{name}]"
+                f"{_ZOO}replay_equals_eager_and_nothing_is_warned_of[DEVICE-{name}]"
                 for name in ("mlp", "conv_net", "norms", "encoder_layer", "gpt", "autocast")
             ),
-            f"{_ZOO}_of_clipped_microbatches_equals_eager[DEVICE-conv_net-adamw-3]",
-            f"{_ZOO}_of_forward_and_backward_alone_equals_eager[DEVICE-mlp]",
-            f"{_ZOO}_with_optimizers_of_torch_equals_eager[DEVICE-adamw-mlp]",
-            f"{_ZOO}_with_optimizers_of_torch_equals_eager[DEVICE-sgd-mlp]",
-            "tests/capture/test_model_zoo.py::test_dropout_draws_anew_in_every_replay[DEVICE-mlp]",
+            *(
+                f"{_ZOO}clipped_microbatches_equal_eager_and_nothing_reads_memory_after_its_planned"
+                f"_life[DEVICE-{name}]"
+                for name in ("channels_last-full_iteration-adamw-3", _FORWARD_BACKWARD)
+            ),
+            f"{_ZOO}replay_with_optimizers_of_torch_equals_eager[DEVICE-adamw-mlp]",
+            f"{_ZOO}replay_with_optimizers_of_torch_equals_eager[DEVICE-sgd-mlp]",
+            f"{_ZOO}dropout_draws_anew_in_every_replay[DEVICE-mlp]",
             *(
                 f"tests/optim/test_optimizer_replays.py::test_a_replay_equals_the_eager_step"
                 f"[DEVICE-dtype0-{name}]"
