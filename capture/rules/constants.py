@@ -387,8 +387,6 @@ class _SameFunctions(TorchFunctionMode):
 
 
 class _ConstantMode(OperatorMode):
-    joins = True
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled regions run compiled: torch would otherwise give up on them for good."""
@@ -404,6 +402,7 @@ class _ConstantMode(OperatorMode):
         super().__init__()
         self.log = ConstantLog()
         self._trace = trace
+        self.joins = trace is None  # which may call another operator instead
         self._sites = sites
         self._without_optimizer = without_optimizer
         self._stepping: torch.optim.Optimizer | None = None
