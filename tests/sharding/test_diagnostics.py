@@ -14,7 +14,7 @@ from graphfsdp import diagnostics
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
-from ranks import on_ranks
+from ranks import RankPool, on_ranks
 from sharding_helpers import (
     adam,
     batches,
@@ -157,6 +157,18 @@ def test_table_has_every_parameter_with_its_place(
             ends = [first + num_rows for first, num_rows in places]
             assert [first for first, _ in places] == [0, *ends[:-1]]
             assert ends[-1] == rows[0].shape[0]
+
+
+def test_two_axes_hold_half_of_what_one_holds(ranks4: RankPool) -> None:
+    inside, both = (
+        sum(
+            row.weight_bytes + row.grad_bytes
+            for row in ranks4.run(table_of, outer)[0]["table"].buffers
+        )
+        for outer in ("no_shard", "optim")
+    )
+    # Half, and what the layout may round up: a border of 16 bytes for each buffer and kind.
+    assert both <= 0.5 * inside + 16 * 2 * 8
 
 
 @on_ranks("ranks2")
