@@ -2,8 +2,8 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from graphfsdp._capture.rules.averages import averages_without_looks
 from graphfsdp._capture.rules.refusals import (
     HOST_READ,
     HOST_WRITE,
@@ -138,9 +139,12 @@ class WithoutLooks(TorchFunctionMode):
         return False if asks_for_masks(func) else func(*args, **(kwargs or {}))
 
 
-def without_looks() -> AbstractContextManager[object]:
-    """Return what is to be entered around an iteration, eager, recorded or evaluated alike."""
-    return WithoutLooks() if _MASKS in sys.modules else nullcontext()
+@contextmanager
+def without_looks() -> Iterator[None]:
+    """Enter this around an iteration, eager, recorded or evaluated alike."""
+    masks = WithoutLooks() if _MASKS in sys.modules else nullcontext()
+    with masks, averages_without_looks():
+        yield
 
 
 def is_fixed_one_hot(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -66,14 +66,6 @@ _PLACES = (
         "torch.distributions.Distribution.set_default_validate_args(False)",
     ),
     _Place(
-        "torch.optim.swa_utils",
-        HazardKind.HOST_READ,
-        "AveragedModel looks on the host how many models it has averaged; a replay would go on "
-        "with the answer for this iteration",
-        "update_parameters(model) after each call of the captured step, outside the iteration: it "
-        "sees what the step has trained; or torch._foreach_lerp_ of the parameters inside",
-    ),
-    _Place(
         "ema_pytorch",
         HazardKind.HOST_READ,
         "ema-pytorch looks on the host at which step it is; a replay would go on with the answer "

@@ -67,21 +67,47 @@ def train_averaged(make: Average, where: str) -> list[Tensor]:
     return [*losses, *(tensor.clone() for tensor in average.state_dict().values())]
 
 
-@pytest.mark.parametrize(
-    ("make", "remedy"),
-    [
-        (mean_of_all, "update_parameters(model) after each call of the captured step"),
-        (moving_with_buffers, "update_parameters(model) after each call of the captured step"),
-        (moving_one_by_one, "update_parameters(model) after each call of the captured step"),
-        (of_ema_pytorch, "ema.update() after each call of the captured step"),
-    ],
-)
-def test_an_average_of_the_weights_is_updated_behind_the_call(make: Average, remedy: str) -> None:
-    with pytest.raises(graphfsdp.CaptureError) as caught:
-        train_averaged(make, "inside")
-    assert remedy in str(caught.value)
+@pytest.mark.parametrize("make", [mean_of_all, moving_with_buffers, moving_one_by_one])
+@pytest.mark.parametrize("where", ["inside", "behind"])
+def test_torch_averages_weights_inside_and_behind(make: Average, where: str) -> None:
+    expected, got = train_averaged(make, "plain"), train_averaged(make, where)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_an_average_that_is_set_back_begins_anew(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+
+    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+        return loss.detach()
+
+    with graphfsdp.capture(model, optimizer, iteration=iterate) as step:
+        for iteration in range(12):
+            before = [param.detach().clone() for param in average.module.parameters()]
+            if iteration == 8:
+                assert step.phase is graphfsdp.Phase.REPLAY
+                average.n_averaged.zero_()
+                before[0].fill_(torch.nan)  # what is not taken may be anything
+                next(iter(average.module.parameters())).data.fill_(torch.nan)
+            step(torch.randn(3, 4, device=device))
+            is_first = iteration in (0, 8)
+            means = average.module.parameters()
+            for mean, old, new in zip(means, before, model.parameters(), strict=True):
+                assert torch.equal(mean, new if is_first else torch.lerp(old, new, 0.5))
+    assert swa_utils.AveragedModel.update_parameters.__module__ == swa_utils.__name__
+
+
+def test_ema_pytorch_is_updated_behind_the_call() -> None:
+    with pytest.raises(graphfsdp.CaptureError, match=r"ema.update\(\) after each call") as caught:
+        train_averaged(of_ema_pytorch, "inside")
     assert caught.value.source is not None
-    expected, got = train_averaged(make, "plain"), train_averaged(make, "behind")
+    expected, got = (train_averaged(of_ema_pytorch, where) for where in ("plain", "behind"))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
