@@ -78,7 +78,8 @@ def test_an_average_that_is_set_back_begins_anew(device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    halves = swa_utils.get_ema_multi_avg_fn(0.5)
+    average = swa_utils.AveragedModel(model, device=device, multi_avg_fn=halves)
 
     def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         loss: Tensor = model(x).square().mean()
