@@ -14,9 +14,6 @@ _COMPARES_NOTHING = (
 _KEPT = "test_kept_tensors.py::test_a_tensor_that_is_kept_for_the_next_iteration_is_refused"
 CANNOT: Mapping[str, str] = MappingProxyType(
     {
-        "test_random_models.py::test_random_networks_replay_as_eager_runs[cuda]": (
-            "sixty networks take longer than a test may; each of their operations runs by itself"
-        ),
         "test_adam_kernel.py::test_kernel_on_the_gpu_equals_the_tensor_code": _LAUNCHES_TRITON,
         "test_scaled_moments.py::test_kernel_on_the_gpu_equals_the_tensor_code": _LAUNCHES_TRITON,
         "test_refused.py::test_capture_refuses_by_name_and_rolls_back[cuda-sparse]": (

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import graphfsdp.api
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
-from helpers import Case, assert_same_run, run
-from zoo import ROWS, features
+from helpers import OPTIMIZERS, Case, assert_same_run, run
+from zoo import features
 
 WIDTH = 4
 NUM_CALLS = 12  # 1 warm-up, 1 capture, 10 replays
@@ -90,8 +90,8 @@ def handle(r: Registers, a: int, b: int) -> None:
         lambda: source[:, ::2],
         lambda: source.t()[b % WIDTH],
         lambda: source.diagonal(),
-        lambda: source.unfold(1, 2, 2)[b % ROWS],
-        lambda: source.narrow(0, b % ROWS, 1).squeeze(),
+        lambda: source.unfold(1, 2, 2)[b % len(source)],
+        lambda: source.narrow(0, b % len(source), 1).squeeze(),
         lambda: source[0:0],
     )
     r.handles.append(kinds[b % len(kinds)]())
@@ -115,11 +115,11 @@ def draw(r: Registers, a: int, b: int) -> None:
     source = r.get(a)
     kinds: tuple[Callable[[], Tensor], ...] = (
         lambda: torch.rand_like(source),
-        lambda: torch.randn(ROWS, WIDTH),
+        lambda: torch.randn(source.shape),
         lambda: functional.dropout(source, 0.3),
         lambda: source.normal_(0.0, 0.5),
         lambda: source + torch.bernoulli(torch.full_like(source, 0.5)),
-        lambda: source[torch.randperm(ROWS)],
+        lambda: source[torch.randperm(len(source))],
     )
     r.put(kinds[b % len(kinds)]())
 
@@ -160,7 +160,7 @@ def write_state(r: Registers, a: int, b: int) -> None:
     state = _state(r, a)
     kinds: tuple[Callable[[], Tensor], ...] = (
         lambda: state.lerp_(r.get(b).mean(dim=0).tanh(), 0.1),
-        lambda: state.copy_(r.get(b)[b % ROWS].clamp(-1, 1)),
+        lambda: state.copy_(r.get(b)[b % len(r.get(b))].clamp(-1, 1)),
         lambda: state[1:].mul_(0.5),
         lambda: state.copy_(state.flip(0)),
     )
@@ -168,7 +168,7 @@ def write_state(r: Registers, a: int, b: int) -> None:
 
 
 def read_state(r: Registers, a: int, b: int) -> None:
-    r.put(r.get(b) + _state(r, a) if b % 3 else _state(r, a).expand(ROWS, WIDTH).clone())
+    r.put(r.get(b) + _state(r, a) if b % 3 else _state(r, a).expand_as(r.get(b)).clone())
 
 
 def many(r: Registers, a: int, b: int) -> None:
@@ -216,9 +216,15 @@ class Machine(nn.Module):
 steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 7), st.integers(0, 7))
 
 
-def check(program: list[tuple[str, int, int]], *, poisons: bool) -> None:
+def check(
+    program: list[tuple[str, int, int]],
+    *,
+    poisons: bool,
+    scope: str = "full_iteration",
+    **options: Any,
+) -> None:
     case = Case(lambda: Machine(program), features(WIDTH))
-    options: dict[str, Any] = {"num_steps": NUM_CALLS, "warmup_steps": 1}
+    options |= {"num_steps": NUM_CALLS, "warmup_steps": 1}
     expected = run(case, "none", torch.device("cpu"), **options)
     with pytest.MonkeyPatch.context() as patch:
         if poisons:
@@ -227,18 +233,29 @@ def check(program: list[tuple[str, int, int]], *, poisons: bool) -> None:
                 "make_backend",
                 lambda name, device, *_: CpuGraphBackend(device, poisons=True),
             )
-        got = run(case, "full_iteration", torch.device("cpu"), **options)
+        got = run(case, scope, torch.device("cpu"), **options)
     assert_same_run(expected, got)
     assert got.report is not None
     assert got.report.num_calls["replay"] == NUM_CALLS - 2
 
 
 @hypothesis.settings(max_examples=50, derandomize=True)
-@hypothesis.given(program=st.lists(steps, min_size=2, max_size=14), poisons=st.booleans())
+@hypothesis.given(
+    program=st.lists(steps, min_size=2, max_size=14),
+    poisons=st.booleans(),
+    scope=st.sampled_from(["full_iteration", "full_iteration", "forward_backward"]),
+    options=st.fixed_dictionaries(
+        {
+            "optimizer": st.sampled_from(OPTIMIZERS),
+            "microbatches": st.sampled_from([1, 1, 2, 3]),
+            "max_grad_norm": st.sampled_from([None, 0.1]),
+        }
+    ),
+)
 def test_random_programs_replay_as_eager_runs(
-    program: list[tuple[str, int, int]], poisons: bool
+    program: list[tuple[str, int, int]], poisons: bool, scope: str, options: dict[str, Any]
 ) -> None:
-    check(program, poisons=poisons)
+    check(program, poisons=poisons, scope=scope, **options)
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))

@@ -1,50 +1,7 @@
-"""Every surprise of a captured step, silent ones first, each with its test.
+"""Surprises of a captured step that nothing refuses: what happens now, and what one would expect.
 
-Each test asserts what happens now; a comment says what one would expect. When a check is added,
-the test moves to the second table and asserts the error.
-
-Silent:
-
-| surprise                                                 | test                                  |
-|----------------------------------------------------------|---------------------------------------|
-| print and logging in forward fall silent                 | side_effects_happen_until_the_capture |
-| a list that grows by one per call stops growing          | a_log_of_activations_stops_growing    |
-| a tensor that is held from the recorded iteration changes| a_kept_activation_is_overwritten      |
-| .grad holds clipped or unclipped values, by optimizer    | gradients_after_clipping_differ       |
-| the model writes into a copy of the batch                | the_batch_is_not_written              |
-| outputs are snapshots, not views of weights              | outputs_do_not_follow_the_weights     |
-| the last batch's values live on in the static inputs     | static_inputs_keep_the_last_batch     |
-| a gradient hook's clipping is recorded, its Python is not| gradient_hooks_are_recorded           |
-| the weights may be read while a CUDA replay still runs   | (CUDA orders them on the stream)      |
-
-Loud, each silent elsewhere (tests/test_guarded_footguns.py):
-
-| surprise                                              | test                                     |
-|-------------------------------------------------------|------------------------------------------|
-| a batch of 1 into a static input of 8                 | a_batch_of_one_raises                    |
-| a float weight decay of torch's fused optimizers      | a_float_weight_decay_of_torch_is_guarded |
-| the loss of each call is the same tensor              | losses_are_distinct                      |
-| zero_grad() cuts the graph's gradients off            | zero_grad_does_no_harm                   |
-| state that is replaced instead of updated             | replaced_state_raises                    |
-| backward through a graph made before a replay         | an_old_graph_raises                      |
-| retry of a swallowed host read                        | a_swallowed_read_raises                  |
-| parameters moved by .data, .to() or assign=True       | moved_parameters_raise                   |
-| a Python number that the model counts up              | a_python_counter_raises                  |
-| numbers from NumPy's generators                       | numpy_randomness_raises                  |
-| an `if` on Python state that changes later            | a_branch_on_python_state_raises          |
-| a global or a closure that changes                    | changed_globals_raise                    |
-| a list that the loss function reads                   | a_changed_list_raises                    |
-| numbers from Python's generators                      | python_randomness_raises                 |
-| model.eval() after the capture                        | training_mode_raises                     |
-| a Dropout whose p is changed                          | module_attributes_raise                  |
-| requires_grad_(False) after the capture               | freezing_after_the_capture_raises        |
-| a hook that is registered after the capture           | late_hooks_raise                         |
-| a module that replaces another                        | a_replaced_module_raises                 |
-| an autocast that ends after the capture               | autocast_around_the_call_raises          |
+What is refused is in test_refused.py and in the tests of the guards.
 """
-
-import pathlib
-import re
 
 import pytest
 import torch
@@ -173,19 +130,41 @@ def test_gradient_hooks_are_recorded(device: torch.device) -> None:
     assert len(calls) == NUM_EAGER + 1
 
 
-def test_the_tables_list_every_test() -> None:
-    assert __doc__ is not None
-    loud = pathlib.Path(__file__).parents[1] / "guards" / "test_guarded_footguns.py"
-    both = pathlib.Path(__file__).read_text() + loud.read_text()
-    names = set(re.findall(r'^(?:def test_|    "(?=\w+": \())(\w+)', both, re.MULTILINE))
-    listed = {line.split("|")[2].strip() for line in __doc__.splitlines() if line.count("|") == 3}
-    helpers = {
-        "a_change_after_the_capture_raises",
-        "the_tables_list_every_test",
-        "a_counter_in_a_buffer_counts",
-        "a_changed_weight_is_seen_when_it_is_written_in_place",
-        "autocast_around_the_loop_uses_no_stale_weights",
-    }
-    assert names - helpers == {name for name in listed if name.replace("_", "").isalnum()} - {
-        "test"
-    }
+def test_an_old_graph_raises(device: torch.device) -> None:
+    """The weights that an older forward pass saved have been written since."""
+    step, model, _ = start(device, lr=0.1)
+    for _ in range(5):
+        step(inputs(device))
+    hidden = model.layer(inputs(device).requires_grad_()).square().mean()
+    step(inputs(device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.backward()
+
+
+def test_autocast_around_the_loop_uses_no_stale_weights(device: torch.device) -> None:
+    """Its cache of casted weights outlives a call, and the weights change in between."""
+    runs = []
+    for scope in ("none", "forward_backward", "full_iteration"):
+        step, *_ = start(device, lr=0.1, scope=scope)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            runs.append([float(step(inputs(device))) for _ in range(10)])
+    assert runs[0] == runs[1] == runs[2]
+    assert len(set(runs[0])) == 10
+    by_hand, model, optim = start(device, lr=0.1, scope="none")
+    by_hand.close()
+    for loss in runs[0]:
+        optim.zero_grad()
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            mine = model(inputs(device))
+        assert float(mine.detach()) == loss
+        mine.backward()
+        optim.step()
+
+
+def test_autocast_around_the_call_raises(device: torch.device) -> None:
+    step, *_ = start(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for _ in range(6):
+            step(inputs(device))
+    with pytest.raises(graphfsdp.GuardError, match=f"autocast on {device.type} was on .* off"):
+        step(inputs(device))
