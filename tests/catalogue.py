@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional
 
 from helpers import Batch, Case
@@ -51,39 +51,12 @@ def mean_square(x: Tensor) -> Tensor:
 # In-place operators, views, aliases.
 
 
-def chain_in_place(net: Any, x: Tensor) -> Any:
-    h = net.first(x) * 1.0
-    h.mul_(0.5).add_(1.0).clamp_(-2, 2).relu_()
-    return mean_square(net.second(h))
-
-
-def views_of_views(net: Any, x: Tensor) -> Any:
-    h = (
-        net.first(x)
-        .view(-1, 2, 2)
-        .transpose(0, 1)[:, 1:]
-        .squeeze()
-        .unsqueeze(-1)
-        .expand(-1, -1, -1, 3)
-    )
-    return mean_square(net.second(h[..., 0].reshape(-1, WIDTH)))
-
-
 def write_through_a_view(net: Any, x: Tensor) -> Any:
     h = net.first(x) + 0
     middle = h[1:5].view(2, 2, WIDTH)[1]
     middle.mul_(2)
     middle[:, ::2] = 0.5
     return mean_square(net.second(h)) + middle.sum()
-
-
-def swapped_rows(net: Any, x: Tensor) -> Any:
-    h = net.first(x).clone()
-    with torch.no_grad():
-        kept = h[0].clone()
-        h[0].copy_(h[1])
-        h[1].copy_(kept)
-    return mean_square(net.second(h))
 
 
 def diagonal_write(net: Any, x: Tensor) -> Any:
@@ -93,30 +66,12 @@ def diagonal_write(net: Any, x: Tensor) -> Any:
     return mean_square(net.second(square))
 
 
-def aliased_operands(net: Any, x: Tensor) -> Any:
-    h = net.first(x)
-    y = h.detach()
-    return mean_square(torch.addmm(h, y, y.t() @ y) + h * h.view_as(h))
-
-
 def out_arguments(net: Any, x: Tensor) -> Any:
     scratch = torch.empty(ROWS, WIDTH)
     with torch.no_grad():
         torch.mul(x, 2.0, out=scratch)
         torch.add(scratch, 1.0, out=scratch)
     return mean_square(net.first(x) * scratch)
-
-
-def foreach_in_place(net: Any, x: Tensor) -> Any:
-    parts = [p.contiguous() for p in net.first(x).detach().chunk(2, dim=1)]
-    torch._foreach_mul_(parts, [0.5, 2.0])
-    torch._foreach_add_(parts, parts)
-    return mean_square(net.second(torch.cat(parts, dim=1)))
-
-
-def expanded(net: Any, x: Tensor) -> Any:
-    bias = net.first.bias.expand(5, ROWS, WIDTH)
-    return mean_square(bias + net.first(x)) + net.scale.expand(3, 3).sum()
 
 
 def zero_sized(net: Any, x: Tensor) -> Any:
@@ -136,31 +91,6 @@ def integer_state(net: Any, x: Tensor) -> Any:
     net.histogram.scatter_add_(0, x.argmax(dim=1), torch.ones(ROWS, dtype=torch.int64))
     net.flags.logical_xor_(x[0] > 0)
     return mean_square(net.first(x) * net.flags) + net.second(x).mean() / net.seen
-
-
-def ring_buffer(net: Any, x: Tensor) -> Any:
-    with torch.no_grad():
-        net.queue.copy_(net.queue.roll(1, 0))
-        net.queue[0].copy_(net.first(x).mean(dim=0))
-    return mean_square(net.second(x) - net.queue.mean(dim=0))
-
-
-def momentum_encoder(net: Any, x: Tensor) -> Any:
-    with torch.no_grad():
-        net.slow.lerp_(net.first.weight, 0.1)
-    return mean_square(functional.linear(x, net.slow) - net.second(net.first(x)))
-
-
-def detached_graph_parts(net: Any, x: Tensor) -> Any:
-    h = net.first(x)
-    with torch.no_grad():
-        target = net.second(h).softmax(dim=1)
-    with torch.set_grad_enabled(False):
-        weight = h.norm()
-    return (
-        functional.kl_div(net.second(h).log_softmax(dim=1), target, reduction="sum")
-        + h.sum() / weight
-    )
 
 
 def named_generators(net: Any, x: Tensor) -> Any:
@@ -193,17 +123,6 @@ def forward_mode(net: Any, x: Tensor) -> Any:
     both: Any = jvp(lambda y: net.first(y).tanh(), (x,), (torch.ones_like(x),))
     value, tangent = both
     return mean_square(value) + mean_square(tangent) + net.second(x).mean()
-
-
-def reverse_mode(net: Any, x: Tensor) -> Any:
-    both: Any = vjp(lambda y: net.first(y).tanh(), x)
-    value, pull = both
-    return mean_square(pull(value)[0]) + net.second(x).mean()
-
-
-def ensemble(net: Any, x: Tensor) -> Any:
-    stacked = torch.stack([net.first.weight, net.second.weight])
-    return mean_square(vmap(functional.linear, in_dims=(None, 0), randomness="error")(x, stacked))
 
 
 def inner_step(net: Any, x: Tensor) -> Any:
@@ -265,29 +184,10 @@ def activation_hooks(net: Any, x: Tensor) -> Any:
     return mean_square(net.second(h))
 
 
-def reentrant_branches(net: Any, x: Tensor) -> Any:
-    branches = [net.first(part) for part in x.split([1, 2, 3])]
-    unused = net.second(branches[0]) * 0
-    return mean_square(torch.cat(branches[::-1])) + unused.sum() + net.second(branches[2]).mean()
-
-
-def in_place_on_leaf_copy(net: Any, x: Tensor) -> Any:
-    weight = net.first.weight.clone()
-    weight[0] += net.second.weight[1]
-    weight.fill_diagonal_(0.0)
-    return mean_square(functional.linear(x, weight, net.first.bias) @ net.second.weight)
-
-
 PROGRAMS: dict[str, Case] = {
-    "chain_in_place": odd(chain_in_place),
-    "views_of_views": odd(views_of_views),
     "write_through_a_view": odd(write_through_a_view),
-    "swapped_rows": odd(swapped_rows),
     "diagonal_write": odd(diagonal_write),
-    "aliased_operands": odd(aliased_operands),
     "out_arguments": odd(out_arguments),
-    "foreach_in_place": odd(foreach_in_place),
-    "expanded": odd(expanded, scale=torch.tensor(0.5)),
     "zero_sized": odd(zero_sized, empty=torch.zeros(0, 1)),
     "complex_numbers": odd(complex_numbers, phase=torch.tensor([1 + 1j, 0.5j, -1 + 0j])),
     "integer_state": odd(
@@ -296,19 +196,12 @@ PROGRAMS: dict[str, Case] = {
         histogram=torch.zeros(WIDTH, dtype=torch.int64),
         flags=torch.ones(WIDTH, dtype=torch.bool),
     ),
-    "ring_buffer": odd(ring_buffer, queue=torch.zeros(3, WIDTH)),
-    "momentum_encoder": odd(momentum_encoder, slow=torch.eye(WIDTH)),
-    "detached_graph_parts": odd(detached_graph_parts),
     "named_generators": odd(named_generators),
     "random_of_many_kinds": odd(random_of_many_kinds),
     "per_sample_gradients": odd(per_sample_gradients),
     "forward_mode": odd(forward_mode),
-    "reverse_mode": odd(reverse_mode),
-    "ensemble": odd(ensemble),
     "inner_step": odd(inner_step),
     "custom_functions": odd(custom_functions),
     "saved_tensor_hooks": odd(saved_tensor_hooks),
     "activation_hooks": odd(activation_hooks),
-    "reentrant_branches": odd(reentrant_branches),
-    "in_place_on_leaf_copy": odd(in_place_on_leaf_copy),
 }

@@ -91,32 +91,10 @@ def nested_loss(model: Any, batch: Any, nothing: Any, *, mask: Tensor, extra: An
     return h.pow(2).mean() * power, {"hidden": [h, (h.sum(dim=0),)], "none": None}
 
 
-def strided_batch(generator: torch.Generator) -> Batch:
-    return Batch((torch.randn(WIDTH, 2 * ROWS, generator=generator).t()[::2],))
-
-
 def aliasing_outputs(model: Any, x: Tensor) -> Any:
     h = model.first(x)
     loss = mean_square(model.second(h))
     return loss, (h, h[0], h.t(), model.first.weight, x, loss, h.expand(2, *h.shape))
-
-
-def half_batch(generator: torch.Generator) -> Batch:
-    x = torch.randn(ROWS, WIDTH, generator=generator)
-    return Batch((x.half(), x.to(torch.complex64), (x * 10).to(torch.int8), x.double()))
-
-
-def mixed_dtypes(model: Any, half: Tensor, spin: Tensor, small: Tensor, double: Tensor) -> Tensor:
-    x = half.float() + spin.imag + small + double.float()
-    return mean_square(model.second(model.first(x)))
-
-
-def under_autocast(model: Any, x: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, dtype=torch.bfloat16):
-        h = model.first(x)
-        with torch.autocast(x.device.type, enabled=False):
-            h = model.second(h.float())
-    return mean_square(h)
 
 
 def hooks_on_modules(net: Any) -> None:
@@ -138,11 +116,6 @@ def hooks_on_parameters(net: Any) -> None:
         param.grad.mul_(0.1)
 
     net.second.bias.register_post_accumulate_grad_hook(shrink)
-
-
-def hooks_that_keep(net: Any) -> None:
-    net.kept = {}
-    net.first.register_forward_hook(lambda m, args, out: net.kept.update(h=out.detach()))
 
 
 def step_hooks(net: nn.Module, optim: torch.optim.Optimizer) -> None:
@@ -201,18 +174,13 @@ MODELS: dict[str, Case] = {
     "shared_storage": Case(SharedStorage, default_batch),
     "kept_activations": Case(KeptActivations, default_batch),
     "nested_batch": Case(plain_net, nested_batch, nested_loss),
-    "strided_batch": Case(plain_net, strided_batch),
     "aliasing_outputs": Case(plain_net, default_batch, aliasing_outputs),
-    "mixed_dtypes": Case(plain_net, half_batch, mixed_dtypes),
-    "autocast_inside": Case(plain_net, default_batch, under_autocast),
     "hooks_on_modules": Case(net_with(hooks_on_modules), default_batch),
     "hooks_on_parameters": Case(net_with(hooks_on_parameters), default_batch),
-    "hooks_that_keep": Case(net_with(hooks_that_keep), default_batch),
     "step_hooks": Case(plain_net, default_batch, setup=step_hooks),
     "averaged_model": Case(plain_net, default_batch, setup=averaged),
     "written_weights": Case(plain_net, default_batch, setup=noisy_weights),
     "orthogonal": Case(normalized("orthogonal"), default_batch),
-    "two_parametrizations": Case(normalized("both"), default_batch),
     "cached_parametrization": Case(normalized("both"), default_batch, cached_parametrization),
     "old_spectral_norm": Case(old_spectral_norm, default_batch),
 }

@@ -9,7 +9,7 @@ import sys
 import types
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -46,13 +46,6 @@ class Frozen:
     """Is replaced as well."""
 
     calls: int = 0
-
-
-@dataclass
-class Nested:
-    """Holds a count two levels down."""
-
-    inner: Any = field(default_factory=lambda: types.SimpleNamespace(stats={"n": 0}))
 
 
 class Slots:
@@ -132,14 +125,6 @@ def of_global() -> Count:
         global CALLS
         CALLS += 1
         return CALLS
-
-    return counted
-
-
-def of_globals_by_name() -> Count:
-    def counted() -> int:
-        globals()["CALLS"] += 1
-        return int(globals()["CALLS"])
 
     return counted
 
@@ -253,22 +238,18 @@ HELD: dict[str, tuple[Callable[[], Count], str]] = {
         lambda: of_attribute(types.SimpleNamespace(calls=np.int64(0))),
         "owner.calls",
     ),
-    "nested": (lambda: of_item(Nested().inner.stats, "n"), "table['n']"),
     "item": (lambda: of_item(TABLE), "table['calls']"),
     "user_dict": (lambda: of_item(collections.UserDict(calls=0)), "table.data['calls']"),
     "own_dict": (lambda: of_item(Own(calls=0)), "table['calls']"),
     "counter": (lambda: of_item(COUNTS), "table['calls']"),
-    "ordered": (lambda: of_item(collections.OrderedDict(calls=0)), "table['calls']"),
     "list_item": (lambda: of_item([0], 0), "table[0]"),
     "numpy_array": (lambda: of_item(np.zeros(3, dtype=np.int64), 1), "table"),
     "array": (lambda: of_item(array("q", [0, 0]), 1), "table"),
     "closure": (of_closure, "calls"),
     "global": (of_global, "CALLS"),
-    "globals_by_name": (of_globals_by_name, "CALLS"),
     "loaded_module": (of_loaded_module, "moving_settings.calls"),
     "default": (of_default, "(default 0)[0]"),
     "function": (of_function, "counted.calls"),
-    "tuple": (lambda: of_replaced((0, "a"), lambda old: (old[0] + 1, "a")), "state.value[0]"),
     "named_tuple": (
         lambda: of_replaced(Pair(0, "a"), lambda old: old._replace(calls=old.calls + 1)),
         "state.value.calls",

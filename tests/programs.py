@@ -113,31 +113,8 @@ def branch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 
 
 @refused(HOST_READ, SCALAR, READ)
-def assertion(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    assert h.isfinite().all()  # refused
-    return h
-
-
-@refused(HOST_READ, SCALAR, READ)
-def membership(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * (7.0 in x)  # refused
-
-
-@refused(HOST_READ, SCALAR, READ)
 def math_function(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * math.sqrt(self.extra.detach().abs().sum())  # refused
-
-
-@refused(HOST_READ, SCALAR, READ)
-def index_by_tensor_as_number(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * [1.0, 2.0][x[0].argmax() % 2]  # refused
-
-
-@refused(HOST_READ, SCALAR, READ)
-def random_number(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    if torch.rand((), device=h.device).item() < 0.5:  # refused
-        return h * 2
-    return h
 
 
 @refused(HOST_READ, "aten.equal.default", READ)
@@ -165,11 +142,6 @@ def to_cpu(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * h.detach().to("cpu").max().to(h.device)  # refused
 
 
-@refused(HOST_READ, r"Tensor.to\('cpu'\)", READ)
-def to_device_keyword(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * h.detach().to(device="cpu").max().to(h.device)  # refused
-
-
 @refused(HOST_READ, "Tensor.numpy", READ, cpu_only=True)
 def to_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * float(x.numpy()[0, 0])  # refused
@@ -193,11 +165,6 @@ def mapped_python(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 @refused(HOST_READ, "torch.tensor", READ)
 def literal_of_tensors(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * torch.tensor([x[0, 0], x[0, 1]], device=h.device).sum()  # refused
-
-
-@refused(HOST_READ, "torch.as_tensor", READ)
-def literal_of_nested_tensors(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.as_tensor([[1.0, x[0, 0]]], device=h.device).sum()  # refused
 
 
 @refused(HOST_READ, "Tensor.new_tensor", READ)
@@ -232,12 +199,6 @@ def new_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * torch.rand(4, generator=torch.Generator())  # refused
 
 
-@refused(GENERATOR, "torch.Generator.get_state", GENERATED, driver=False)
-def forked_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    with torch.random.fork_rng(range(torch.cuda.device_count())):  # refused
-        return h * torch.rand_like(h)
-
-
 @refused(HOST_READ, "Tensor.__repr__", READ)
 def printed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     print(h)  # refused
@@ -253,11 +214,6 @@ def formatted(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 @refused(SHAPE, "aten.nonzero.default", SHAPED)
 def nonzero(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h[torch.nonzero(x[:, 0] > 0).flatten()]  # refused
-
-
-@refused(SHAPE, "aten.nonzero.default", SHAPED)
-def where_with_one_argument(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h[torch.where(x[:, 0] > 0)]  # refused
 
 
 @refused(SHAPE, "aten.index.Tensor", SHAPED)
@@ -308,12 +264,6 @@ def get_rng_state(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
-@refused(GENERATOR, "torch.Generator.manual_seed", GENERATED, cpu_only=True)
-def manual_seed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    torch.manual_seed(3)  # refused
-    return h
-
-
 @refused(GENERATOR, "torch.Generator.set_state", GENERATED, driver=False)
 def set_rng_state(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     torch.set_rng_state(RNG_STATE)  # refused
@@ -359,22 +309,11 @@ def legacy_constructor(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * torch.Tensor([x[0, 0], x[0, 1]]).sum()  # refused
 
 
-@misbehaves(HOST_READ, "Tensor.__float__", READ, ON_DEVICE)
-def typed_constructor(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.FloatTensor([h.detach().sum()])  # refused
-
-
 @misbehaves(HOST_READ, SCALAR, READ, ON_DEVICE)
 def list_of_tensors_that_is_read_back(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     history: list[Tensor] = vars(self).setdefault("history", [])
     history.append(h.detach().sum())
     return h * float(sum(history[-2:]))  # refused
-
-
-@misbehaves(HOST_READ, SCALAR, READ, ON_DEVICE)
-def maximum_of_python(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    largest: Tensor = max(x[0])  # refused
-    return h * largest
 
 
 @misbehaves(HOST_READ, SCALAR, READ, ON_DEVICE)

@@ -219,21 +219,6 @@ def test_apex_is_captured_as_its_rows_say(row: PrecisionRow, mesh_of_one: None) 
         use("apex", situation)
 
 
-@pytest.mark.parametrize("row", rows_of(*NATIVE), ids=row_name)
-def test_every_native_row_is_captured(row: PrecisionRow) -> None:
-    assert row.captured
-    model = nn.Linear(4, 4, bias=False)
-    before = model.weight.detach().clone()
-    optimizer = getattr(optim, row.optimizer)(model.parameters(), lr=0.1)
-    with graphfsdp.capture(
-        model, optimizer, loss_fn=lambda m, x: m(x).square().sum(), warmup_steps=1
-    ) as step:
-        for _ in range(4):
-            step(torch.randn(2, 4))
-        assert step.phase is graphfsdp.Phase.REPLAY
-    assert not torch.equal(model.weight, before)
-
-
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLion"])
 def test_the_row_of_offloaded_state_is_what_the_adapter_says(name: str) -> None:
     row = find_row(Situation(OFFLOAD))

@@ -8,13 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 import rank_steps
 from faults import FaultMode, World
 from graphfsdp import CaptureError, Phase
-from graphfsdp.base.op_tensors import is_wrapper_subclass
 from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
@@ -78,20 +76,6 @@ def build(strategy: str, scope: str, **options: Any) -> tuple[Any, nn.Module, Fu
     # the capture after it that is another path, which costs a warm-up or a refusal more.
     overlap = OverlapPolicy(forward_prefetch=False, backward_prefetch=False)
     return rank_steps.build(strategy, scope, nn.BatchNorm1d(WIDTH), overlap=overlap, **options)
-
-
-class OpNames(TorchDispatchMode):
-    """Notes the operators of a replay."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class OneRank:

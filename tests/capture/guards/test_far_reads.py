@@ -207,14 +207,6 @@ def later(net: CountingNet, y: Tensor) -> Tensor:
     return y
 
 
-def counts_twice(net: CountingNet, y: Tensor) -> Tensor:
-    net.calls += 0
-    if net.calls > 14:  # late
-        y = y * 2
-    net.calls += 3
-    return y
-
-
 def runs_out(net: CountingNet, y: Tensor) -> Tensor:
     if not net.left:  # late
         y = y.relu()
@@ -227,18 +219,6 @@ def matched(net: CountingNet, y: Tensor) -> Tensor:
         case "call 9":
             return y * 2
     return y
-
-
-class Outer(nn.Module):
-    """Decides by what a part of it counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = CountingNet()
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.inner(x)
-        return loss * 2 if self.inner.calls > 8 else loss  # late
 
 
 def by_attribute_of_the_model(model: nn.Module, x: Tensor) -> Tensor:
@@ -267,9 +247,6 @@ READING: dict[str, Callable[[], Around]] = {
     "behind_a_property": lambda: of_a_schedule(
         lambda schedule: lambda model, x: model(x) * schedule.weight
     ),
-    "behind_a_method": lambda: of_a_schedule(
-        lambda schedule: lambda model, x: model(x) * schedule.now()
-    ),
     "made_up_attribute": made_up_attribute,
     "method_of_the_owner": method_of_the_owner,
     "deep_chain": deep_chain,
@@ -277,9 +254,6 @@ READING: dict[str, Callable[[], Around]] = {
     "imported_inside": imported_inside,
     "context_variable": context_variable,
     "length_of_a_long_list": length_of_a_long_list,
-    "nested_attribute": lambda: of_the_configuration(
-        sets(CONFIG.model, "alpha", 3.0), "'alpha' of 'model'"
-    ),
     "nested_object": lambda: of_the_configuration(
         sets(CONFIG, "model", types.SimpleNamespace(alpha=3.0)), "'alpha' of 'model'"
     ),
@@ -297,10 +271,8 @@ READING: dict[str, Callable[[], Around]] = {
 }
 DECIDING: dict[str, Callable[[], Deciding]] = {
     "later": of_class(later),
-    "counts_twice": of_class(counts_twice),
     "runs_out": of_class(runs_out),
     "matched": of_class(matched),
-    "outer": lambda: Deciding(Outer(), Outer.forward),
     "criterion": of_loss(make_by_criterion, CountingCriterion.forward),
     "model": lambda: Deciding(CountingNet(), by_attribute_of_the_model, by_attribute_of_the_model),
 }

@@ -19,14 +19,6 @@ Reads = Callable[[], Any]
 Sets = Callable[[float], Any]
 
 
-class Meta(type):
-    weight = 1.0
-
-
-class OfMeta(metaclass=Meta):
-    pass
-
-
 class Inner:
     """Has what a class of somebody's can have, each with a weight of its own."""
 
@@ -108,11 +100,6 @@ class Missing(dict[str, float]):
 class Data:
     weight: float = 1.0
     epoch: int = 0
-
-
-def entered(special: Special) -> float:
-    with special as weight:
-        return weight
 
 
 def by_match(data: Data) -> tuple[Reads, Sets]:
@@ -198,22 +185,14 @@ def handed_on(factor: float, *, known_as: Any) -> Any:
 WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
     "item": lambda: by_item(Special()),
     "product": lambda: of_special(lambda special: 1.0 * special),
-    "loop": lambda: of_special(lambda special: sum(list(special))),
-    "with": lambda: of_special(entered),
-    "truth": lambda: of_special(lambda special: 1.0 if special else 2.0),
     "length": lambda: of_special(len),
-    "called_length": lambda: of_special(lambda special: len(special)),
-    "number": lambda: of_special(lambda special: float(special)),
-    "equality": lambda: of_special(lambda special: 1.0 if special == 1.0 else 2.0),
     "missing_key": lambda: (
         lambda missing=Missing(): missing["weight"],  # noqa: B008
         lambda value: Missing.box.update(weight=value),
     ),
     "match": lambda: by_match(Data()),
-    "getattr": lambda: by_text(lambda data: lambda: getattr(data, "weight")),  # noqa: B009
     "getattr_by_variable": lambda: by_text(lambda data: by_variable(data, "weight")),
     "attrgetter": lambda: by_text(lambda data: by_getter(data, operator.attrgetter("weight"))),
-    "handed_to_a_function": lambda: by_text(lambda data: lambda: weight_of(data)),
     "handed_on_twice": lambda: by_text(lambda data: lambda: handed_on(1.0, known_as=data)),
     "vars": lambda: by_text(lambda data: lambda: vars(data)["weight"]),
     "dict": lambda: by_text(lambda data: lambda: data.__dict__["weight"]),
@@ -232,11 +211,6 @@ WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
         lambda inner=Inner(): inner.scaled(),  # noqa: B008
         lambda value: setattr(Inner.held, "weight", value),
     ),
-    "singledispatchmethod": lambda: (
-        lambda inner=Inner(): inner.dispatched(1),  # noqa: B008
-        lambda value: setattr(Inner.by_dispatch, "weight", value),
-    ),
-    "metaclass": lambda: (lambda: OfMeta.weight, lambda value: setattr(Meta, "weight", value)),
     "descriptor": lambda: (
         lambda holder=WithDescriptor(): holder.weight,  # noqa: B008
         lambda value: setattr(vars(WithDescriptor)["weight"], "weight", value),

@@ -114,29 +114,14 @@ MODEL_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
         r"module 'body\.dropout' was in train .*body\.dropout\.train\(\)",
         ChangeKind.MODE,
     ),
-    "training_flag": (
-        set_attribute("body.layers.1", "training", False),
-        r"module 'body\.layers\.1' was in train mode",
-        ChangeKind.MODE,
-    ),
     "dropout_rate": (
         set_attribute("body.dropout", "p", 0.5),
         r"attribute 'body\.dropout\.p' was 0\.25 .* now 0\.5",
         ChangeKind.ATTRIBUTE,
     ),
-    "momentum": (
-        set_attribute("body.norm", "momentum", 0.5),
-        r"'body\.norm\.momentum' was 0\.1 .* now 0\.5",
-        ChangeKind.ATTRIBUTE,
-    ),
     "number": (
         set_attribute("body", "temperature", 0.5),
         r"'body\.temperature' was 2\.0 .* now 0\.5.*buffer",
-        ChangeKind.ATTRIBUTE,
-    ),
-    "tuple": (
-        set_attribute("body", "clip", (-1.0, 1.0)),
-        r"'body\.clip' was \(-8\.0, 8\.0\)",
         ChangeKind.ATTRIBUTE,
     ),
     "generator": (
@@ -170,11 +155,6 @@ MODEL_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
     "buffer_replaced": (
         replace("body.norm.running_mean"),
         r"buffer 'body\.norm\.running_mean'",
-        ChangeKind.STRUCTURE,
-    ),
-    "single_buffer_replaced": (
-        replace("body.norm.num_batches_tracked"),
-        r"'body\.norm\.num_batches_tracked'",
         ChangeKind.STRUCTURE,
     ),
     "attribute_replaced": (replace("body.plain"), r"'body\.plain'", ChangeKind.ATTRIBUTE),
