@@ -289,9 +289,3 @@ def line_of(function: Callable[..., Any], marker: str) -> int:
     found = [first + index for index, line in enumerate(lines) if line.rstrip().endswith(marker)]
     assert len(found) == 1, (marker, found)
     return found[0]
-
-
-def number_of(model: Any) -> float:
-    """Return an attribute from afar: the class of ``model`` never names it."""
-    number: float = model.number
-    return number

@@ -73,19 +73,6 @@ def test_a_parameter_with_gaps_is_updated_and_its_neighbours_are_not(device: tor
     assert torch.equal(storage[:, 3:], before[:, 3:])
 
 
-def test_parameters_without_gradient_are_left_alone(device: torch.device) -> None:
-    params = make_params([(3,), (4,)], device=device)
-    optimizer = FusedAdam(params, weight_decay=0.1)
-    before = params[1].detach().clone()
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
-    assert torch.equal(params[1], before)
-    assert params[1] not in optimizer.state
-    params[1].grad = torch.ones_like(params[1])
-    optimizer.step()
-    assert [optimizer.state[param]["step"].item() for param in params] == [2, 1]
-
-
 def test_step_without_any_gradient_does_nothing() -> None:
     params, before = make_twins()
     optimizer = FusedAdam(params, weight_decay=0.1)

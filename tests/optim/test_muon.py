@@ -48,15 +48,6 @@ def test_steps_are_those_of_torch(device: torch.device, name: str) -> None:
         torch.testing.assert_close(*buffers, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_has_singular_values_near_one() -> None:
-    (param,) = make_params([(40, 24)])
-    before = param.detach().clone()
-    optimizer = Muon([param], lr=1.0, weight_decay=0.0)
-    take_steps(1, optimizer)
-    moved = torch.linalg.svdvals((before - param.detach()) / (40 / 24) ** 0.5)
-    assert 0.5 < moved.min() <= moved.max() < 1.3
-
-
 def test_a_step_that_is_told_to_skip_changes_nothing() -> None:
     params = make_params([(8, 4), (4,)])
     groups = make_groups({"params": params[:1]}, {"params": params[1:], "use_muon": False})

@@ -154,20 +154,6 @@ def test_a_captured_step_follows_requires_grad(strategy: str) -> None:
     assert_close_parameters(model, runs[1])
 
 
-@on_ranks("ranks2")
-def test_a_graph_guards_what_is_trained() -> None:
-    model = tower(graphfsdp.fully_shard)
-    optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
-    with graphfsdp.capture(model, optim, loss_fn=mean_square, warmup_steps=1) as step:
-        for index in range(3):
-            step(inputs(index))
-        model.blocks[1].requires_grad_(False)
-        with pytest.raises(graphfsdp.GuardError, match="requires_grad"):
-            step(inputs(3))
-        model.blocks[1].requires_grad_(True)
-        step(inputs(4))
-
-
 def prefetching_run(shard: Callable[..., Any]) -> tuple[Any, list[Tensor]]:
     model = tower(shard)
     optim = torch.optim.AdamW(model.parameters(), lr=0.05)

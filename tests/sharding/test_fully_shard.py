@@ -4,15 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
-from graphfsdp.bench.batches import batch_source
-from graphfsdp.bench.contenders import Setting, find_contenders
-from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.ranks import Ranks
 from helpers import set_lr
 from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
@@ -138,24 +133,3 @@ def test_an_optimizer_made_before_keeps_its_groups(name: str) -> None:
         assert all(isinstance(p, DTensor) for g in optim.param_groups for p in g["params"])
         results.append(full_parameters(model))
     assert_equal_tensors(*results)
-
-
-@on_ranks("ranks2")
-def test_losses_are_those_of_pytorchs_own_fully_shard() -> None:
-    """On a GPT, through the contenders of the benchmark."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
-    case, source = batch_source(
-        Case(find_workload("gpt-tiny"), "fp32", 4),
-        rank_device(),
-        random_tokens=True,
-        rank=ranks.rank,
-    )
-    setting = Setting(case, rank_device(), ranks=ranks)
-    losses = []
-    for spec in find_contenders(("fsdp2", "full_iteration")):
-        contender = spec.make(setting)
-        losses.append([contender(batch, step) for step, batch in enumerate(source.take(0, 8))])
-        contender.close()
-    eager, torchs, captured = losses
-    assert all(map(torch.equal, eager, captured))
-    torch.testing.assert_close(captured, torchs, rtol=1e-5, atol=1e-5)

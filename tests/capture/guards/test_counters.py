@@ -37,23 +37,6 @@ class Passed(CountingNet):
         return y
 
 
-class InEveryPart(CountingNet):
-    """A count of parts of the batch, as many in each iteration."""
-
-    def decide(self, y: Tensor) -> Tensor:
-        self.calls += 2
-        return y * 2 if self.calls % 3 == 0 else y
-
-
-class Spent(CountingNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = 1
-
-    def decide(self, y: Tensor) -> Tensor:
-        return y if self.left >= 0 else y * 2
-
-
 class Reads(CountingNet):
     """Looks at what it counts, and decides nothing by it."""
 
@@ -73,18 +56,6 @@ class Counts(CountingNet):
     def decide(self, y: Tensor) -> Tensor:
         self.count.add_(1)
         return torch.where(self.count > 8, y * 2, y)
-
-
-class Asks(CountingNet):
-    """Asks for the type of what it counts, and has code that no iteration runs."""
-
-    def decide(self, y: Tensor) -> Tensor:
-        if self.calls is None or not isinstance(self.calls, int):
-            return y * 2
-        return y
-
-    def extra_repr(self) -> str:
-        return "old" if self.calls > 1000 else "young"
 
 
 class SameName(nn.Module):
@@ -153,7 +124,7 @@ def linear() -> nn.Module:
 
 @pytest.mark.parametrize(
     "make_model",
-    [CountingNet, Initialises, Passed, InEveryPart, Spent, Reads, Counts, Asks, SameName],
+    [CountingNet, Initialises, Passed, Reads, Counts, SameName],
 )
 def test_a_model_that_only_counts_or_decides_for_ever_is_captured(
     make_model: Callable[[], nn.Module],

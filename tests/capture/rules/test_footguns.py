@@ -84,52 +84,6 @@ def test_gradients_after_clipping_differ(device: torch.device) -> None:
     assert norms["fused_adam"] > 0.02
 
 
-def test_the_batch_is_not_written(device: torch.device) -> None:
-    step, *_ = start(device, lambda model, x: model(x.mul_(2)))
-    x = inputs(device)
-    for _ in range(6):
-        step(x)
-    # As by hand it would be: x doubled in each call.
-    assert torch.equal(x, inputs(device))
-
-
-def test_outputs_do_not_follow_the_weights(device: torch.device) -> None:
-    step, model, _ = start(device, lambda model, x: (model(x), model.layer.weight), lr=0.1)
-    for _ in range(6):
-        _, weight = step(inputs(device))
-    # By hand one would hold the parameter itself. This is its value in the forward pass.
-    assert not torch.equal(weight, model.layer.weight)
-
-
-def test_static_inputs_keep_the_last_batch(device: torch.device) -> None:
-    step, *_ = start(device)
-    x = inputs(device)
-    step(x)
-    assert step._runner._recordings.latest is not None
-    x.zero_()
-    assert torch.equal(step._runner._recordings.latest.inputs.args[0], inputs(device))
-    step.close()
-    assert step._runner._recordings.latest is None
-
-
-def test_gradient_hooks_are_recorded(device: torch.device) -> None:
-    calls: list[None] = []
-    step, model, _ = start(device)
-
-    def halve(grad: Tensor) -> Tensor:
-        calls.append(None)
-        return grad / 2
-
-    model.layer.weight.register_hook(halve)
-    for _ in range(8):
-        step(inputs(device))
-    expected = torch.autograd.grad(model(inputs(device)), model.layer.weight)[0]
-    # The operators of the hook are in the graph, its Python ran four times.
-    assert model.layer.weight.grad is not None
-    torch.testing.assert_close(model.layer.weight.grad, expected)
-    assert len(calls) == NUM_EAGER + 1
-
-
 def test_an_old_graph_raises(device: torch.device) -> None:
     """The weights that an older forward pass saved have been written since."""
     step, model, _ = start(device, lr=0.1)
