@@ -4,15 +4,11 @@ from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils import _pytree as pytree
 
-import graphfsdp
 from graphfsdp._capture.inputs import BatchForm
-from graphfsdp.optim import FusedAdam
 
 Pair = namedtuple("Pair", ["left", "right"])
 LEAVES = st.one_of(st.integers(), st.none(), st.text(max_size=2), st.builds(object))
@@ -51,31 +47,3 @@ def test_leaves_are_those_of_pytree_for_each_batch_of_one_form(first: Any, secon
 )
 def test_other_containers_are_left_to_pytree(batch: Any) -> None:
     assert BatchForm.of(((batch,), {}), pytree.tree_leaves(((batch,), {}))) is None
-
-
-def test_batches_of_a_captured_step_may_change_from_one_kind_of_container_to_another() -> None:
-    model = nn.Linear(3, 1)
-    optim = FusedAdam(model.parameters())
-
-    def loss(model: nn.Module, batch: Any, scale: float = 1.0) -> torch.Tensor:
-        out: torch.Tensor = model(batch["x"][0]) * scale
-        return out.square().mean()
-
-    with graphfsdp.capture(model, optim, loss_fn=loss) as step:
-        for _ in range(6):
-            step({"x": [torch.randn(2, 3)]}, scale=2.0)
-        assert step.report().num_calls["replay"]
-        for wrong in (
-            {"x": (torch.randn(2, 3),)},
-            {"x": deque([torch.randn(2, 3)])},
-            {"x": [torch.randn(2, 3), torch.randn(2, 3)]},
-            {"x": torch.randn(2, 3)},
-            {"x": [[torch.randn(2, 3)]]},
-            {"y": [torch.randn(2, 3)]},
-            [torch.randn(2, 3)],
-        ):
-            with pytest.raises(graphfsdp.BatchMismatchError, match="Remedy"):
-                step(wrong, scale=2.0)
-        with pytest.raises(graphfsdp.BatchMismatchError, match="scale"):
-            step({"x": [torch.randn(2, 3)]}, scale=3.0)
-        step({"x": [torch.randn(2, 3)]}, scale=2.0)

@@ -52,25 +52,6 @@ def test_an_iteration_with_two_optimizers_is_checked_and_nothing_changes(
     assert hazard.source.line == line_of(reading_gan, "# read")
 
 
-def test_a_step_that_python_counts_is_found(device: torch.device) -> None:
-    calls = [0]
-
-    def every_third(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        calls[0] += 1
-        loss: Tensor = model(x).mean()
-        loss.backward()
-        if calls[0] % 3 == 0:
-            optimizer.step()
-        return loss
-
-    model = nn.Linear(4, 1).to(device)
-    optimizer = FusedAdam(model.parameters())
-    x = torch.ones(2, 4, device=device)
-    found = graphfsdp.check(model, optimizer, x, iteration=every_third).hazards
-    assert {hazard.kind for hazard in found} == {HazardKind.CONTROL_FLOW}
-    assert all(hazard.source is not None for hazard in found)
-
-
 def test_what_does_not_go_together_is_refused() -> None:
     models, optimizers = make(torch.device("cpu"))
     with pytest.raises(graphfsdp.ConfigError, match="model is a sequence"):
