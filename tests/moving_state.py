@@ -129,6 +129,14 @@ def of_global() -> Count:
     return counted
 
 
+def of_globals_by_name() -> Count:
+    def counted() -> int:
+        globals()["CALLS"] += 1
+        return int(globals()["CALLS"])
+
+    return counted
+
+
 def of_loaded_module() -> Count:
     sys.modules["moving_settings"] = MODULE
 
@@ -247,9 +255,11 @@ HELD: dict[str, tuple[Callable[[], Count], str]] = {
     "array": (lambda: of_item(array("q", [0, 0]), 1), "table"),
     "closure": (of_closure, "calls"),
     "global": (of_global, "CALLS"),
+    "globals_by_name": (of_globals_by_name, "CALLS"),
     "loaded_module": (of_loaded_module, "moving_settings.calls"),
     "default": (of_default, "(default 0)[0]"),
     "function": (of_function, "counted.calls"),
+    "tuple": (lambda: of_replaced((0, "a"), lambda old: (old[0] + 1, "a")), "state.value[0]"),
     "named_tuple": (
         lambda: of_replaced(Pair(0, "a"), lambda old: old._replace(calls=old.calls + 1)),
         "state.value.calls",

@@ -142,6 +142,11 @@ def to_cpu(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * h.detach().to("cpu").max().to(h.device)  # refused
 
 
+@refused(HOST_READ, r"Tensor.to\('cpu'\)", READ)
+def to_device_keyword(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * h.detach().to(device="cpu").max().to(h.device)  # refused
+
+
 @refused(HOST_READ, "Tensor.numpy", READ, cpu_only=True)
 def to_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * float(x.numpy()[0, 0])  # refused
@@ -165,6 +170,11 @@ def mapped_python(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 @refused(HOST_READ, "torch.tensor", READ)
 def literal_of_tensors(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * torch.tensor([x[0, 0], x[0, 1]], device=h.device).sum()  # refused
+
+
+@refused(HOST_READ, "torch.as_tensor", READ)
+def literal_of_nested_tensors(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.as_tensor([[1.0, x[0, 0]]], device=h.device).sum()  # refused
 
 
 @refused(HOST_READ, "Tensor.new_tensor", READ)

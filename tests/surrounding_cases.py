@@ -265,6 +265,11 @@ def helper(loss: Tensor) -> Tensor:
     return loss * FACTOR
 
 
+def global_of_a_helper() -> Around:
+    loss_fn: Loss = lambda model, x: helper(model(x))  # noqa: E731
+    return Around(loss_fn, *puts(globals(), "FACTOR", 2.0), "global variable 'FACTOR'")
+
+
 class Names(nn.Module):
     """Names a function and a number of this file, and a function of torch."""
 
@@ -352,6 +357,7 @@ CASES: dict[str, Case] = {
     "the_other_object": lambda: one_of_two_objects(1),
     "one_of_two_partials": one_of_two_partials,
     "partial": partial,
+    "global_of_a_helper": global_of_a_helper,
     "number_of_forward": lambda: named_by_forward(
         puts(globals(), "FACTOR", 3.0), r"global variable 'FACTOR' .* was 1\.0 .* now 3\.0"
     ),

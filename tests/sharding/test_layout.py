@@ -128,14 +128,6 @@ def test_the_drawing_in_the_module_is_the_layout() -> None:
     assert buffer.num_padding == 7
 
 
-def test_the_smallest_example_that_others_bisect_is_whole() -> None:
-    """An LCM chunk of 77 and an unaligned tail cut the second tensor inside a row."""
-    (buffer,) = plan_unit([(2, 11), (9, 7)], num_ranks=4, itemsize=4)
-    assert buffer.shard_numel == 28
-    assert [(slot.offset, slot.end) for slot in buffer.slots] == [(0, 22), (28, 91)]
-    assert [buffer.local_rows(buffer.slots[1], rank).num_rows for rank in range(4)] == [0, 4, 4, 1]
-
-
 def test_row_lengths_share_a_buffer_only_while_that_costs_one_percent() -> None:
     llama = layout_table.UNITS["Llama-2-7B layer"]
     few, many = (plan_unit(llama, num_ranks=ranks, itemsize=2) for ranks in (64, 512))
@@ -153,18 +145,6 @@ def test_short_tensors_lie_uncut_whatever_their_rows() -> None:
     mlp = layout_table.UNITS["MLP 784-300-100-10"]
     (buffer,) = plan_unit(mlp, num_ranks=8, itemsize=4)
     assert {len(buffer.ranks_of(slot)) for slot in buffer.slots if slot.index} == {1}
-
-
-def test_scalars_and_empty_tensors_have_their_place() -> None:
-    (buffer,) = plan_unit([(3, 0), (), (0, 5), (0,)], num_ranks=2, itemsize=8)
-    assert buffer.total_numel == 4  # 16 bytes for each rank
-    places = sorted(buffer.slots, key=lambda slot: slot.index)
-    assert [slot.num_rows for slot in places] == [3, 1, 0, 0]
-    owned = [[buffer.local_rows(slot, rank).num_rows for rank in (0, 1)] for slot in places]
-    assert owned == [[3, 0], [1, 0], [0, 0], [0, 0]]
-    (nothing,) = plan_unit([(3, 0)], num_ranks=2, itemsize=8)
-    assert (nothing.total_numel, len(nothing.slots)) == (0, 1)
-    assert plan_unit([], num_ranks=2, itemsize=8) == ()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,14 @@ Reads = Callable[[], Any]
 Sets = Callable[[float], Any]
 
 
+class Meta(type):
+    weight = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
 class Inner:
     """Has what a class of somebody's can have, each with a weight of its own."""
 
@@ -62,31 +70,11 @@ class Special:
     def __rmul__(self, other: float) -> float:
         return other * self.weight
 
-    def __iter__(self) -> Any:
-        return iter([self.weight])
-
-    def __enter__(self) -> float:
-        return self.weight
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def __bool__(self) -> bool:
-        return self.weight == 1.0
-
     def __len__(self) -> int:
         return int(self.weight)
 
-    def __float__(self) -> float:
-        return self.weight
-
     def __str__(self) -> str:
         return f"{self.weight} in epoch {self.epoch}"
-
-    def __eq__(self, other: object) -> bool:
-        return self.weight == other
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class Missing(dict[str, float]):
@@ -211,6 +199,11 @@ WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
         lambda inner=Inner(): inner.scaled(),  # noqa: B008
         lambda value: setattr(Inner.held, "weight", value),
     ),
+    "singledispatchmethod": lambda: (
+        lambda inner=Inner(): inner.dispatched(1),  # noqa: B008
+        lambda value: setattr(Inner.by_dispatch, "weight", value),
+    ),
+    "metaclass": lambda: (lambda: OfMeta.weight, lambda value: setattr(Meta, "weight", value)),
     "descriptor": lambda: (
         lambda holder=WithDescriptor(): holder.weight,  # noqa: B008
         lambda value: setattr(vars(WithDescriptor)["weight"], "weight", value),

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -56,6 +57,12 @@ def weighed(
     read: Callable[[], Any], changes: tuple[Callable[[], Any], Callable[[], Any]], named: str
 ) -> Around:
     return Around(lambda model, x: model(x) * read(), *changes, named)
+
+
+def of_this_thread() -> Around:
+    held = threading.local()
+    held.weight = 1.0
+    return weighed(lambda: held.weight, sets(held, "weight", 2.0), "'weight' of .* 'held'")
 
 
 def behind_a_proxy() -> Around:
@@ -143,13 +150,18 @@ def of_its_own(name: str, value: Any) -> Around:
 
 
 CASES: dict[str, Callable[[], Around]] = {
+    "of_this_thread": of_this_thread,
     "behind_a_proxy": behind_a_proxy,
     "slots_of_a_loss": slots_of_a_loss,
     "registered": registered,
     "chain_of_dicts": lambda: of_a_dict_elsewhere(lambda table: collections.ChainMap({}, table)),
+    "proxy_of_a_dict": lambda: of_a_dict_elsewhere(types.MappingProxyType),
     "behind_a_default": behind_a_default,
     "method_of_a_named_class": lambda: weighed(
         lambda: Told.by_class(), sets(Told, "weight", 2.0), r"Told\.weight"
+    ),
+    "function_of_a_named_class": lambda: weighed(
+        lambda: Told.by_name(), sets(Factor, "weight", 2.0), r"Factor\.weight"
     ),
     "attribute_of_a_base_class": lambda: weighed(
         lambda: Inherits.weight, sets(Factor, "weight", 2.0), r"Factor\.weight"

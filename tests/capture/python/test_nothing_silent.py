@@ -1,5 +1,6 @@
 """Generators, iterators, clocks, numbers of others: refused, warned of or guarded, by name."""
 
+import collections
 import datetime
 import itertools
 import logging
@@ -29,6 +30,7 @@ START = time.time()
 CLOCK_STARTED, PERF_STARTED = time.monotonic(), time.perf_counter_ns()
 TODAY = time.strftime("%j", time.localtime(START))
 DAY = datetime.datetime.now()
+FACTOR = 1.0
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
@@ -188,6 +190,11 @@ def of_a_table(table: Any, key: Any) -> tuple[Loss, Callable[[], None], str]:
     return loss_fn, lambda: table.__setitem__(key, 3), "closure variable 'table'"
 
 
+def by_global_name() -> tuple[Loss, Callable[[], None], str]:
+    loss_fn: Loss = lambda model, x: mean_square(model, x) * globals()["FACTOR"]  # noqa: E731
+    return loss_fn, lambda: globals().update(FACTOR=2.0), "global variable 'FACTOR'"
+
+
 def by_module_name() -> tuple[Loss, Callable[[], None], str]:
     MODULE.factor = 1.0  # type: ignore[attr-defined]
     sys.modules["moving_settings"] = MODULE
@@ -201,7 +208,9 @@ GUARDED: dict[str, Callable[[], tuple[Loss, Callable[[], None], str]]] = {
     "learning_rate": lambda: of_an_optimizer(lambda lr: lr),
     "last_epoch": lambda: of_a_scheduler(asks=False),
     "last_learning_rate": lambda: of_a_scheduler(asks=True),
+    "user_dict": lambda: of_a_table(collections.UserDict(a=1), "a"),
     "bytearray": lambda: of_a_table(bytearray(b"ab"), 1),
+    "global_name": by_global_name,
     "module_name": by_module_name,
 }
 

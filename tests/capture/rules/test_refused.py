@@ -35,7 +35,7 @@ sparse_warns = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWa
 
 
 def test_no_program_is_lost() -> None:
-    assert len(REFUSED) + len(SETTINGS) >= 79
+    assert len(REFUSED) + len(SETTINGS) >= 81
     kinds = {case.kind for case in REFUSED.values()} | {kind for _, kind, *_ in SETTINGS.values()}
     assert len(kinds) >= 14
 
