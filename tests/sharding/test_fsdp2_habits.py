@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp.base.collectives import all_gather_
 from ranks import on_ranks, rank_device
 from sharding_helpers import STRATEGIES, assert_equal_tensors, full_parameters, my_part
@@ -107,11 +108,6 @@ def freezing_run(shard: Callable[..., Any], *, frozen_first: bool) -> Any:
 def test_what_is_trained_is_what_requires_grad_says(frozen_first: bool) -> None:
     """Parameters that freeze and thaw after fully_shard, as in plain torch."""
     assert_trains_as_torchs(freezing_run, frozen_first=frozen_first)
-
-
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
 
 
 def change_trained(model: Any, index: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import everyday_scripts
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp.base.collectives import all_gather_, reduce_scatter_
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.sharding.placement import ASKS_SUBCLASSES
@@ -124,11 +125,6 @@ def test_all_that_a_script_may_import_is_in_the_table() -> None:
         assert hasattr(graphfsdp, name) or not (is_fsdp2 and has_word), name
 
 
-def squared(model: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = model(x).square().mean()
-    return out
-
-
 def in_one_unit() -> Any:
     torch.manual_seed(0)
     model: Any = everyday_scripts.Head()
@@ -183,7 +179,7 @@ MADE = (in_one_unit, divided, renamed, ignoring, casted, as_fsdp2_reshards)
 def captured_run(make: Callable[[], Any], scope: str) -> Training:
     model = make()
     data = [(everyday_scripts.batch(index),) for index in range(5)]
-    options: dict[str, Any] = {"loss_fn": squared, "scope": scope, "warmup_steps": 1}
+    options: dict[str, Any] = {"loss_fn": mean_square, "scope": scope, "warmup_steps": 1}
     return train(model, adam(model), data=data, max_grad_norm=1.0, **options)
 
 
@@ -197,7 +193,7 @@ def test_a_graph_trains_what_the_words_have_made(make: Callable[[], Any]) -> Non
 def test_a_graph_sees_another_divide_factor() -> None:
     model = divided()
     optimizer = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
-    with graphfsdp.capture(model, optimizer, loss_fn=squared, warmup_steps=1) as step:
+    with graphfsdp.capture(model, optimizer, loss_fn=mean_square, warmup_steps=1) as step:
         for index in range(3):
             step(everyday_scripts.batch(index))
         model.set_gradient_divide_factor(4.0)
@@ -221,7 +217,7 @@ def test_weights_of_several_modules_are_gathered_and_reduced_once(
     model = in_one_unit()
     monkeypatch.setattr("graphfsdp.sharding.buffer.all_gather_", counting(all_gather_))
     monkeypatch.setattr("graphfsdp.sharding.gradients.reduce_scatter_", counting(reduce_scatter_))
-    squared(model, everyday_scripts.batch(0)).backward()
+    mean_square(model, everyday_scripts.batch(0)).backward()
     (buffer,) = unit_of(model.head).group.buffers
     mine = [name for name, numel in counted if numel == buffer.layout.total_numel]
     assert sorted(mine) == ["all_gather_"] * 2 + ["reduce_scatter_"]  # for forward, for backward
@@ -269,9 +265,9 @@ def test_no_graph_of_an_offloaded_model() -> None:
         optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=0.1)
         if scope != "none":
             with raises_on_rank(graphfsdp.ConfigError, "CPUOffloadPolicy", "scope='none'"):
-                graphfsdp.capture(model, optimizer, loss_fn=squared, scope=scope)
+                graphfsdp.capture(model, optimizer, loss_fn=mean_square, scope=scope)
             continue
-        with graphfsdp.capture(model, optimizer, loss_fn=squared, scope=scope) as step:
+        with graphfsdp.capture(model, optimizer, loss_fn=mean_square, scope=scope) as step:
             losses = [float(step(everyday_scripts.batch(0))) for _ in range(5)]
         assert losses[-1] < losses[0]
 

@@ -248,16 +248,6 @@ def test_a_wrong_dtype_would_be_seen() -> None:
 
 
 @on_ranks("ranks2")
-def test_inputs_are_cast() -> None:
-    """A unit's floating-point inputs are cast to what it computes in."""
-    unit = graphfsdp.fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    seen: list[torch.dtype] = []
-    unit.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    seen.append(unit(torch.ones(2, 4, device=rank_device())).dtype)
-    assert seen == [BF16, BF16]
-
-
-@on_ranks("ranks2")
 def test_a_clash_of_dtypes_is_refused_with_ways_out() -> None:
     way_out = "use_decoupled_grad=True"
     for policy in (

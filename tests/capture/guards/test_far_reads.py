@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-import graphfsdp
 from counting_net import CountingCriterion, CountingNet, make_by_criterion, mean_square
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.optim import FusedAdam
 from moving_state import refusal_of
 from surrounding_cases import (
     Around,
@@ -304,12 +302,3 @@ def test_a_number_that_decides_one_day_is_refused_by_name(name: str) -> None:
     assert re.search(r"(calls|CALLS|left|step)\b.*: .* -> ", str(error))
     assert error.kind in (HazardKind.CONTROL_FLOW, HazardKind.BAKED_NUMBER)
     assert error.source is not None
-
-
-@pytest.mark.parametrize("name", ["later", "criterion"])
-def test_a_number_that_decides_one_day_is_found_by_the_check(name: str) -> None:
-    program, x = DECIDING[name](), torch.ones(3, 4)
-    optim = FusedAdam(program.model.parameters())
-    report = graphfsdp.check(program.model, optim, x, loss_fn=program.loss_fn)
-    found = {hazard.kind for hazard in report.hazards}
-    assert found & {HazardKind.CONTROL_FLOW, HazardKind.BAKED_NUMBER}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp import CaptureError, GuardError, VerificationError
 from graphfsdp.optim import FusedAdam
 from moving_state import MODULE, loss_with, of_closure, refusal_of
@@ -31,11 +32,6 @@ CLOCK_STARTED, PERF_STARTED = time.monotonic(), time.perf_counter_ns()
 TODAY = time.strftime("%j", time.localtime(START))
 DAY = datetime.datetime.now()
 FACTOR = 1.0
-
-
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
 
 
 def doubled_if(decide: Callable[[], Any]) -> Loss:

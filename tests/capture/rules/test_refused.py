@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import graphfsdp
 import programs
+from counting_net import mean_square
 from graphfsdp import HazardKind
 from graphfsdp.optim import DeviceGradScaler, FusedAdam
 from helpers import assert_same_state, line_of, quick_garbage_collection, snapshot
@@ -105,11 +106,6 @@ def caught_by_capture(program: Program, device: torch.device) -> graphfsdp.Captu
     return refusal_of(*make_probe(program, device), device)
 
 
-def squared(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 Made = dict[str, Any]
 
 
@@ -117,7 +113,7 @@ def made(**changed: Any) -> Made:
     """Return arguments of a good step, some of them changed."""
     model = changed.pop("model", None) or nn.Linear(4, 4)
     optimizer = changed.pop("optimizer", None) or FusedAdam(model.parameters())
-    return {"model": model, "optimizer": optimizer, "loss_fn": squared, **changed}
+    return {"model": model, "optimizer": optimizer, "loss_fn": mean_square, **changed}
 
 
 def with_optimizer(make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]) -> Made:

@@ -108,6 +108,8 @@ def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torc
     error = refusal_of(step, model, optim, device)
     assert error.op == SCALAR
     assert error.module_path == "1"
+    assert "BatchNorm1d(momentum=None)" in str(error)
+    assert "the default 0.1" in error.hazard.fix
     assert_refused_in(error, Cumulative.forward)
 
 
