@@ -22,7 +22,6 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda", 0)
-SEEDS = range(1, NUM_ORDERS + 1)
 
 
 def test_a_function_that_is_not_played_is_named(capfd: pytest.CaptureFixture[str]) -> None:

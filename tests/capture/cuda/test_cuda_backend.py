@@ -16,9 +16,7 @@ import graphfsdp
 from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.cuda import driver as cuda_driver
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_run, run
 from unjoined import leaves_a_stream_unjoined
-from zoo import ZOO
 from zoo_models import WIDTH, Squared
 
 pytestmark = pytest.mark.gpu
@@ -70,24 +68,6 @@ def _nothing_stays() -> Any:
     gc.collect()
     assert private_pools() <= before
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("gpt", {"max_grad_norm": 1.0}),
-        ("conv_net", {"microbatches": 2, "skip_nonfinite": True}),
-        ("keywords", {"optimizer": "sgd"}),
-    ],
-)
-def test_replays_are_what_eager_iterations_are(name: str, options: dict[str, Any]) -> None:
-    options["num_steps"] = 9
-    expected = run(ZOO[name], "none", CUDA, **options)
-    got = run(ZOO[name], "full_iteration", CUDA, **options)
-    assert_same_run(expected, got)
-    assert got.report is not None
-    assert got.report.num_captures == 1
-    assert got.report.num_calls["replay"] == len(got.outputs) - 4
 
 
 def test_the_driver_names_nodes_and_the_report_counts_them(tmp_path: Path) -> None:
@@ -275,25 +255,6 @@ def test_graphs_of_one_step_share_a_pool_and_a_pool_that_all_have_left_is_not_us
     step.close()
 
 
-def test_a_capture_on_made_up_data_and_evaluations_change_no_number() -> None:
-    def losses(**options: Any) -> list[Tensor]:
-        step = make_step(**options)
-        generator = torch.Generator().manual_seed(3)
-        found = []
-        for _ in range(6):
-            found.append(step(torch.randn(12, WIDTH, generator=generator).to(CUDA)))
-            if options:
-                step.evaluate(torch.ones(12, WIDTH, device=CUDA))
-        if options:
-            step.verify(2)
-        step.close()
-        return found
-
-    expected = losses()
-    got = losses(example_batch=(torch.zeros(12, WIDTH, device=CUDA),))
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
 def test_a_replay_writes_no_memory_that_others_may_have_got() -> None:
     """Other captures of the process drop cuBLAS's workspaces: torch.compile's do."""
 
@@ -327,17 +288,6 @@ def test_an_iteration_of_ones_own_may_return_nothing() -> None:
         for _ in range(6):
             assert step(batch()) is None
         assert step.phase is Phase.REPLAY
-
-
-def test_a_step_that_is_dropped_gives_its_pool_back() -> None:
-    others = private_pools()
-    step = make_step()
-    for _ in range(5):
-        step(batch())
-    assert private_pools() - others
-    del step
-    gc.collect()
-    assert not private_pools() - others
 
 
 def test_closing_after_an_error_of_the_device_still_frees_the_graph(
