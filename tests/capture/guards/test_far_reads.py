@@ -116,9 +116,9 @@ def object_of_a_model(value: Any, attribute: str) -> Around:
     return held_by_a_model(value, value, attribute, f"'{attribute}' of attribute 'value'")
 
 
-def object_in_a_list_of_a_model() -> Around:
+def object_in_a_container_of_a_model(make: Callable[[list[Any]], Any]) -> Around:
     item = types.SimpleNamespace(weight=1.0, lock=object())
-    return held_by_a_model([item], item, "weight", "'weight' of 0 of attribute")
+    return held_by_a_model(make([item]), item, "weight", "'weight' of 0 of attribute")
 
 
 def made_up_attribute() -> Around:
@@ -262,7 +262,8 @@ READING: dict[str, Callable[[], Around]] = {
     "behind_two_modules": behind_two_modules,
     "slots_of_a_model": lambda: object_of_a_model(Slots(), "weight"),
     "schedule_of_a_model": lambda: object_of_a_model(Schedule(), "_weight"),
-    "object_in_a_list_of_a_model": object_in_a_list_of_a_model,
+    "object_in_a_list_of_a_model": lambda: object_in_a_container_of_a_model(list),
+    "object_in_a_tuple_of_a_model": lambda: object_in_a_container_of_a_model(tuple),
     "table_of_a_class": lambda: held_by_a_class(
         Reader, "table", {"scale": 2.0}, r"'scale' of Reader\.table"
     ),

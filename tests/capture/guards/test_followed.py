@@ -224,32 +224,6 @@ def test_a_value_is_guarded_whatever_way_code_goes_to_it(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("holds", [lambda thing: (thing,), lambda thing: [thing]])
-def test_an_object_that_a_model_holds_in_a_container_is_followed(
-    holds: Callable[[Any], Any],
-) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 1)
-            self.things = holds(Special())
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.linear(x).mean() * self.things[0]["weight"]
-            return found
-
-    model = Net()
-    weights = model.things[0].weights
-    around = Around(
-        None,
-        lambda: weights.update(weight=2.0),
-        lambda: weights.update(weight=1.0),
-        "weight",
-        model,
-    )
-    assert_named_until_put_back(lambda: around)
-
-
 @pytest.mark.parametrize("thing", [Special(), Data()])
 def test_what_nothing_reads_of_an_object_with_special_methods_may_change(thing: Any) -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
