@@ -125,7 +125,6 @@ def selects(mask: Tensor) -> Tensor:
     ("name", "function", "remedy"),
     [
         ("torch.distributions.categorical", hides, "validate_args=False"),
-        ("torch.optim.swa_utils", hides, "update_parameters(model) after each call"),
         ("ema_pytorch.ema_pytorch", hides, "ema.update() after each call"),
         ("torch_geometric.utils.loop", selects, "layers with add_self_loops=False"),
     ],
