@@ -96,7 +96,7 @@ class _Bench:
                 self._console.print(table.rich())
         self._line(NOT_MLPERF)
         if self._folder is not None:
-            write_directory(self._result, self._folder, plots=self._options.pictures)
+            write_directory(self._result, self._folder)
             names = ", ".join(sorted(path.name for path in self._folder.iterdir()))
             self._line(f"wrote {self._folder}: {names}")
             if self._options.profile:
@@ -125,7 +125,7 @@ class _Bench:
                     self._add(left_out={**self._result.left_out, key: str(error)})
                     self._line(f"{key}: left out: {error}", "yellow")
                 if self._folder is not None and self._result.cases:
-                    write_directory(self._result, self._folder, plots=False)
+                    write_directory(self._result, self._folder)
             plans = {each.case.key: each for each in planned}
             cases = []
             for case in self._result.cases:
@@ -186,11 +186,6 @@ class _Bench:
 
     def _greet(self) -> None:
         load = self._result.environment.load_average
-        if self._options.nsys and self._device.type == "cpu":
-            self._line(
-                "--nsys marks steps for Nsight Systems, which sees GPUs; on a CPU there is nothing "
-                "to mark, --profile shows the operators", "yellow",
-            )  # fmt: skip
         self._line(environment_text(self._result.environment))
         if load is not None and load > _BUSY and self._device.type == "cpu":
             self._line(

@@ -1,18 +1,15 @@
-"""``graphfsdp bench compare A B``: two results as a table, as JSON, and as a gate for CI.
+"""``graphfsdp bench compare A B``: a gate for CI over two results.
 
 Times of two runs do not tell a slower program from a slower hour. What does is how many times as
 fast as eager each contender was, since the two took turns: that ratio is formed round by round
 inside each file, and the files' ratios are compared.
 """
 
-import argparse
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
 
@@ -23,13 +20,11 @@ from graphfsdp.bench.records import (
     CaseResult,
     Spread,
     read_result,
-    to_json,
 )
 from graphfsdp.bench.tables import Table, wide_console
-from graphfsdp.command_line import Parser, add_flags, print_line, require
+from graphfsdp.command_line import Parser, print_line, require
 from graphfsdp.errors import ConfigError
 
-KIND = "graphfsdp_bench_comparison"
 DEFAULT_TOLERANCE = 0.05
 EXIT_REGRESSION = 1
 # What makes two machines two machines. Versions and commits are what one wants to compare.
@@ -37,177 +32,106 @@ MACHINE_FIELDS = (
     *("device", "gpu", "gpu_memory_bytes", "compute_capability", "system", "cpu", "num_cpus"),
     *("num_threads", "num_ranks", "backend"),
 )
-CHANGED_FIELDS = ("commit", "python", "torch", "driver", "cuda", "clock_mhz", "power_limit_w")
 _NUM_RESAMPLES = 2000
 
 
 class Verdict(StrEnum):
     SAME = "same"
     FASTER = "faster"
-    SLOWER = "slower"
     UNCLEAR = "unclear"
+    SLOWER = "slower"
     LOST = "no longer runs"
-    ABSENT = "not measured"
-    NEW = "new"
+    INEXACT = "no longer bit-exact"
 
 
-@dataclass(frozen=True)
-class Side:
-    """A contender in one file; ratios are over the base's, None where unknown."""
-
-    speedup: Spread
-    step_ms: float
-    memory_ratio: float | None
-    bit_exact: bool
+WORSE = (Verdict.SLOWER, Verdict.LOST, Verdict.INEXACT)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of a contender in a case; None is what did not run in one of the files.
+    """What has become of a contender in a case; of one that no longer runs only the reason.
 
-    ``ratio`` is the new speed-up over the old one, of the medians; ``low`` is the lower end of its
-    95 % interval (bootstrap over rounds).
+    ``ratio`` is the new speed-up over the old one, of the medians; ``low`` and ``high`` are the
+    ends of its 95 % interval (bootstrap over rounds).
     """
 
     case: str
     contender: str
     verdict: Verdict
-    old: Side | None = None
-    new: Side | None = None
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    lost_bits: bool = False
+    old: Spread
+    new: Spread | None = None
+    ratio: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
     reason: str = ""
 
-    @property
-    def is_regression(self) -> bool:
-        return self.verdict in (Verdict.SLOWER, Verdict.LOST) or self.lost_bits
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two results; ``environment`` holds what differs, as "old -> new"."""
-
-    base: str
-    tolerance: float
-    changes: tuple[Change, ...]
-    only_old: tuple[str, ...]
-    only_new: tuple[str, ...]
-    environment: Mapping[str, str]
-    same_machine: bool
-    kind: str = KIND
-
-    @property
-    def regressions(self) -> tuple[Change, ...]:
-        return tuple(change for change in self.changes if change.is_regression)
+    def row(self) -> tuple[str, ...]:
+        if self.new is None:
+            return (self.case, self.contender, str(self.old), "-", "", "", self.verdict.value)
+        interval = f"{self.low:.3f} to {self.high:.3f}"
+        ends = (f"{self.ratio:.3f}", interval, self.verdict.value)
+        return (self.case, self.contender, str(self.old), str(self.new), *ends)
 
 
 def compare(
-    old: BenchResult,
-    new: BenchResult,
-    *,
-    tolerance: float = DEFAULT_TOLERANCE,
-    base: str = REFERENCE,
-    other_machine: bool = False,
-) -> Comparison:
+    old: BenchResult, new: BenchResult, tolerance: float = DEFAULT_TOLERANCE
+) -> tuple[Change, ...]:
     """Refuse (ConfigError) what did not measure the same thing, or not on the same machine.
 
-    ``tolerance`` is the part of a speed-up that may be lost before it counts.
+    ``tolerance`` is the part of a speed-up that may be lost before it counts. Contenders that one
+    of the two did not measure are left out.
     """
     require("tolerance", tolerance, 0 <= tolerance < 1, "in [0, 1)")
-    machines = _differences(_facts(old, MACHINE_FIELDS), _facts(new, MACHINE_FIELDS))
-    if machines and not other_machine:
-        told = "; ".join(f"{name} {change}" for name, change in machines.items())
-        raise ConfigError(
-            f"the two results were measured on different machines: {told}. Remedy: measure both "
-            "on one, or give --other-machine, which still compares ratios but no times"
-        )
-    pairs = [(case, new.find(case.workload.key)) for case in old.cases]
-    common = [(mine, theirs) for mine, theirs in pairs if theirs is not None]
-    if not common:
-        raise ConfigError(
-            f"the two results have no case in common: the first has {_keys(old.cases)}; the "
-            f"second has {_keys(new.cases)}. Remedy: measure the same workloads"
-        )
-    changes = [
-        change for mine, theirs in common for change in _case_changes(mine, theirs, base, tolerance)
-    ]
-    if not any(change.ratio is not None for change in changes):
-        raise ConfigError(
-            f"no contender beside {base!r} ran in both results. Remedy: give another --base, or "
-            "measure more contenders"
-        )
-    keys = [{case.workload.key: None for case in result.cases} for result in (old, new)]
-    return Comparison(
-        base=base,
-        tolerance=tolerance,
-        changes=tuple(changes),
-        only_old=tuple(key for key in keys[0] if key not in keys[1]),
-        only_new=tuple(key for key in keys[1] if key not in keys[0]),
-        environment=machines
-        | _differences(_facts(old, CHANGED_FIELDS), _facts(new, CHANGED_FIELDS))
-        | _differences(old.environment.versions, new.environment.versions),
-        same_machine=not machines,
+    ours, theirs = (
+        {name: getattr(result.environment, name) for name in MACHINE_FIELDS}
+        for result in (old, new)
     )
+    if ours != theirs:
+        raise ConfigError(
+            f"the two results were measured on different machines: {_differences(ours, theirs)}. "
+            "Remedy: measure both on one"
+        )
+    found: list[Change] = []
+    for case in old.cases:
+        again = new.find(case.workload.key)
+        if again is not None:
+            found += _changes(case, again, tolerance)
+    if not found:
+        keys = ("; ".join(case.workload.key for case in result.cases) for result in (old, new))
+        raise ConfigError(
+            f"no contender beside {REFERENCE!r} ran in the same case of both results, which have "
+            f"{' and '.join(key or 'none' for key in keys)}. Remedy: measure the same workloads"
+        )
+    return tuple(found)
 
 
-def _keys(cases: Sequence[CaseResult]) -> str:
-    return ", ".join(case.workload.key for case in cases) or "none"
+def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> str:
+    return "; ".join(f"{key} {old[key]} -> {new[key]}" for key in old if old[key] != new[key])
 
 
-def _differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, str]:
-    names = dict.fromkeys((*old, *new))
-    return {
-        name: f"{old.get(name)} -> {new.get(name)}"
-        for name in names
-        if old.get(name) != new.get(name)
-    }
-
-
-def _facts(result: BenchResult, names: Sequence[str]) -> dict[str, object]:
-    return {name: getattr(result.environment, name) for name in names}
-
-
-def _case_changes(old: CaseResult, new: CaseResult, base: str, tolerance: float) -> list[Change]:
-    key, changes = old.workload.key, []
+def _changes(old: CaseResult, new: CaseResult, tolerance: float) -> Iterator[Change]:
+    key = old.workload.key
     different = _differences(asdict(old.workload), asdict(new.workload))
     if different:
-        told = "; ".join(f"{name} {change}" for name, change in different.items())
         raise ConfigError(
-            f"the case {key} is other work in the second result: {told}. Remedy: measure the same "
-            "workload"
+            f"the case {key} is other work in the second result: {different}. Remedy: measure the "
+            "same workload"
         )
-    for case, which in ((old, "first"), (new, "second")):
-        if case.find(base) is None:
-            ran = ", ".join(item.name for item in case.contenders) or "none"
-            raise ConfigError(
-                f"{base!r}, which speed-ups are of, did not run in case {key} of the {which} "
-                f"result. Remedy: give as --base one of: {ran}"
-            )
-        for item in case.contenders:
-            if not all(window > 0 for window in item.timing.window_ms):
-                raise ConfigError(
-                    f"{item.name} in case {key} of the {which} result has a window of 0 ms, which "
-                    "no measurement has. Remedy: measure again"
-                )
     reasons = {item.name: item.reason for item in new.not_run if item.reason != NOT_ASKED}
-    for name in dict.fromkeys(item.name for item in (*old.contenders, *new.contenders)):
-        if name == base:
+    for own in old.contenders:
+        before, again = old.ratios(own.name), new.find(own.name)
+        if own.name == REFERENCE or not before:
             continue
-        before, after = _side(old, name, base), _side(new, name, base)
-        if before is None:
-            changes.append(Change(key, name, Verdict.NEW, new=after))
-        elif after is None:
-            verdict = Verdict.LOST if name in reasons else Verdict.ABSENT
-            changes.append(Change(key, name, verdict, before, reason=reasons.get(name, "")))
-        else:
-            ratio = after.speedup.median / before.speedup.median
-            low, high = ratio_interval(old.ratios(name, base), new.ratios(name, base))
+        spread, after = Spread.of(before), new.ratios(own.name)
+        if again is not None and after:
+            ratio = statistics.median(after) / spread.median
+            low, high = ratio_interval(before, after)
             verdict = judge(ratio, low, high, tolerance)
-            lost_bits = before.bit_exact and not after.bit_exact
-            changes.append(Change(key, name, verdict, before, after, ratio, low, high, lost_bits))
-    return changes
+            if own.parity.bit_exact and not again.parity.bit_exact:
+                verdict = Verdict.INEXACT
+            yield Change(key, own.name, verdict, spread, Spread.of(after), ratio, low, high)
+        elif own.name in reasons:
+            yield Change(key, own.name, Verdict.LOST, spread, reason=reasons[own.name])
 
 
 def judge(ratio: float, low: float, high: float, tolerance: float) -> Verdict:
@@ -237,47 +161,33 @@ def ratio_interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, f
     return ends[0], ends[-1]
 
 
-def _side(case: CaseResult, name: str, base: str) -> Side | None:
-    own, reference = case.find(name), case.find(base)
-    if own is None or reference is None:
-        return None
-    peaks = [item.memory.peak_bytes if item.memory else None for item in (own, reference)]
-    return Side(
-        speedup=Spread.of(case.ratios(name, base)),
-        step_ms=own.timing.steps.median,
-        memory_ratio=peaks[0] / peaks[1] if peaks[0] and peaks[1] else None,
-        bit_exact=own.parity.bit_exact,
-    )
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Each field is a flag (``add_flags``)."""
-
-    tolerance: Annotated[float, "part of a speed-up that may be lost"] = DEFAULT_TOLERANCE
-    base: Annotated[str, "contender that speed-ups are of", "NAME"] = REFERENCE
-    other_machine: Annotated[bool, "compare ratios of different machines, too", "store_true"] = (
-        False
-    )
-    json: Annotated[str | None, "write everything there as JSON", "FILE"] = None
-
-
 def run_compare(arguments: Sequence[str], console: Console) -> int:
     """Return 1 if something has become slower, no longer runs or is no longer bit-exact."""
-    given = vars(_make_parser().parse_args(arguments))
-    old, new = (read_result(given.pop(name)) for name in ("old", "new"))
-    json = given.pop("json", None)
-    found = compare(old, new, **given)
-    if json is not None:
-        try:
-            Path(json).write_text(to_json(found), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {json} cannot be written: {error}") from None
-    _print(found, wide_console(console))
-    return EXIT_REGRESSION if found.regressions else 0
+    given = _make_parser().parse_args(arguments)
+    old, new = read_result(given.old), read_result(given.new)
+    changes = compare(old, new, given.tolerance)
+    title = f"times as fast as {REFERENCE}, median (smallest to largest) of rounds"
+    heading = ("case", "contender", "A", "B", "B over A", "95 % interval", "verdict")
+    styles = ["bold red" if change.verdict in WORSE else "" for change in changes]
+    console = wide_console(console)
+    console.print(Table(title, heading, [change.row() for change in changes], 2).rich(styles))
+    for change in changes:
+        if change.reason:
+            print_line(console, f"{change.contender} no longer runs: {change.reason}")
+    for case in old.cases:
+        if new.find(case.workload.key) is None:
+            print_line(console, f"{case.workload.key}: not in B, so not compared")
+    if any(change.verdict is Verdict.UNCLEAR for change in changes):
+        print_line(console, "unclear: the rounds scatter more than what changed; measure longer")
+    num_worse = sum(change.verdict in WORSE for change in changes)
+    print_line(
+        console,
+        f"{num_worse} of {len(changes)} contenders are worse (tolerance {given.tolerance:.0%})",
+    )
+    return EXIT_REGRESSION if num_worse else 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser() -> Parser:
     parser = Parser(
         prog="graphfsdp bench compare",
         description="Compare two results of graphfsdp bench by how many times as fast as eager "
@@ -285,62 +195,12 @@ def _make_parser() -> argparse.ArgumentParser:
         "of the machine leave alone. Ends with 1 if something has become slower by more than the "
         "tolerance and the ratio's 95 % interval leaves 1 out, if a contender no longer runs, or "
         "if its losses are no longer bit-exact.",
-        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument("old", metavar="A", help="result.json or result directory: what was")
     parser.add_argument("new", metavar="B", help="the same: what is")
-    add_flags(parser, _Options, {})
+    parser.add_argument(
+        "--tolerance", type=float, default=DEFAULT_TOLERANCE, metavar="X",
+        help="part of a speed-up that may be lost (default: %(default)s)",
+    )  # fmt: skip
     return parser
-
-
-def _print(found: Comparison, console: Console) -> None:
-    title = f"times as fast as {found.base}, median (smallest to largest) of rounds"
-    heading = ["case", "contender", "A", "B", "B over A", "95 % interval", "memory A, B", "verdict"]
-    if found.same_machine:
-        heading.insert(-1, "ms A, B")
-    table = Table(title, tuple(heading), tuple(_row(each, found) for each in found.changes), 2)
-    console.print(table.rich([_style(change) for change in found.changes]))
-    num_unclear = sum(change.verdict is Verdict.UNCLEAR for change in found.changes)
-    lines = [f"{name}: {what}" for name, what in found.environment.items()]
-    for keys, which in ((found.only_old, "A"), (found.only_new, "B")):
-        if keys:
-            lines.append(f"only in {which}: {', '.join(keys)}")
-    for change in found.changes:
-        if change.reason:
-            lines.append(f"{change.contender} no longer runs: {change.reason}")
-    if num_unclear:
-        lines.append(
-            f"{num_unclear} unclear: the rounds scatter more than what has changed; measure "
-            "longer, or on a quiet machine"
-        )
-    if found.regressions:
-        lines.append(f"{len(found.regressions)} of {len(found.changes)} contenders are worse")
-    else:
-        clearly = "clearly " if num_unclear else ""
-        lines.append(f"nothing is {clearly}worse (tolerance {found.tolerance:.0%})")
-    for line in lines:
-        print_line(console, line)
-
-
-def _row(change: Change, found: Comparison) -> tuple[str, ...]:
-    sides = (change.old, change.new)
-    speedups = [f"{side.speedup}" if side else "-" for side in sides]
-    memory = [
-        "-" if side is None or side.memory_ratio is None else f"{side.memory_ratio:.2f}"
-        for side in sides
-    ]
-    row = [change.case, change.contender, *speedups]
-    row.append("" if change.ratio is None else f"{change.ratio:.3f}")
-    row.append("" if change.low is None else f"{change.low:.3f} to {change.high:.3f}")
-    row.append(", ".join(memory))
-    if found.same_machine:
-        row.append(", ".join(f"{side.step_ms:.4g}" if side else "-" for side in sides))
-    row.append(change.verdict.value + (", no longer bit-exact" if change.lost_bits else ""))
-    return tuple(row)
-
-
-def _style(change: Change) -> str:
-    if change.is_regression:
-        return "bold red"
-    return {Verdict.FASTER: "green", Verdict.UNCLEAR: "yellow"}.get(change.verdict, "")

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
@@ -76,8 +75,8 @@ class Contender(abc.ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
-        """Tell of its graph, after warm-up; with the time of each node, if asked for."""
+    def report(self) -> graphfsdp.CaptureReport | None:
+        """Tell of its graph, after warm-up."""
         return None
 
     def notes(self) -> tuple[str, ...]:
@@ -121,11 +120,9 @@ def initial_model(setting: Setting) -> nn.Module:
 
 
 def to_bf16(model: nn.Module) -> None:
-    """Make weights bfloat16, but for batch norms, whose statistics need float32."""
-    for module in model.modules():
-        if not isinstance(module, _BatchNorm):
-            for param in module.parameters(recurse=False):
-                param.data = param.data.bfloat16()
+    """Make weights bfloat16; buffers such as RoPE's tables stay in float32."""
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
 
 
 class OwnContender(Contender):
@@ -166,8 +163,8 @@ class OwnContender(Contender):
         loss: Tensor = self.step(*batch)
         return loss
 
-    def report(self, *, measure: bool = False) -> graphfsdp.CaptureReport | None:
-        report = self.step.report(measure=measure)
+    def report(self) -> graphfsdp.CaptureReport | None:
+        report = self.step.report()
         return report if report.num_captures else None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark runs on, and its limits: hardware and versions, FLOPs, peak, kernels alone."""
+"""What a benchmark runs on, and its limits: hardware and versions, FLOPs, peak."""
 
 import contextlib
 import dataclasses
@@ -9,26 +9,23 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphfsdp
 from graphfsdp.bench.batches import Batch
-from graphfsdp.bench.records import Environment, PeakFacts, RooflineRecord
+from graphfsdp.bench.records import Environment, PeakFacts
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token, peak_tflops
 
 PALM_FORMULA = "6 N + 12 L C T per token (PaLM, appendix B)"
 COUNTED = "3 x the matrix products and convolutions of a forward pass, counted"
-OPERATORS = "the recorded operators of full_iteration, each timed alone in replays that are undone"
-KERNELS = "kernels, copies and fills of {} steps under torch.profiler; has not run on a GPU yet"
 _CPU_SIZE, _GPU_SIZE = 1024, 8192
 _NUM_PRODUCTS = 5
 _PACKAGES = ("graphfsdp", "numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
@@ -171,26 +168,3 @@ def profiled(device: torch.device) -> Iterator[profile]:
         yield profiler
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def operator_roofline(operator_us: Sequence[float], step_ms: float) -> RooflineRecord:
-    kernel_ms = sum(operator_us) / 1e3
-    count = sum(1 for time in operator_us if time > 0)
-    return RooflineRecord(OPERATORS, kernel_ms, float(count), step_ms / kernel_ms)
-
-
-def kernel_roofline(steps: Sequence[Callable[[], object]], step_ms: float) -> RooflineRecord | None:
-    """The sum over kernels is the limit where no two run at a time; None if there are none."""
-    with profiled(torch.device("cuda")) as profiler:
-        for step in steps:
-            step()
-    events = [
-        event
-        for event in profiler.events() or ()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    ]
-    kernel_ms = sum(event.self_device_time_total for event in events) / 1e3 / len(steps)
-    if not kernel_ms:
-        return None
-    how = KERNELS.format(len(steps))
-    return RooflineRecord(how, kernel_ms, len(events) / len(steps), step_ms / kernel_ms)

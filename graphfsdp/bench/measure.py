@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.base.collector import without_collector
-from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.bench.batches import Batch, BatchSource, batch_source
 from graphfsdp.bench.clock import Window, make_schedule, time_window
 from graphfsdp.bench.contenders import (
@@ -32,13 +31,7 @@ from graphfsdp.bench.contenders import (
     find_contenders,
     group_for,
 )
-from graphfsdp.bench.machine import (
-    find_peak,
-    kernel_roofline,
-    model_flops,
-    num_parameters,
-    operator_roofline,
-)
+from graphfsdp.bench.machine import find_peak, model_flops, num_parameters
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.profile import profile_contender
 from graphfsdp.bench.records import (
@@ -49,11 +42,9 @@ from graphfsdp.bench.records import (
     MemoryRecord,
     NotRun,
     ParityRecord,
-    RooflineRecord,
     TimingRecord,
     WorkloadFacts,
 )
-from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
 
@@ -66,7 +57,6 @@ NUM_PROFILE_STEPS = 4
 CUDA_ALLOCATOR = "torch's CUDA allocator, less what other contenders held"
 _NUM_PROBES = 2
 _NUM_EARLY_STEPS = 10
-_NUM_PROFILED = 3
 # Of a case's time: when no further contender starts, and no further round.
 _START_SHARE, _TIMING_SHARE = 0.5, 0.8
 _MAX_CHARACTERS = 3000  # of a traceback
@@ -220,7 +210,7 @@ class RunningContender:
             cpu_ms=tuple(round(window.cpu_ms, 6) for window in self.windows),
         )
 
-    def result(self, reference: Tensor, roofline: RooflineRecord | None) -> ContenderResult:
+    def result(self, reference: Tensor) -> ContenderResult:
         """``reference`` are the losses of the contender that all others are compared with."""
         timing, report = self.timing(), self.contender.report()
         compile_ms = None
@@ -247,7 +237,6 @@ class RunningContender:
             timing=timing,
             parity=compare_losses(reference, self.all_losses()),
             memory=self.memory,
-            roofline=roofline,
             notes=self.contender.notes(),
         )
 
@@ -326,10 +315,8 @@ class _CaseBench:
         self._time(*self._probe())
         line_up(self._setting.ranks, self._setting.device)
         losses = self._reference().all_losses()
-        rooflines = self._rooflines()
         self._profile()
-        self._mark_for_nsys()
-        return tuple(item.result(losses, rooflines.get(item.spec.name)) for item in self._running)
+        return tuple(item.result(losses) for item in self._running)
 
     def _is_late(self, share: float) -> bool:
         """Tell whether that share of the time for the case is over; all ranks agree."""
@@ -427,29 +414,6 @@ class _CaseBench:
             item.windows.append(window)
         return window.mean_ms
 
-    def _rooflines(self) -> dict[str, RooflineRecord]:
-        found: dict[str, RooflineRecord] = {}
-        if not self._options.roofline or self._options.nsys:  # both would listen to the GPU
-            return found
-        self._say("roofline", "")
-        if self._setting.device.type == "cuda":
-            batches = self._source.take(self._next_step, _NUM_PROFILED)
-            for item in self._running:
-                record = kernel_roofline(self._steps(item, batches), item.timing().steps.median)
-                if record is not None:
-                    found[item.spec.name] = record
-            return found
-        for item in self._running:
-            report = item.contender.report()
-            if report is not None and report.scope == Scope.FULL_ITERATION.value:
-                measured = item.contender.report(measure=True)
-                assert measured is not None
-                # Eager runs the same operators.
-                for other in (item, self._reference()):
-                    median = other.timing().steps.median
-                    found.setdefault(other.spec.name, operator_roofline(measured.node_us, median))
-        return found
-
     def _steps(
         self, item: RunningContender, batches: Sequence[Batch]
     ) -> list[Callable[[], object]]:
@@ -491,26 +455,6 @@ class _CaseBench:
             folder=folder,
             report=item.contender.report(),
         )
-
-    def _mark_for_nsys(self) -> None:
-        """Run some more steps of each contender between cudaProfilerStart and Stop."""
-        device, ranks = self._setting.device, self._setting.ranks
-        if not self._options.nsys or device.type != "cuda":
-            return
-        self._say("nsys", "")
-        batches = self._source.take(self._next_step, NUM_PROFILE_STEPS)
-        torch.cuda.synchronize(device)
-        torch.cuda.profiler.start()
-        try:
-            for item in self._running:
-                line_up(ranks, device)
-                with nvtx_range(f"{self._setting.case.key}: {item.spec.name}"):
-                    for step in self._steps(item, batches):
-                        step()
-                    line_up(ranks, device)
-        finally:
-            torch.cuda.synchronize(device)
-            torch.cuda.profiler.stop()
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
         self.not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))

@@ -91,19 +91,10 @@ class BenchOptions:
     memory: Annotated[
         bool, "on a CPU, run each contender again in a process of its own for its memory"
     ] = True
-    roofline: Annotated[bool, "time the kernels (GPU) or operators (CPU) of an iteration"] = True
-    pictures: Annotated[bool, "draw pictures, where matplotlib is installed"] = True
     profile: Annotated[
         bool,
         "then run some more steps of each contender under torch's profiler: a Chrome trace with "
         "phases and units, the largest kernels and gaps",
-        "store_true",
-    ] = False
-    nsys: Annotated[
-        bool,
-        "then run some more steps of each contender between cudaProfilerStart and Stop, for "
-        "'nsys profile --capture-range=cudaProfilerApi'; without rooflines, which need the same "
-        "interface",
         "store_true",
     ] = False
     out: Annotated[
@@ -123,11 +114,6 @@ class BenchOptions:
             raise ConfigError("--suite and --workload both say what to measure; give one of them")
         if self.data is not None and self.random_tokens:
             raise ConfigError("--data and --random-tokens both say what to train on; give one")
-        if self.profile and self.nsys:
-            raise ConfigError(
-                "--profile and --nsys would both listen to the GPU, which one of them can at a "
-                "time; give one"
-            )
         for name in self.workload or ():
             find_workload(name)
         find_contenders(self.contender)

@@ -17,16 +17,15 @@ from pathlib import Path
 
 import torch
 
-from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, ContenderSpec, group_for
+from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, group_for
 from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, Say, measure_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, MemoryRecord
-from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
 # A contender that says nothing for so long hangs; compiling a large model takes minutes.
 SILENCE_LIMIT_S = 300.0
 MEMORY_HOW = "resident memory of a process that runs nothing else"
-_NUM_MEMORY_STEPS = 6
+_NUM_MEMORY_STEPS = NUM_WARMUP_STEPS + 6
 _TAIL = 2000
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -154,50 +153,19 @@ def can_forget_peak() -> bool:
 
 
 def measure_memory(job: Job, say: Say) -> MemoryRecord:
-    """Train a few steps in this process, which must be fresh, and return its peaks."""
+    """Train a few steps in this process, which must be fresh, and return its peak."""
     assert job.contenders is not None
     spec = CONTENDERS_BY_NAME[job.contenders[0]]
-    setting = job.setting
-    tiny = dataclasses.replace(setting, case=Case(find_workload("gpt-tiny"), setting.case.dtype, 1))
-    with group_for([spec], setting):
-        # Libraries that are loaded at first use are not what the case needs, and reading the text
-        # takes much more memory than a small model. Compilers are: nobody else would load them.
-        if not spec.compiles:
-            _train(spec, dataclasses.replace(job, setting=tiny), NUM_WARMUP_STEPS)
-        return _train(spec, job, NUM_WARMUP_STEPS + _NUM_MEMORY_STEPS)
-
-
-def _train(spec: ContenderSpec, job: Job, num_steps: int) -> MemoryRecord:
     setting, source = job.source()
+    # Reading the text takes more memory than a small model.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    baseline = _status_bytes("VmRSS")
-    _forget_peak()
-    contender = spec.make(setting)
-    init_peak = 0
-    for step in range(num_steps):
-        if step == NUM_WARMUP_STEPS:
-            init_peak = _status_bytes("VmHWM")
-            _forget_peak()
-        contender(source.take(step, 1)[0], step)
-    steps_peak = _status_bytes("VmHWM")
-    contender.close()
-    return MemoryRecord(
-        MEMORY_HOW,
-        process_bytes=max(init_peak, steps_peak),
-        init_bytes=max(init_peak - baseline, 0),
-        steps_bytes=max(steps_peak - baseline, 0),
-    )
-
-
-def _status_bytes(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
-    if match is None:
-        raise OSError(f"/proc/self/status has no {field}")
-    return int(match[1]) * 1024
-
-
-def _forget_peak() -> None:
-    gc.collect()
     _CLEAR_REFS.write_text("5")  # "5" sets VmHWM to VmRSS
+    with group_for([spec], setting):
+        contender = spec.make(setting)
+        for step in range(_NUM_MEMORY_STEPS):
+            contender(source.take(step, 1)[0], step)
+        peak = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        contender.close()
+    assert peak is not None, "a system with clear_refs has it"
+    return MemoryRecord(MEMORY_HOW, process_bytes=int(peak[1]) * 1024)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from graphfsdp.errors import ConfigError
 
 T = TypeVar("T")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 KIND = "graphfsdp_bench"
 # The contender that all others are compared with: our code path, run eagerly.
 REFERENCE = "eager"
@@ -104,8 +104,8 @@ class Environment:
 class WorkloadFacts:
     """What was trained; batch size and FLOPs are of a step on one rank.
 
-    ``family`` is "gpt", "llama", "moe", "conv" or "bert", ``unit`` "tokens" or "images". FLOPs are
-    the matrix arithmetic of forward and backward, recomputation not counted.
+    ``family`` is "gpt", "llama", "moe" or "zoo", ``unit`` "tokens" or "samples". FLOPs are the
+    matrix arithmetic of forward and backward, recomputation not counted.
     """
 
     name: str
@@ -126,7 +126,7 @@ class WorkloadFacts:
 
     @property
     def items_per_step(self) -> int:
-        """Tokens or images that one rank trains on in a step."""
+        """Tokens or samples that one rank trains on in a step."""
         return self.batch_size * self.items_per_sample
 
 
@@ -182,14 +182,12 @@ class TimingRecord:
 class MemoryRecord:
     """Peak memory of a contender.
 
-    The process runs nothing else; what it holds up to the first timed step and after it is less
-    what the libraries need. The GPU allocator's numbers are less what was there before.
+    On a CPU of a process that runs nothing else, libraries included; of a GPU's allocator less
+    what was there before.
     """
 
     how: str
     process_bytes: int | None = None
-    init_bytes: int | None = None
-    steps_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
@@ -216,20 +214,6 @@ class ParityRecord:
 
 
 @dataclass(frozen=True)
-class RooflineRecord:
-    """How far an iteration is from the time that its kernels alone take.
-
-    ``ratio`` is the median time of a step over the sum of kernels (GPU) or operators (CPU) of one
-    iteration; 1 is the limit if no two kernels overlap.
-    """
-
-    how: str
-    kernel_ms: float
-    num_kernels: float
-    ratio: float
-
-
-@dataclass(frozen=True)
 class ContenderResult:
     name: str
     description: str
@@ -237,7 +221,6 @@ class ContenderResult:
     timing: TimingRecord
     parity: ParityRecord
     memory: MemoryRecord | None = None
-    roofline: RooflineRecord | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -283,7 +266,7 @@ class CaseResult:
         return tuple(theirs / mine for theirs, mine in pairs)
 
     def items_per_s(self, own: ContenderResult) -> float:
-        """Return tokens or images per second on each rank, of the median step."""
+        """Return tokens or samples per second on each rank, of the median step."""
         return self.workload.items_per_step / own.timing.steps.median * 1e3
 
     def tflops(self, own: ContenderResult) -> float:

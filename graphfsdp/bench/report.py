@@ -1,4 +1,4 @@
-"""The directory that keeps a result: JSON, plots, and the same report in Markdown and HTML."""
+"""The directory that keeps a result: JSON, a plot, and the same report in Markdown and HTML."""
 
 import base64
 import datetime
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from graphfsdp.bench.plots import draw_all
+from graphfsdp.bench.plots import draw
 from graphfsdp.bench.records import BenchResult, CaseResult, write_result
 from graphfsdp.bench.tables import (
     NOT_MLPERF,
@@ -92,8 +92,6 @@ def case_notes(case: CaseResult) -> list[str]:
         f"{workload.flops_per_step / 1e9:,.3g} GFLOP per step on each rank: "
         f"{workload.flops_formula}; {peak_text(case)}."
     ]
-    rooflines = dict.fromkeys(own.roofline.how for own in case.contenders if own.roofline)
-    notes += [f"kernels ms: {how}." for how in rooflines]
     memories = dict.fromkeys(own.memory.how for own in case.contenders if own.memory)
     notes += [f"peak memory: {how}." for how in memories]
     notes += [f"{own.name}: {note}." for own in case.contenders for note in own.notes]
@@ -125,9 +123,9 @@ def make_directory(out: str | None) -> Path:
     return make_new_directory(out)
 
 
-def write_directory(result: BenchResult, folder: Path, *, plots: bool = True) -> None:
+def write_directory(result: BenchResult, folder: Path) -> None:
     """May be called again when more is known."""
     write_result(result, folder / RESULT)
-    drawn = draw_all(result, folder) if plots else []
+    drawn = draw(result, folder)
     (folder / REPORT).write_text(markdown(result, drawn), encoding="utf-8")
     (folder / PAGE).write_text(page(result, drawn), encoding="utf-8")

@@ -105,14 +105,6 @@ def memory_text(own: ContenderResult) -> str:
     return bytes_text(memory.peak_bytes) + more
 
 
-def own_memory_text(own: ContenderResult) -> str:
-    """Return the peak memory, on a CPU with what the process had not before the model."""
-    memory = own.memory
-    if memory is None or memory.init_bytes is None or memory.steps_bytes is None:
-        return memory_text(own)
-    return f"{memory_text(own)} ({bytes_text(max(memory.init_bytes, memory.steps_bytes))})"
-
-
 def utilization_text(case: CaseResult, own: ContenderResult) -> str:
     """Return MFU, or the share of the measured peak where no data sheet states one."""
     if case.peak.stated_tflops is not None:
@@ -203,8 +195,8 @@ def cpu_overview(result: BenchResult) -> Table:
 
 
 def memory_overview(result: BenchResult) -> Table:
-    title = "peak memory, and on a CPU (of it, what the training takes besides the libraries)"
-    return _overview(result, title, lambda case, own: own_memory_text(own) if own.memory else "")
+    title = "peak memory: of the process on a CPU, libraries included, of the allocator on a GPU"
+    return _overview(result, title, lambda case, own: memory_text(own) if own.memory else "")
 
 
 def _speedup_text(case: CaseResult, own: ContenderResult) -> str:
@@ -247,8 +239,6 @@ _COLUMNS: Mapping[str, Callable[[CaseResult, ContenderResult], str]] = MappingPr
         "pool": lambda case, own: bytes_text(own.init.pool_bytes),
         "peak memory": lambda case, own: memory_text(own),
         "losses against eager": _losses_text,
-        "kernels ms": lambda case, own: f"{own.roofline.kernel_ms:.3f}" if own.roofline else "",
-        "step / kernels": lambda case, own: f"{own.roofline.ratio:.2f}" if own.roofline else "",
     }
 )
 _SPEED = (
@@ -257,7 +247,7 @@ _SPEED = (
 )
 _START = (
     *("init s", "of it compile", "of it capture", "nodes", "pool", "peak memory"),
-    *("losses against eager", "kernels ms", "step / kernels"),
+    "losses against eager",
 )
 _SHORT = (
     *("ms/step", "p95", "times as fast as eager", "per second", "init s", "losses against eager"),
@@ -278,7 +268,7 @@ def speed_table(case: CaseResult) -> Table:
 
 
 def start_table(case: CaseResult) -> Table:
-    """Return what lies outside of the timed region: init, memory, losses, roofline."""
+    """Return what lies outside of the timed region: init, memory, losses."""
     return _case_table(case, "outside of the timed region", _START)
 
 

@@ -1,6 +1,6 @@
 """What can be measured: named models in several sizes, and the suites made of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -9,13 +9,6 @@ import torch
 from torch import nn
 
 from graphfsdp.bench import zoo
-from graphfsdp.bench.models import (
-    NUM_SPECIAL,
-    BertConfig,
-    BertModel,
-    ConvConfig,
-    ConvNet,
-)
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
@@ -30,10 +23,9 @@ class ZooConfig:
         return zoo.architectures()[self.name]
 
 
-ModelConfig = GPTConfig | BertConfig | ConvConfig | ZooConfig
+ModelConfig = GPTConfig | ZooConfig
 DtypeName = Literal["fp32", "bf16"]
-# Bytes of text, and the three tokens that BERT adds, rounded up.
-_BYTES, _BYTES_AND_SPECIAL = 256, 264
+_BYTES = 256  # of text
 
 
 @dataclass(frozen=True)
@@ -51,19 +43,16 @@ class Workload:
         """Tokens of a sequence; 1 for an image or a series."""
         if isinstance(self.model, ZooConfig):
             return self.model.architecture.items_per_sample
-        return 1 if isinstance(self.model, ConvConfig) else self.model.seq_length
+        return self.model.seq_length
 
     @property
     def unit(self) -> str:
-        if isinstance(self.model, ConvConfig):
-            return "images"
         return "tokens" if self.items_per_sample > 1 else "samples"
 
     def with_vocabulary(self, num_tokens: int) -> "Workload":
-        if isinstance(self.model, ConvConfig | ZooConfig):
+        if isinstance(self.model, ZooConfig):
             return self
-        special = NUM_SPECIAL if isinstance(self.model, BertConfig) else 0
-        size = max(self.model.vocab_size, num_tokens + special)
+        size = max(self.model.vocab_size, num_tokens)
         return replace(self, model=replace(self.model, vocab_size=size))
 
 
@@ -95,14 +84,7 @@ class Case:
 
 def make_model(model: ModelConfig) -> nn.Module:
     """Return the model, which returns its loss; torch's global generator draws its weights."""
-    if isinstance(model, ZooConfig):
-        return model.architecture.make()
-    kinds: dict[type[ModelConfig], Callable[[Any], nn.Module]] = {
-        GPTConfig: GPT,
-        BertConfig: BertModel,
-        ConvConfig: ConvNet,
-    }
-    return kinds[type(model)](model)
+    return model.architecture.make() if isinstance(model, ZooConfig) else GPT(model)
 
 
 def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
@@ -138,10 +120,6 @@ def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
     return shape if seq_length is None else replace(shape, seq_length=seq_length)
 
 
-def _bert(layers: int, width: int, seq_length: int, vocab_size: int) -> BertConfig:
-    return BertConfig(vocab_size, seq_length, layers, width, max(1, width // 64))
-
-
 def workloads() -> Iterator[Workload]:
     yield Workload("gpt-tiny", "gpt", "GPT-2 style, 4 layers, width 64", _gpt(4, 64, 32), 4)
     yield Workload("gpt-3m", "gpt", "GPT-2 style, 4 layers, width 256", _gpt(4, 256, 128), 8)
@@ -156,12 +134,6 @@ def workloads() -> Iterator[Workload]:
     yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", _moe(tiny, 8), 4)
     small = replace(_llama(8, 512, 512, 32000), ffn_hidden_size=1024)
     yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", _moe(small, 16), 8)
-    bert_tiny = _bert(2, 128, 64, _BYTES_AND_SPECIAL)
-    yield Workload("bert-tiny", "bert", "2 layers, width 128", bert_tiny, 4)
-    yield Workload("bert-base", "bert", "12 layers, width 768", _bert(12, 768, 512, 30528), 8)
-    yield Workload("bert-large", "bert", "24 layers, width 1024", _bert(24, 1024, 512, 30528), 8)
-    yield Workload("conv-tiny", "conv", "residual net, 3 blocks, 32 x 32", ConvConfig(8, 1), 8)
-    yield Workload("conv-small", "conv", "residual net, 9 blocks, 32 x 32", ConvConfig(64, 3), 64)
     for name, found in zoo.architectures().items():
         about = f"{found.description}, width {zoo.WIDTH}"
         yield Workload(f"zoo-{name}", "zoo", about, ZooConfig(name), 4)
@@ -206,8 +178,8 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
             ("gpt-tiny", "fp32", 64, _CPU),
             ("llama-tiny", "bf16", 4, _CPU),
             ("moe-tiny", "fp32", 4, _CPU),
-            ("bert-tiny", "fp32", 4, _CPU),
-            ("conv-tiny", "fp32", 8, _CPU),
+            ("zoo-encoder", "fp32", 4, _QUICK),
+            ("zoo-conv", "fp32", 4, _QUICK),
             ("gpt-tiny", "fp32", 1, _CPU),
             ("gpt-tiny", "fp32", 16, _CPU),
             ("gpt-11m", "fp32", 8, _FEW),
@@ -218,8 +190,6 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
             ("gpt2-124m", "bf16", 1, _GPU),
             ("llama-160m", "bf16", 2, _GPU),
             ("moe-180m", "bf16", 4, _GPU),
-            ("bert-base", "bf16", 8, _GPU),
-            ("conv-small", "fp32", 64, _GPU),
             ("gpt2-124m", "bf16", 32, _GPU),
         ),
         "quick": (("gpt-tiny", "fp32", 4, _QUICK),),

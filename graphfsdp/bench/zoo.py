@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphfsdp.bench.models import ResidualBlock
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 WIDTH = 32
@@ -177,6 +176,24 @@ class LinearAttention(Mixing):
         return query @ memory / scale
 
 
+class ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut.
+
+    Source: He et al. 2015 (arXiv:1512.03385), figure 2.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = functional.relu(self.norms[0](self.convs[0](x)))
+        return functional.relu(self.norms[1](self.convs[1](inner)) + x)
+
+
 def _encoder(num_layers: int) -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.1, batch_first=True)
     return nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
@@ -189,7 +206,7 @@ def _gpt(**changes: str | bool) -> GPT:
 
 def _residual_net() -> nn.Module:
     stem = nn.Conv2d(3, 16, 3, stride=2, padding=1)
-    body = nn.Sequential(stem, *[ResidualBlock(16, 16) for _ in range(3)])
+    body = nn.Sequential(stem, *[ResidualBlock(16) for _ in range(3)])
     return Classifier(nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten()), 16)
 
 
