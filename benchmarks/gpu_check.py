@@ -106,8 +106,8 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
         ),
         "parity": (
             *(
-                f"{_WORKLOADS}_replays_bit_for_bit[DEVICE-{name}-tiny]"
-                for name in ("gpt", "llama", "moe", "bert", "conv")
+                f"{_WORKLOADS}_replays_bit_for_bit[DEVICE-{name}]"
+                for name in ("gpt-tiny", "llama-tiny", "moe-tiny", "zoo-encoder", "zoo-conv")
             ),
             "tests/capture/cuda/test_cuda_graph.py::test_bfloat16_replays_as_eager",
         ),

@@ -3,8 +3,7 @@
 ``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
 `make bench`, ``bench_zoo`` around those of ``graphfsdp bench --suite zoo``, ``bench_gpu`` around
 those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`,
-``speed_summary`` around the geometric means of the first two, which is what the README shows, and
-``bytes`` and ``layout_table`` around what is computed, not measured.
+and ``speed_summary`` around the geometric means of the first two, which is what the README shows.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies result and plot of a result directory
 of ``graphfsdp bench`` into benchmarks/results.
@@ -22,8 +21,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from benchmarks import adam_table, layout_table
 from benchmarks.gpu_check import described, table_of
+from graphfsdp.bench.plots import PLOT
 from graphfsdp.bench.records import REFERENCE, BenchResult, read_result
 from graphfsdp.bench.report import RESULT
 from graphfsdp.bench.tables import (
@@ -38,11 +37,7 @@ from graphfsdp.bench.tables import (
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (
-    ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("speed", "layout", "fused_adam")),
-)
-PLOT = "crossover.png"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "speed.md")
 # The columns of the README's summary, and whose they are.
 SUMMARY = MappingProxyType(
     {
@@ -154,9 +149,7 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
     "bench_cpu": bench_cpu,
     "bench_gpu": bench_gpu,
     "bench_zoo": bench_zoo,
-    "bytes": lambda results: adam_table.bytes_table(),
     "gpu_check": gpu_check,
-    "layout_table": lambda results: layout_table.table(),
     "speed_summary": speed_summary,
 }
 

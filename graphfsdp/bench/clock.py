@@ -2,12 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from graphfsdp.base.collector import without_collector
 
 
 @dataclass(frozen=True)
@@ -80,20 +78,3 @@ def make_schedule(step_ms: Sequence[float], seconds: float) -> tuple[int, int]:
     num_steps = max(num_steps, _MIN_STEPS)
     num_rounds = int(seconds * 1e3 / (num_steps * all_ms))
     return min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps
-
-
-def interleave(
-    contenders: Mapping[str, Callable[[], object]],
-    num_rounds: int,
-    num_steps: int,
-    device: torch.device,
-) -> dict[str, list[Window]]:
-    """The order turns round after each round, so that nobody always follows the same neighbour."""
-    windows: dict[str, list[Window]] = {name: [] for name in contenders}
-    order = list(contenders)
-    for _ in range(num_rounds):
-        with without_collector():
-            for name in order:
-                windows[name].append(time_window([contenders[name]] * num_steps, device))
-        order.reverse()
-    return windows

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -122,9 +121,8 @@ def model_flops(case: Case, batch: Batch) -> tuple[float, str]:
     if isinstance(model, GPT):
         num_tokens = case.batch_size * case.workload.items_per_sample
         return float(flops_per_token(model) * num_tokens), PALM_FORMULA
-    shapes: list[Tensor] = [tensor.to("meta") for tensor in batch]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(*shapes)
+        model(*(tensor.to("meta") for tensor in batch))
     return 3.0 * counter.get_total_flops(), COUNTED
 
 

@@ -44,7 +44,7 @@ def test_what_is_not_finite_becomes_none() -> None:
     ("change", "message"),
     [
         ({"kind": "paired"}, "is not a result of graphfsdp bench"),
-        ({"schema_version": 2}, "schema version 2, this graphfsdp reads 1"),
+        ({"schema_version": 1}, "schema version 1, this graphfsdp reads 2"),
         ({"seed": "0"}, r"result\.json\.seed: expected int, got str"),
         ({"speed": 1}, "unknown field 'speed'"),
         ({"cases": [{}]}, r"cases\[0\].*workload"),

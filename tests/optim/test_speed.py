@@ -6,18 +6,19 @@ Times are judged on a GPU alone; elsewhere the same runs with a small model, for
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from benchmarks.adam_table import bytes_per_param
-from benchmarks.pairs import parameters_of, sizes_of
 from cuda_stand_in.library import is_below
-from graphfsdp.bench.clock import Window, interleave, time_window
+from graphfsdp.base.collector import without_collector
+from graphfsdp.bench.clock import Window, time_window
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.optim import CPUOffload, FusedAdam
-from graphfsdp.training.gpt import GPTConfig
+from graphfsdp.training.gpt import GPT, GPTConfig
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MAIN_WEIGHTS = "FusedAdam, bf16 with fp32 main weights"
@@ -36,6 +37,91 @@ def shape_of(name: str, device: torch.device) -> GPTConfig:
     model = find_workload(name if is_timed(device) else "gpt-tiny").model
     assert isinstance(model, GPTConfig)
     return model
+
+
+def sizes_of(shape: GPTConfig) -> list[torch.Size]:
+    with torch.device("meta"):
+        return [param.shape for param in GPT(shape).parameters()]
+
+
+def parameters_of(
+    sizes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype
+) -> list[nn.Parameter]:
+    """With gradients; the same in each call."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(size: Sequence[int]) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    params = [nn.Parameter(random(size)) for size in sizes]
+    for param in params:
+        param.grad = random(param.shape)
+    return params
+
+
+def interleave(
+    steps: Mapping[str, Callable[[], object]], num_rounds: int, num_steps: int, device: torch.device
+) -> dict[str, list[Window]]:
+    """The order turns round after each round, so that nobody always follows the same neighbour."""
+    windows: dict[str, list[Window]] = {name: [] for name in steps}
+    order = list(steps)
+    for _ in range(num_rounds):
+        with without_collector():
+            for name in order:
+                windows[name].append(time_window([steps[name]] * num_steps, device))
+        order.reverse()
+    return windows
+
+
+def bytes_per_param(
+    settings: Mapping[str, Any], param_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> float:
+    """Return the bytes that one step reads and writes for each element of a parameter.
+
+    State tensors are read and written, gradients read. A model weight is read and written, or only
+    written where there is a float32 main weight. Scales are counted as for rows of a multiple of
+    256 elements. What clipping and the skip of non-finite gradients read once more is not counted.
+    """
+    param = torch.nn.Parameter(torch.zeros((2, 256), dtype=param_dtype))
+    optimizer = FusedAdam([param], use_decoupled_grad=True, **settings)
+    param.decoupled_grad = torch.ones_like(param, dtype=grad_dtype)  # type: ignore[attr-defined]
+    optimizer.step()
+    state = optimizer.state[param]
+    written = param.nbytes + sum(value.nbytes for key, value in state.items() if key != "step")
+    read = written + param.numel() * grad_dtype.itemsize
+    if state.get("master_param", param).dtype != param_dtype and not settings.get(
+        "store_param_remainders"
+    ):
+        read -= param.nbytes
+    moved: float = (read + written) / param.numel()
+    return moved
+
+
+def test_the_document_shows_the_bytes_of_a_step() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fused_adam.md").read_text(encoding="utf-8")
+    fp32, bf16, fp8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+    main, half = {"master_weights": True}, {"master_weights": True, "store_param_remainders": True}
+    narrow = {"exp_avg_dtype": bf16, "exp_avg_sq_dtype": bf16}
+    scaled = {"exp_avg_dtype": fp8, "exp_avg_sq_dtype": torch.float16}
+    cases: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {
+        "fp32": ({}, fp32, fp32),
+        "fp32, bf16 moments": (narrow, fp32, fp32),
+        "bf16, fp32 main weight": (main, bf16, bf16),
+        "bf16, fp32 main weight and gradient": (main, bf16, fp32),
+        "bf16, fp32 main weight, bf16 moments": (main | narrow, bf16, bf16),
+        "bf16, int16 remainder": (half, bf16, bf16),
+        "bf16, int16 remainder, bf16 moments": (half | narrow, bf16, bf16),
+        "bf16, fp32 main weight, fp8 and fp16 moments": (main | scaled, bf16, bf16),
+        "bf16, int16 remainder, fp8 and fp16 moments": (half | scaled, bf16, bf16),
+        "bf16, int16 remainder, fp8 moments": (
+            half | scaled | {"exp_avg_sq_dtype": fp8},
+            bf16,
+            bf16,
+        ),
+        "all bf16": (narrow, bf16, bf16),
+    }
+    for name, case in cases.items():
+        assert f"| {name} | {bytes_per_param(*case):.4g} | " in page
 
 
 def largest_gap(left: Any, right: Any) -> float:

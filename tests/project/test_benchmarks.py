@@ -3,47 +3,10 @@ import json
 import pathlib
 from typing import Any
 
-import torch
-
 from bench_results import result
-from benchmarks import pairs, readme_table
-from graphfsdp.bench.clock import interleave
+from benchmarks import readme_table
 from graphfsdp.bench.records import write_result
 from graphfsdp.bench.report import write_directory
-from graphfsdp.bench.workloads import Case, find_workload
-
-
-def test_contenders_take_turns_and_the_order_turns_round() -> None:
-    calls: list[str] = []
-    contenders = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    windows = interleave(contenders, num_rounds=3, num_steps=2, device=torch.device("cpu"))
-    assert "".join(calls) == "aabbcc" + "ccbbaa" + "aabbcc"
-    assert {name: len(own) for name, own in windows.items()} == {"a": 3, "b": 3, "c": 3}
-
-
-def test_a_speedup_is_taken_within_a_round() -> None:
-    """A machine that is twice as slow in the second round does not show."""
-    found = pairs.record({"torch": [2.0, 4.0, 2.0], "ours": [1.0, 2.0, 1.6]}, "torch", "ours")
-    assert found["speedup"] == {"median": 2.0, "minimum": 1.25, "maximum": 2.0}
-
-
-def test_optimizers_and_checkpoints_are_compared() -> None:
-    found = pairs.adam(((30, 7), (5,)), num_rounds=2, num_placements=2)
-    for name in ("fp32", "bf16, fp32 main weights"):
-        assert len(found[name]["ms_by_round"]["FusedAdam"]) == 4
-        assert found[name]["speedup"]["median"] > 0
-    found = pairs.checkpoint(num_rounds=1, num_layers=1, width=32)
-    assert found["save"]["ms"].keys() == found["load"]["ms"].keys() == {"dcp", "graphfsdp"}
-    assert len(list(pairs.told(found))) == 2
-
-
-def test_replays_with_and_without_guards_take_turns() -> None:
-    found = pairs.guards([Case(find_workload("zoo-mixer"), "fp32", 4)], num_pairs=3)
-    (only,) = found["architectures"]
-    assert only["num_tensors"] == 50
-    assert found["worst_share"] == only["share"] < 1  # of so few pairs it may be far below 0
-    (line,) = pairs.told(found)
-    assert line.startswith("zoo-mixer: ")
 
 
 def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import forked
-from benchmarks import scale_table
 from graphfsdp.training.arguments import parse_train_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -78,13 +77,6 @@ def test_launch_files_have_flags_that_torchrun_and_the_trainer_know(name: str) -
     assert config.batch(num_ranks).num_microbatches == 8
     assert config.save == config.load
     assert num_ranks % config.num_distributed_optimizer_instances == 0
-
-
-def test_the_table_of_scale_is_what_plan_says() -> None:
-    page = (ROOT / "docs" / "scale.md").read_text()
-    assert "| " + " | ".join(scale_table.row(scale_table.RUNS[0], 8)) + " |" in page
-    assert scale_table.bubbles() in page
-    assert scale_table.failures() in page
 
 
 def test_the_gpt_example_trains_by_replay_and_shows_a_sample() -> None:
