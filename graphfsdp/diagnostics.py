@@ -2,23 +2,21 @@
 
 For models that ``fully_shard`` has cut, for other DTensors and for plain models. All ranks must
 call each function together; every one reads values on the host, so none belongs into an
-iteration that is captured. ``shard_table`` and ``check_slices`` look at memory alone.
+iteration that is captured. ``shard_table`` looks at memory alone.
 
 Shapes: P = parameters.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import RankGroups, local_part, mesh_groups, sharding_groups
-from graphfsdp.errors import ConfigError, GraphFSDPError
+from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.module import FSDPModule, unit_of
-from graphfsdp.sharding.plan import BufferPlan
 from graphfsdp.sharding.unit import Unit
 
 _NO_RANK = 0
@@ -155,200 +153,43 @@ def _gathered(
     return sorted(found)
 
 
-@dataclass(frozen=True)
-class ShardRow:
-    """What this rank holds of one parameter.
+def shard_table(model: nn.Module) -> str:
+    """Return the flat buffers of a model and what lies in them, as this rank sees them.
 
-    Attributes:
-        name: Full name.
-        unit: Full name of the unit's module, "" for the root.
-        buffer: Number of the flat buffer in the unit.
-        shape: Full shape.
-        offset: First element in the flat buffer, counted over all ranks.
-        first_row: First row that this rank holds.
-        num_rows: How many it holds.
-        local_offset: Where they begin, in bytes from the start of the storage that holds the
-            main weights of all units.
-        weight_bytes: Bytes of its main weight here.
-    """
-
-    name: str
-    unit: str
-    buffer: int
-    shape: tuple[int, ...]
-    offset: int
-    first_row: int
-    num_rows: int
-    local_offset: int
-    weight_bytes: int
-
-    def __str__(self) -> str:
-        held = f"rows [{self.first_row}, {self.first_row + self.num_rows})"
-        return (
-            f"{self.offset:>12,}  {self.name} {list(self.shape)}: "
-            f"{held if self.num_rows else 'no rows'} here, {self.weight_bytes:,} bytes "
-            f"at {self.local_offset:,}"
-        )
-
-
-@dataclass(frozen=True)
-class BufferRow:
-    """One flat buffer.
-
-    Attributes:
-        unit: Full name of the unit's module, "" for the root.
-        buffer: Its number in the unit.
-        plan: Its layout, dtypes and strategy.
-        weight_bytes: This rank's main weights, padding included.
-        grad_bytes: This rank's main grads, padding included.
-    """
-
-    unit: str
-    buffer: int
-    plan: BufferPlan
-    weight_bytes: int
-    grad_bytes: int
-
-    def __str__(self) -> str:
-        plan, layout = self.plan, self.plan.layout
-        kinds = ", ".join(
-            f"{name} {str(getattr(plan.dtypes, name)).removeprefix('torch.')}"
-            for name in ("compute", "main", "grad")
-        )
-        return (
-            f"{self.unit or '(root)'} buffer {self.buffer}: {plan.strategy.value}, "
-            f"{layout.num_ranks} ranks x {layout.shard_numel:,} elements "
-            f"({layout.num_padding:,} padding), {kinds}{'' if plan.trainable else ', frozen'}\n"
-            f"  here: main weights {self.weight_bytes:,} bytes, main grads {self.grad_bytes:,}; "
-            f"gathered {plan.full_bytes:,}"
-        )
-
-
-@dataclass(frozen=True)
-class ShardTable:
-    """The flat buffers of a model and what lies in them on this rank; ``str`` is for people."""
-
-    buffers: tuple[BufferRow, ...]
-    rows: tuple[ShardRow, ...]
-
-    def __str__(self) -> str:
-        lines = []
-        for buffer in self.buffers:
-            inside = (buffer.unit, buffer.buffer)
-            lines.append(str(buffer))
-            lines += [f"  {row}" for row in self.rows if (row.unit, row.buffer) == inside]
-        return "\n".join(lines)
-
-
-def shard_table(model: nn.Module) -> ShardTable:
-    """Return the flat buffers of a model with offsets and bytes, as this rank sees them.
+    A line for each buffer (strategy, ranks, padding, dtypes, bytes), and one for each parameter in
+    it: first element in the buffer, shape, this rank's rows, and where these lie, in bytes from the
+    start of the storage that holds the main weights of all units.
 
     Raises:
         ConfigError: ``fully_shard`` has wrapped no module of it.
     """
-    buffers: list[BufferRow] = []
-    rows: list[ShardRow] = []
+    lines = []
     for name, unit in named_units(model):
         for number, buffer in enumerate(unit.group.buffers):
+            plan, layout = buffer.plan, buffer.plan.layout
+            kinds = ", ".join(
+                f"{kind} {str(getattr(plan.dtypes, kind)).removeprefix('torch.')}"
+                for kind in ("compute", "main", "grad")
+            )
             grad_bytes = 0 if buffer.grad is None else buffer.grad.nbytes
-            buffers.append(BufferRow(name, number, buffer.plan, buffer.main.nbytes, grad_bytes))
+            lines += [
+                f"{name or '(root)'} buffer {number}: {plan.strategy.value}, {layout.num_ranks} "
+                f"ranks x {layout.shard_numel:,} elements ({layout.num_padding:,} padding), "
+                f"{kinds}{'' if plan.trainable else ', frozen'}",
+                f"  here: main weights {buffer.main.nbytes:,} bytes, main grads {grad_bytes:,}; "
+                f"gathered {plan.full_bytes:,}",
+            ]
             for item in unit.group.managed:
                 if item.buffer is buffer:
-                    local = local_part(item.param).detach()
-                    held = buffer.local_rows(item.slot)
-                    rows.append(
-                        ShardRow(
-                            name=_join(name, item.name),
-                            unit=name,
-                            buffer=number,
-                            shape=item.slot.shape,
-                            offset=item.slot.offset,
-                            first_row=held.first_row,
-                            num_rows=held.num_rows,
-                            local_offset=int(local.storage_offset()) * local.element_size(),
-                            weight_bytes=local.nbytes,
-                        )
+                    local, held = local_part(item.param).detach(), buffer.local_rows(item.slot)
+                    rows = f"rows [{held.first_row}, {held.first_row + held.num_rows})"
+                    lines.append(
+                        f"  {item.slot.offset:>12,}  {f'{name}.{item.name}'.lstrip('.')} "
+                        f"{list(item.slot.shape)}: {rows if held.num_rows else 'no rows'} here, "
+                        f"{local.nbytes:,} bytes at "
+                        f"{int(local.storage_offset()) * local.element_size():,}"
                     )
-    return ShardTable(tuple(buffers), tuple(rows))
-
-
-def check_slices(model: nn.Module) -> int:
-    """Check that no two local slices overlap, and that the ranks hold each row exactly once.
-
-    Looks at the tensors that the optimizer reads and writes, not at the plan: where they really
-    lie. All ranks must call it.
-
-    Returns:
-        How many slices there are on this rank.
-
-    Raises:
-        GraphFSDPError: two slices overlap, one lies outside its buffer, or a row has no owner or
-            two; the parameters are named.
-        ConfigError: ``fully_shard`` has wrapped no module of it.
-    """
-    units = named_units(model)
-    slices: list[_Slice] = []
-    problem = None
-    for kind in ("main weight", "main grad"):
-        found = sorted(_slices(units, kind), key=lambda piece: piece[:2])
-        slices += found
-        problem = problem or _what_is_wrong(found, kind)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)  # else the others would wait for a rank that raised
-    for told in everyone:
-        if told is not None:
-            raise GraphFSDPError(told)
-    for name, unit in units:
-        _check_owners(name, unit)
-    return len(slices)
-
-
-_Slice = tuple[int, int, str, Tensor]  # first address, address behind it, full name, flat buffer
-
-
-def _slices(units: list[tuple[str, Unit]], kind: str) -> Iterator[_Slice]:
-    for unit_name, unit in units:
-        for item in unit.group.managed:
-            of_weight = kind == "main weight"
-            tensor: Tensor | None = item.param if of_weight else item.main_grad
-            whole = item.buffer.main if of_weight else item.buffer.grad
-            local = None if tensor is None else local_part(tensor).detach()
-            if local is not None and whole is not None and local.numel():
-                start = local.data_ptr()
-                yield start, start + local.nbytes, _join(unit_name, item.name), whole
-
-
-def _what_is_wrong(slices: Sequence[_Slice], kind: str) -> str | None:
-    """Return what is wrong with the slices of a kind on this rank, None if nothing is."""
-    for (_, end, name, _), (start, _, other, _) in pairwise(slices):
-        if start < end:
-            return (
-                f"the {kind}s of {name!r} and {other!r} overlap by {end - start} bytes on rank "
-                f"{dist.get_rank()}: an update of one would change the other"
-            )
-    for start, end, name, whole in slices:
-        if not whole.data_ptr() <= start <= end <= whole.data_ptr() + whole.nbytes:
-            return (
-                f"the {kind} of {name!r} lies outside its flat buffer on rank {dist.get_rank()}: "
-                "the optimizer would update memory that is never gathered"
-            )
-    return None
-
-
-def _check_owners(unit_name: str, unit: Unit) -> None:
-    sharded = [item for item in unit.group.managed if item.buffer.sharded and item.slot.numel]
-    if not sharded:
-        return
-    counts_here = [local_part(item.param).shape[0] for item in sharded]
-    mine = torch.tensor(counts_here, device=sharded[0].buffer.main.device)
-    for group in unit.group.options.mesh.cut_groups:
-        dist.all_reduce(mine, group=group)
-    for item, num_rows in zip(sharded, mine.tolist(), strict=True):
-        if num_rows != item.slot.num_rows:
-            raise GraphFSDPError(
-                f"parameter {_join(unit_name, item.name)!r} has {item.slot.num_rows} rows, but "
-                f"the ranks hold {num_rows} of them together"
-            )
+    return "\n".join(lines)
 
 
 def named_units(model: nn.Module) -> list[tuple[str, Unit]]:
@@ -370,7 +211,3 @@ def named_units(model: nn.Module) -> list[tuple[str, Unit]]:
     if isinstance(model, FSDPModule):
         model.prepare_shards()  # to the addresses that the shards keep
     return found
-
-
-def _join(unit_name: str, name: str) -> str:
-    return f"{unit_name}.{name}".lstrip(".")

@@ -1,4 +1,4 @@
-"""Pictures of memory: which parameter lies on which rank, and which buffer lives when."""
+"""A picture of memory: which parameter lies on which rank."""
 
 import importlib.util
 import os
@@ -7,23 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.report.tables import BufferUse, Role
-from graphfsdp.errors import ConfigError, PhaseError
+from graphfsdp.errors import ConfigError
 from graphfsdp.planning.model_plan import ROOT, ModelPlan
 from graphfsdp.sharding.layout import BufferLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PathLike = str | os.PathLike[str]
-
-_OWN = (Role.INTERMEDIATE, Role.OUTPUT, Role.KEPT)
 _MAX_BORDERS = 128  # more ranks than this would be one grey area
 _NAMED_SHARE = 0.04  # a parameter is named from this share of the picture's width on
 
 
-def draw_layout(model: nn.Module | ModelPlan, path: PathLike) -> None:
+def draw_layout(model: nn.Module | ModelPlan, path: str | os.PathLike[str]) -> None:
     """Draw the flat buffers of a model: one row for each, cut where one rank ends.
 
     Args:
@@ -33,9 +28,15 @@ def draw_layout(model: nn.Module | ModelPlan, path: PathLike) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or nothing is sharded.
     """
-    figure_of = _figure()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "pictures need matplotlib, which is not installed. Remedy: pip install graphfsdp[plot]"
+        )
+    # Not pyplot, so no window system and no global state.
+    from matplotlib.figure import Figure
+
     buffers = _buffers_of(model)
-    figure = figure_of(figsize=(12, 1.2 + 0.55 * len(buffers)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(12, 1.2 + 0.55 * len(buffers)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for row, (_, layout, names) in enumerate(buffers):
         _draw_buffer(axes, row, layout, names)
@@ -45,66 +46,6 @@ def draw_layout(model: nn.Module | ModelPlan, path: PathLike) -> None:
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the flat buffer; black: where one rank ends; grey: padding")
     figure.savefig(path)
-
-
-def draw_lifetimes(report: CaptureReport, path: PathLike) -> None:
-    """Draw where each buffer of an iteration lies, and from which node to which it lives.
-
-    Buffers without a place in the planned pool are put above it, at the lowest free place.
-
-    Args:
-        report: Of a step that has captured.
-        path: Of the picture; the name says the format.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        PhaseError: nothing has been captured yet.
-    """
-    figure_of = _figure()
-    if report.program is None:
-        raise PhaseError(
-            f"there is no graph to draw in phase {report.phase}. Remedy: call the step until it "
-            "has captured"
-        )
-    placed = place_buffers([use for use in report.buffers() if use.role in _OWN], report.pool_bytes)
-    figure = figure_of(figsize=(12, 6), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    phases = [node.site.phase for node in report.nodes()]
-    colours = dict(zip(dict.fromkeys(phases), ("#4c8dd6", "#e08b3e", "#58a55c"), strict=False))
-    for use, bottom in placed:
-        last = min(use.last, len(phases) - 1)
-        axes.add_patch(
-            _rectangle(
-                (use.first, bottom), last + 1 - use.first, use.num_bytes, colours[phases[use.first]]
-            )
-        )
-    top = max((bottom + use.num_bytes for use, bottom in placed), default=1)
-    axes.set_xlim(0, len(phases))
-    axes.set_ylim(0, top)
-    if report.pool_bytes:
-        axes.axhline(report.pool_bytes, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("node of the graph")
-    axes.set_ylabel("byte; dashed: end of the planned pool")
-    for phase, colour in colours.items():
-        axes.plot([], [], color=colour, linewidth=6, label=f"made in {phase.value}")
-    axes.legend(loc="upper right")
-    figure.savefig(path)
-
-
-def place_buffers(uses: Sequence[BufferUse], pool_bytes: int) -> list[tuple[BufferUse, int]]:
-    """Planned buffers stay where they are, others go above; each with its first byte."""
-    placed = [(use, use.offset) for use in uses if use.offset is not None]
-    active: list[tuple[BufferUse, int]] = []
-    for use in sorted((u for u in uses if u.offset is None), key=lambda u: (u.first, -u.num_bytes)):
-        active = sorted((a for a in active if a[0].last >= use.first), key=lambda a: a[1])
-        bottom = pool_bytes
-        for other, place in active:
-            if place - bottom >= use.num_bytes:
-                break
-            bottom = max(bottom, place + other.num_bytes)
-        active.append((use, bottom))
-        placed.append((use, bottom))
-    return placed
 
 
 def _buffers_of(model: nn.Module | ModelPlan) -> list[tuple[str, BufferLayout, Sequence[str]]]:
@@ -148,14 +89,3 @@ def _rectangle(corner: tuple[float, float], width: float, height: float, colour:
     from matplotlib.patches import Rectangle
 
     return Rectangle(corner, width, height, facecolor=colour, edgecolor="white", linewidth=0.3)
-
-
-def _figure() -> Any:
-    """Not pyplot, so no window system and no global state."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "pictures need matplotlib, which is not installed. Remedy: pip install graphfsdp[plot]"
-        )
-    from matplotlib.figure import Figure
-
-    return Figure

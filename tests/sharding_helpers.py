@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.module import unit_of
@@ -145,6 +147,22 @@ def units(model: nn.Module) -> list[Unit]:
 def buffers(model: nn.Module, *, trainable: bool | None = None) -> list[ShardBuffer]:
     found = [buffer for unit in units(model) for buffer in unit.group.buffers]
     return [b for b in found if trainable is None or b.trainable == trainable]
+
+
+def check_slices(model: nn.Module) -> None:
+    """No two of the slices that the optimizer reads and writes overlap, or leave their buffer."""
+    for kind in ("param", "main_grad"):
+        places = []
+        for item in (item for unit in units(model) for item in unit.group.managed):
+            tensor: Any = getattr(item, kind)
+            whole = item.buffer.main if kind == "param" else item.buffer.grad
+            local = None if tensor is None else local_part(tensor).detach()
+            if local is not None and whole is not None and local.numel():
+                start = local.data_ptr()
+                end = start + local.nbytes
+                assert whole.data_ptr() <= start < end <= whole.data_ptr() + whole.nbytes
+                places.append((start, end))
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(places)))
 
 
 def unit_shapes(model: nn.Module) -> list[list[tuple[int, ...]]]:
