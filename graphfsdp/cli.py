@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "planning.command:run_plan",
         ),
         "checkpoint": (
-            "show, convert and compare checkpoints",
+            "show and convert checkpoints",
             "checkpoint.convert:run_checkpoint_command",
         ),
         "check": (

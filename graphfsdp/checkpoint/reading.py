@@ -25,7 +25,7 @@ class CheckpointFiles:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._folder = folder
+        self.folder = folder
         self._mapped: dict[str, Tensor | None] = {}
         self._damage: list[str] = []
 
@@ -36,7 +36,7 @@ class CheckpointFiles:
         return self._mapped[name]
 
     def _open(self, name: str) -> Tensor | None:
-        expected, path = self.manifest.files[name], self._folder / name
+        expected, path = self.manifest.files[name], self.folder / name
         try:
             size = path.stat().st_size
             if size != expected.num_bytes:
@@ -111,7 +111,7 @@ class CheckpointFiles:
         named = "\n".join(f"  {line}" for line in self._damage[:_MAX_NAMED])
         more = len(self._damage) - _MAX_NAMED
         raise CheckpointDamagedError(
-            f"the checkpoint {self._folder} is damaged; nothing was loaded:\n{named}"
+            f"the checkpoint {self.folder} is damaged; nothing was loaded:\n{named}"
             + (f"\n  and {more} more" if more > 0 else "")
             + "\nRemedy: load an earlier one (step=...), or copy this one anew"
         )

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from checkpoint_helpers import whole_numbers
-from graphfsdp.checkpoint.convert import convert
 from graphfsdp.optim import FusedAdam
 from ranks import RankPool
 
@@ -167,10 +166,9 @@ def test_objects_keep_a_state_per_rank(tmp_path: Path, ranks1: RankPool, ranks2:
     said = ranks1.run(objects_of_ranks, tmp_path, False)[0]
     assert "objects: 'own' was saved with a state of its own on each of 2 ranks; here are 1" in said
     assert "common" not in said
-    # A conversion keeps what there is one of, large tensors too.
-    convert(str(tmp_path), str(tmp_path / "single"))
+    # Of what was equal on all ranks there is one state, large tensors too.
     common = OwnOnEachRank(-1)
-    graphfsdp.load(tmp_path / "single", nn.Linear(1, 1), objects={"common": common})
+    graphfsdp.load(tmp_path, nn.Linear(1, 1), objects={"common": common}, strict=False)
     assert bool((common.tensor == 7).all())
 
 
