@@ -280,7 +280,7 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     """A row is good if the contender ran, or is not ours; and if ours trained eager's losses."""
     # Here, since a package that cannot be imported is something to report.
     from benchmarks.readme_table import keep
-    from graphfsdp.bench.records import NOT_ASKED, read_result
+    from graphfsdp.bench.records import read_result
     from graphfsdp.bench.tables import memory_text, short_table
 
     keep(folder, results)
@@ -297,7 +297,6 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
         rows += [
             {"what": f"{name}: {item.name}", "result": item.reason, "ok": item.name not in OURS}
             for item in case.not_run
-            if item.reason != NOT_ASKED
         ]
     rows += [
         {"what": key, "result": f"left out: {why}", "ok": True}

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from graphfsdp.bench.compare import run_compare
-from graphfsdp.bench.contenders import CONTENDERS, TIMEOUT_MINUTES, Setting
+from graphfsdp.bench.contenders import TIMEOUT_MINUTES, Setting
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.measure import Job, Say, measure_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.process import CaseFailedError, can_forget_peak, run_case, run_memory
-from graphfsdp.bench.records import NOT_ASKED, BenchResult, CaseResult, NotRun
+from graphfsdp.bench.records import BenchResult, CaseResult
 from graphfsdp.bench.report import PROFILES, make_directory, write_directory
 from graphfsdp.bench.tables import (
     NOT_MLPERF,
@@ -118,7 +118,7 @@ class _Bench:
                 key = each.case.key
                 progress.update(task, completed=number)
                 try:
-                    case = with_unasked(self._measure(each, len(planned) - number, say))
+                    case = self._measure(each, len(planned) - number, say)
                     self._add(cases=(*self._result.cases, case))
                     self._show(case)
                 except CaseFailedError as error:
@@ -200,17 +200,6 @@ class _Bench:
 
     def _line(self, text: str, style: str | None = None) -> None:
         print_line(self._console, text, style)
-
-
-def with_unasked(found: CaseResult) -> CaseResult:
-    """Return the case with every contender in it that nobody asked for, so that none is missing."""
-    known = {item.name for item in found.contenders} | {item.name for item in found.not_run}
-    others = tuple(
-        NotRun(spec.name, spec.description, NOT_ASKED)
-        for spec in CONTENDERS
-        if spec.name not in known
-    )
-    return dataclasses.replace(found, not_run=(*found.not_run, *others))
 
 
 def _progress(console: Console) -> Progress:

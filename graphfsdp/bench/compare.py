@@ -14,7 +14,6 @@ from enum import StrEnum
 from rich.console import Console
 
 from graphfsdp.bench.records import (
-    NOT_ASKED,
     REFERENCE,
     BenchResult,
     CaseResult,
@@ -117,7 +116,7 @@ def _changes(old: CaseResult, new: CaseResult, tolerance: float) -> Iterator[Cha
             f"the case {key} is other work in the second result: {different}. Remedy: measure the "
             "same workload"
         )
-    reasons = {item.name: item.reason for item in new.not_run if item.reason != NOT_ASKED}
+    reasons = {item.name: item.reason for item in new.not_run}
     for own in old.contenders:
         before, again = old.ratios(own.name), new.find(own.name)
         if own.name == REFERENCE or not before:

@@ -22,7 +22,6 @@ SCHEMA_VERSION = 2
 KIND = "graphfsdp_bench"
 # The contender that all others are compared with: our code path, run eagerly.
 REFERENCE = "eager"
-NOT_ASKED = "not asked for in this case"
 _NUMBERS = re.compile(r"\[\s+(-?[\d.][^\[\]{}\"]*?)\s+\]")
 
 

@@ -1,13 +1,10 @@
-"""The directory that keeps a result: JSON, a plot, and the same report in Markdown and HTML."""
+"""The directory that keeps a result: JSON, a plot, and a report in Markdown."""
 
-import base64
 import datetime
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-
-from markdown_it import MarkdownIt
 
 from graphfsdp.bench.plots import draw
 from graphfsdp.bench.records import BenchResult, CaseResult, write_result
@@ -27,20 +24,7 @@ from graphfsdp.bench.tables import (
 from graphfsdp.training.run_directory import make_new_directory
 
 PROFILES = "profile"
-RESULT, REPORT, PAGE = "result.json", "report.md", "report.html"
-# What a report is made of; rich renders its Markdown with the same package.
-_MARKDOWN = ("heading", "fence", "list", "table", "image", "emphasis")
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em;
-  color: #1b1b1b; background: #fff }
-table { border-collapse: collapse; display: block; font-size: 13px; margin: .6em 0 1.2em;
-  overflow-x: auto }
-th, td { border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: left;
-  font-variant-numeric: tabular-nums }
-th { border-bottom: 2px solid #999; vertical-align: bottom }
-img { max-width: 100% }
-pre { background: #f4f4f4; font-size: 13px; padding: .8em; overflow-x: auto }
-"""
+RESULT, REPORT = "result.json", "report.md"
 
 
 def _parts(result: BenchResult, pictures: Sequence[Path]) -> Iterator[str]:
@@ -103,19 +87,6 @@ def markdown(result: BenchResult, pictures: Sequence[Path] = ()) -> str:
     return "\n\n".join(_parts(result, pictures)) + "\n"
 
 
-def page(result: BenchResult, pictures: Sequence[Path] = ()) -> str:
-    """The same in HTML. Needs no network: the PNG files go into it."""
-    body = MarkdownIt("zero").enable(_MARKDOWN).render(markdown(result, pictures))
-    for path in pictures:
-        data = base64.b64encode(path.read_bytes()).decode("ascii")
-        body = body.replace(f'src="{path.name}"', f'src="data:image/png;base64,{data}"')
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width'><title>graphfsdp bench</title>"
-        f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
-    )
-
-
 def make_directory(out: str | None) -> Path:
     """Refuses an impossible one (ConfigError) before anything is measured."""
     if out is None:
@@ -128,4 +99,3 @@ def write_directory(result: BenchResult, folder: Path) -> None:
     write_result(result, folder / RESULT)
     drawn = draw(result, folder)
     (folder / REPORT).write_text(markdown(result, drawn), encoding="utf-8")
-    (folder / PAGE).write_text(page(result, drawn), encoding="utf-8")

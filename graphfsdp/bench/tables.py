@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from graphfsdp.bench.records import (
-    NOT_ASKED,
     REFERENCE,
     BenchResult,
     CaseResult,
@@ -277,20 +276,16 @@ def short_table(case: CaseResult) -> Table:
 
 
 def not_run_table(case: CaseResult) -> Table:
-    """Return the contenders of a case that did not run; those not asked for in one row."""
-    rows = [(item.name, item.reason) for item in case.not_run if item.reason != NOT_ASKED]
-    others = [item.name for item in case.not_run if item.reason == NOT_ASKED]
-    if others:
-        rows.append((", ".join(others), NOT_ASKED))
+    """Return the contenders of a case that could not run, each with the reason."""
+    rows = [(item.name, item.reason) for item in case.not_run]
     return Table("did not run", ("contender", "why"), tuple(rows), num_left=2)
 
 
 def reasons(result: BenchResult) -> dict[str, str]:
-    """Return the contenders that ran in no case, each with the first reason that says something."""
+    """Return the contenders that ran in no case, each with the first reason."""
     found: dict[str, str] = {}
     for case in result.cases:
         for item in case.not_run:
-            ran = any(each.find(item.name) for each in result.cases)
-            if not ran and found.get(item.name, NOT_ASKED) == NOT_ASKED:
-                found[item.name] = item.reason
+            if not any(each.find(item.name) for each in result.cases):
+                found.setdefault(item.name, item.reason)
     return found

@@ -6,16 +6,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from torch import Tensor
 
 from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
@@ -82,18 +79,12 @@ class RunDirectory:
             _replace(self.path / "config.json", json.dumps(facts, indent=2) + "\n")
             _replace(self.path / "metrics.jsonl", lines)
             self._metrics_file = (self.path / "metrics.jsonl").open("a")
-        self._tensorboard = _open_tensorboard(self.path)
 
     def add(self, metrics: Metrics) -> None:
         """Append a line to ``metrics.jsonl``; it is in the file when this returns."""
         self._history.append(metrics)
         self._metrics_file.write(metrics.to_json() + "\n")
         self._metrics_file.flush()
-        if self._tensorboard is not None:
-            for name in ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "mfu"):
-                value = getattr(metrics, name)
-                if value is not None:
-                    self._tensorboard.add_scalar(name, value, metrics.step)
 
     def write_model(self, state: Mapping[str, Tensor]) -> None:
         write_state(self.path / "model.safetensors", state)
@@ -101,8 +92,6 @@ class RunDirectory:
     def close(self) -> None:
         """Write the picture and close the files; also done when the run was interrupted."""
         self._metrics_file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
         if self._history:
             plot_loss(self.path / "loss.png", self._history, unigram_entropy=self._unigram_entropy)
 
@@ -133,14 +122,6 @@ def _kept_until(path: Path, iteration: int) -> list[Metrics]:
                 break
             found.append(metrics)
     return found
-
-
-def _open_tensorboard(path: Path) -> "SummaryWriter | None":
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(log_dir=str(path))
 
 
 def plot_loss(path: Path, history: Sequence[Metrics], *, unigram_entropy: float) -> bool:

@@ -14,7 +14,6 @@ from rich.console import Console
 import bench_results
 from graphfsdp.bench.compare import WORSE, Verdict, compare, judge, ratio_interval, run_compare
 from graphfsdp.bench.records import (
-    NOT_ASKED,
     BenchResult,
     CaseResult,
     ContenderResult,
@@ -71,10 +70,6 @@ def with_full(ms: float, *others: ContenderResult, eager: float = 10.0, **how: A
 
 OLD = with_full(5.0)
 MORE = with_full(5.0, contender("fsdp2", 9.0))
-UNASKED = dataclasses.replace(
-    OLD,
-    cases=(dataclasses.replace(OLD.cases[0], not_run=(NotRun("fsdp2", "", NOT_ASKED),)),),
-)
 INEXACT = with_full(5.0, bit_exact=False)
 
 
@@ -93,11 +88,10 @@ INEXACT = with_full(5.0, bit_exact=False)
         # Nothing is said of what one of the two did not measure.
         (OLD, MORE, 0.05, Verdict.SAME, 1.0),
         (MORE, OLD, 0.05, Verdict.SAME, 1.0),
-        (MORE, UNASKED, 0.05, Verdict.SAME, 1.0),
     ],
     ids=[
         *("slower machine", "slower contender", "faster", "tolerated", "not tolerated"),
-        *("lost bits", "found bits", "new", "absent", "not asked for"),
+        *("lost bits", "found bits", "new", "absent"),
     ],
 )
 def test_what_counts_as_worse(

@@ -1,4 +1,4 @@
-"""``graphfsdp bench --profile`` and ``--nsys``: what a timeline says, and who named it."""
+"""``graphfsdp bench --profile``: what a timeline says, and who named it."""
 
 import json
 from pathlib import Path
@@ -30,11 +30,9 @@ from graphfsdp.optim import FusedAdam
 CPU = torch.device("cpu")
 
 
-def job_on(
-    device: torch.device, contender: str, *, profiles: str | None = None, nsys: bool = False
-) -> Job:
+def job_on(device: torch.device, contender: str, *, profiles: str | None = None) -> Job:
     setting = Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device)
-    options = BenchOptions(seconds=0.1, roofline=False, random_tokens=True, nsys=nsys)
+    options = BenchOptions(seconds=0.1, random_tokens=True)
     return Job(setting, (contender,), options, profiles)
 
 
@@ -219,11 +217,3 @@ def test_a_contender_that_fails_under_the_profiler_says_so_and_stops_nobody(
     found = measure_case(job, lambda phase, name: None)
     text = (case_folder(str(tmp_path), found.workload.key) / "eager.txt").read_text()
     assert "eager has no profile: RuntimeError: no memory" in text
-
-
-def test_on_a_cpu_there_is_nothing_to_mark_for_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
-    measure_case(job_on(CPU, "eager", nsys=True), lambda phase, name: None)
-    assert calls == []

@@ -7,12 +7,11 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from bench_results import case, contender, result
+from bench_results import case, result
 from graphfsdp.bench import records, report, tables
-from graphfsdp.bench.command import with_unasked
 from graphfsdp.bench.options import BenchOptions, make_parser, parse_bench_arguments
 from graphfsdp.bench.records import Spread
-from graphfsdp.bench.report import make_directory, page, write_directory
+from graphfsdp.bench.report import make_directory, write_directory
 from graphfsdp.bench.workloads import SuiteName, suite
 from graphfsdp.errors import ConfigError
 
@@ -63,24 +62,12 @@ def test_the_tables_show_the_numbers_of_the_records() -> None:
     assert overview.rows == (("gpt-tiny fp32, 4 x 32 tokens", "5.00", "1.50 (2.50x)"),)
 
 
-def test_contenders_that_nobody_asked_for_share_a_row() -> None:
-    rows = tables.not_run_table(with_unasked(case())).rows
-    assert rows[0] == ("compile", "no compiler")
-    names, why = rows[1]
-    assert why == records.NOT_ASKED
-    assert {"pytorch", "fsdp2", "megatron_fsdp"} <= set(names.split(", "))
-    assert len(rows) == 2
-
-
-def test_who_ran_in_no_case_is_told_with_a_reason_that_says_something() -> None:
-    asked = with_unasked(case())
+def test_who_ran_in_no_case_is_told_with_the_first_reason() -> None:
     tried = dataclasses.replace(
-        asked, not_run=(records.NotRun("megatron_fsdp", "", "no GPU"), *asked.not_run[:1])
+        case(), not_run=(records.NotRun("fsdp2", "", "no group"), records.NotRun("eager", "", "x"))
     )
-    found = tables.reasons(result(cases=(asked, tried)))
-    assert found["megatron_fsdp"] == "no GPU"
-    assert found["compile"] == "no compiler"
-    assert "eager" not in found
+    found = tables.reasons(result(cases=(case(), tried, tried)))
+    assert found == {"compile": "no compiler", "fsdp2": "no group"}
 
 
 def test_the_markdown_has_every_table_and_what_is_missing() -> None:
@@ -94,27 +81,13 @@ def test_the_markdown_has_every_table_and_what_is_missing() -> None:
     assert widths == [15, 8]
 
 
-def test_the_page_needs_no_network_and_shows_no_markup_of_names(tmp_path: pathlib.Path) -> None:
-    picture = tmp_path / "a.png"
-    picture.write_bytes(b"png")
-    evil = dataclasses.replace(case(), contenders=(contender("eager", (1.0,)),), not_run=())
-    evil = dataclasses.replace(
-        evil, workload=dataclasses.replace(evil.workload, data="<script>alert(1)</script>")
-    )
-    text = page(result(cases=(evil, case())), [picture])
-    assert "<script" not in text
-    assert not re.findall(r"""(?:src|href)=['"](?!data:)""", text)
-    assert "data:image/png;base64,cG5n" in text
-    assert text.count("<table>") == 2 + 2 + 3
-
-
 def test_a_directory_holds_everything_and_is_never_overwritten(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     out = make_directory(str(tmp_path / "a" / "out"))
     write_directory(result(), out)
     write_directory(result(cases=(case(), case(1.0))), out)
     names = {path.name for path in out.iterdir()}
-    assert names == {"result.json", "report.md", "report.html", "crossover.png"}
+    assert names == {"result.json", "report.md", "crossover.png"}
     assert (out / "crossover.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         make_directory(str(out))
@@ -125,7 +98,7 @@ def test_without_matplotlib_the_rest_is_written(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write_directory(result(), tmp_path)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".html"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}
 
 
 def test_a_terminal_gets_a_table_that_fits() -> None:

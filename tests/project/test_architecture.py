@@ -69,7 +69,6 @@ OPTIONAL_PACKAGES = (
     "nvtx",
     "pytorch_lightning",
     "safetensors",
-    "tensorboard",
     "torchao",
     "torchdata",
     "transformer_engine",

@@ -90,7 +90,7 @@ def test_torch_of_2_11_and_python_of_3_11_are_enough() -> None:
 def test_what_only_some_users_need_is_an_extra() -> None:
     required = {r.name for r in direct_requirements()[""]}
     assert required == {"numpy", "rich", "torch"}
-    assert {"plot", "nvtx", "mlperf", "tensorboard", "test", "dev"} <= direct_requirements().keys()
+    assert {"plot", "nvtx", "mlperf", "test", "dev"} <= direct_requirements().keys()
 
 
 def test_the_console_script_exists() -> None:
