@@ -16,13 +16,6 @@ class Activations:
     saved_bytes: int  # what the forward pass leaves for the backward pass
     peak_bytes: int  # the most that lives at one time, over forward and backward
 
-    def extended(self, other: "Activations", times: int) -> "Activations":
-        """Return this plus ``times`` what it has more than ``other``: further equal layers."""
-        return Activations(
-            self.saved_bytes + times * (self.saved_bytes - other.saved_bytes),
-            self.peak_bytes + times * (self.peak_bytes - other.peak_bytes),
-        )
-
 
 def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
     """The model is on the meta device; gradients go at once, as in a unit that reduces."""

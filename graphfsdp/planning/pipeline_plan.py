@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.planning.activations import Activations, measure_activations
+from graphfsdp.planning.activations import measure_activations
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import TrainConfig
@@ -83,9 +83,7 @@ def num_in_flight(config: TrainConfig, batch: IterationBatch, rank: int) -> floa
     return min(batch.num_microbatches, chunks / virtual)
 
 
-def part_activations(
-    config: TrainConfig, vocab_size: int, batch: IterationBatch, rank: int
-) -> Activations:
+def activation_bytes(config: TrainConfig, vocab_size: int, batch: IterationBatch, rank: int) -> int:
     """Return those of all stages on a rank; of the last stage one micro-batch's live at a time."""
     part = GPTPart(config, vocab_size, config.param_dtype, rank)
     shape = (config.micro_batch_size, config.seq_length)
@@ -97,4 +95,4 @@ def part_activations(
         count = 1 if stage.is_last else num_in_flight(config, batch, rank)
         waiting += one.saved_bytes * count
         beyond = max(beyond, one.peak_bytes - one.saved_bytes)
-    return Activations(int(waiting), int(waiting) + beyond)
+    return int(waiting) + beyond

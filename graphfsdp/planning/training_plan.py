@@ -13,13 +13,12 @@ from graphfsdp.config import ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
 from graphfsdp.moe.dispatch import Capacity
-from graphfsdp.planning.activations import Activations, measure_activations
 from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
 from graphfsdp.planning.pipeline_plan import (
     GPTPart,
     PipelinePlan,
+    activation_bytes,
     num_in_flight,
-    part_activations,
 )
 from graphfsdp.planning.pool_rehearsal import PlannedRanks, RunForward
 from graphfsdp.training.batch import IterationBatch
@@ -30,7 +29,6 @@ from graphfsdp.training.metrics import flops_per_token
 
 _TOKEN_BYTES = 8
 _COUNT_BYTES = 8  # of an expert's tokens, an int64
-_PROBED_LAYERS = (2, 3)  # every further layer takes as much as the third
 _MICRO = 1e-6
 _TERA = 1e12
 _GIGA = 1e9
@@ -107,7 +105,7 @@ class TrainingPlan:
     batch: IterationBatch
     rank: int  # whose optimizer state is counted; all else is equal on every rank
     state_bytes: int  # of the optimizer on that rank
-    activations: Activations  # of one micro-batch, estimated
+    stage_bytes: int | None  # activations on a rank of a pipeline, estimated
     flops: int  # of one rank in one iteration
     speeds: Speeds
     time: TimeEstimate  # from these speeds
@@ -132,11 +130,11 @@ class TrainingPlan:
         )
 
     def _activations(self) -> MemoryLine:
-        if self.config.pipeline_model_parallel_size > 1:
+        if self.stage_bytes is not None:
             rank = self.rank // self.batch.num_ranks
             count = num_in_flight(self.config, self.batch, rank)
             note = f"of {count:.3g} micro-batches that wait for their backward pass"
-            return MemoryLine("activations", self.activations.peak_bytes, False, note)
+            return MemoryLine("activations", self.stage_bytes, False, note)
         # What an iteration takes beside the pool: that is seldom full when activations are.
         pool = self.model.pool
         assert pool is not None
@@ -172,7 +170,6 @@ class TrainingPlan:
             "memory": [dataclasses.asdict(line) for line in self.memory()],
             "total_bytes": self.total_bytes,
             "pool": None if model.pool is None else dataclasses.asdict(model.pool),
-            "saved_activation_bytes": self.activations.saved_bytes,
             "collectives": [
                 dataclasses.asdict(call) | {"wire_bytes": call.wire_bytes}
                 for call in self.collectives()
@@ -246,9 +243,9 @@ def plan_training(
         batch=batch,
         rank=rank,
         state_bytes=plan.state_bytes(rank % batch.num_ranks),
-        activations=part_activations(config, vocab_size, batch, part.rank)
+        stage_bytes=activation_bytes(config, vocab_size, batch, part.rank)
         if isinstance(part, GPTPart)
-        else _activations(config, vocab_size),
+        else None,
         flops=flops,
         speeds=used,
         time=time,
@@ -300,16 +297,6 @@ def _exchanges(config: TrainConfig, batch: IterationBatch) -> Iterator[Collectiv
         num_bytes = _COUNT_BYTES * num_experts
         routers = "tokens of all ranks, for the bias"
         yield Collective("all_reduce", routers, config.num_layers, num_bytes, batch.num_ranks)
-
-
-def _activations(config: TrainConfig, vocab_size: int) -> Activations:
-    found = []
-    for layers in _PROBED_LAYERS:
-        probe = dataclasses.replace(config, num_layers=layers)
-        model = _make_model(probe, vocab_size, config.param_dtype)
-        found.append(measure_activations(model, functools.partial(_forward_of(config), model)))
-    few, more = found
-    return more.extended(few, config.num_layers - _PROBED_LAYERS[1])
 
 
 def _forward_of(config: TrainConfig, *, with_targets: bool = True) -> RunForward:
