@@ -200,10 +200,9 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
         environment=environment,
     )
     (folder / "mlperf.json").write_text(to_json(found), encoding="utf-8")
-    (folder / "mlperf.md").write_text(_markdown(found), encoding="utf-8")
     console.print(_table(found).rich())
     print_line(console, _score_line(found))
-    print_line(console, f"wrote {folder}: mlperf.json, mlperf.md, result_*.txt")
+    print_line(console, f"wrote {folder}: mlperf.json, result_*.txt")
     return EXIT_NO_SCORE if score_s is None else 0
 
 
@@ -326,12 +325,4 @@ def _score_line(found: TimeToTarget) -> str:
     return (
         f"{found.score_s:.3f} s to the target: mean of {num_runs} runs without the fastest and "
         f"the slowest ({found.verified})"
-    )
-
-
-def _markdown(found: TimeToTarget) -> str:
-    reasons = "".join(f"\n* {run.log}: {run.reason}" for run in found.runs if run.reason)
-    return (
-        f"# {found.benchmark} to a loss of {found.target_loss:g}\n\n{_score_line(found)}\n\n"
-        f"{_table(found).markdown()}\n{reasons}\n\n`{found.command}`\n"
     )

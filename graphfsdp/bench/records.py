@@ -38,7 +38,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.minimum:.3f} to {self.maximum:.3f})"
+        return f"{self.median:.2f} ({self.minimum:.2f} to {self.maximum:.2f})"
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,6 @@ def verdict(spread: Spread) -> str:
     return "faster" if spread.median > 1 else "slower"
 
 
-def ratio_text(spread: Spread | None) -> str:
-    if spread is None:
-        return ""
-    return f"{spread.median:.2f} ({spread.minimum:.2f} to {spread.maximum:.2f})"
-
-
 def parity_text(parity: ParityRecord) -> str:
     if parity.bit_exact:
         return f"equal bit for bit ({parity.num_steps} steps)"
@@ -199,7 +193,7 @@ def memory_overview(result: BenchResult) -> Table:
 
 
 def _speedup_text(case: CaseResult, own: ContenderResult) -> str:
-    return "1" if own.name == REFERENCE else ratio_text(case.speedup(own.name))
+    return "1" if own.name == REFERENCE else str(case.speedup(own.name) or "")
 
 
 def _verdict_text(case: CaseResult, own: ContenderResult) -> str:
@@ -225,7 +219,7 @@ _COLUMNS: Mapping[str, Callable[[CaseResult, ContenderResult], str]] = MappingPr
         "max": lambda case, own: f"{own.timing.steps.maximum:.3f}",
         "times as fast as eager": _speedup_text,
         "which is": _verdict_text,
-        "times as fast as pytorch": lambda case, own: ratio_text(case.speedup(own.name, PLAIN)),
+        "times as fast as pytorch": lambda case, own: str(case.speedup(own.name, PLAIN) or ""),
         "per second": lambda case, own: f"{case.items_per_s(own):,.0f}",
         "model TFLOP/s": lambda case, own: f"{case.tflops(own):.3g}",
         "MFU": utilization_text,
