@@ -1,6 +1,5 @@
 """What a benchmark runs on, and its limits: hardware and versions, FLOPs, peak."""
 
-import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -9,11 +8,9 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphfsdp
@@ -153,16 +150,3 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFacts:
         measured_how=f"the best of {_NUM_PRODUCTS} products of random {size} x {size} matrices in "
         f"{str(dtype).removeprefix('torch.')}{threads}",
     )
-
-
-@contextlib.contextmanager
-def profiled(device: torch.device) -> Iterator[profile]:
-    """Listen to the host, and to a GPU until it has done what the body asked of it."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    # acc_events: torch 2.11 warns of a second profile in a process otherwise.
-    with profile(activities=activities, acc_events=True) as profiler:
-        yield profiler
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -4,6 +4,7 @@ On a GPU kernels, copies and fills count; on a CPU operators, those that other o
 being part of them. What Python, autograd or compiled code does around them is a gap.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,10 @@ from pathlib import Path
 import torch
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import graphfsdp
 from graphfsdp.base.nvtx import RANGE_PREFIX
-from graphfsdp.bench.machine import profiled
 from graphfsdp.bench.records import to_json
 
 STEP = "graphfsdp bench: step"
@@ -115,6 +115,19 @@ def describe_profile(record: ProfileRecord) -> str:
 
 def _short(name: str) -> str:
     return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 3] + "..."
+
+
+@contextlib.contextmanager
+def profiled(device: torch.device) -> Iterator[profile]:
+    """Listen to the host, and to a GPU until it has done what the body asked of it."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    # acc_events: torch 2.11 warns of a second profile in a process otherwise.
+    with profile(activities=activities, acc_events=True) as profiler:
+        yield profiler
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def profile_contender(

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import graphfsdp
 from cuda_stand_in.library import is_below
-from graphfsdp.bench.machine import profiled
+from graphfsdp.bench.profile import profiled
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
