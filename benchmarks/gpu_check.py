@@ -101,8 +101,6 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
             "[DEVICE-full_iteration]",
             "tests/sharding/test_overlap.py::test_overlap_changes_no_bit"
             "[gpu_ranks-optim_grads_params-3-True]",
-            "tests/sharding/test_buffer_pool.py::test_a_pool_changes_no_bit_on_gpus"
-            "[optim_grads_params]",
         ),
         "parity": (
             *(

@@ -1,17 +1,12 @@
 """A stack of blocks in any order, and a journal of collectives, for the tests of overlap."""
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp.sharding import buffer_pool
-from graphfsdp.sharding.buffer_pool import BufferPool
 from ranks import rank_device
 from sharding_helpers import (
     Block,
@@ -76,22 +71,3 @@ class Journal(TorchDispatchMode):
             begun = isinstance(ticket, Tensor)
             self.lines.append(f"{'begin ' if begun else ''}{kind} {name}")
         return result
-
-
-@contextmanager
-def patient_pools() -> Iterator[None]:
-    """Let pools wait for gloo's threads in all iterations, however busy the machine is.
-
-    A thread that lets go of a buffer late makes a pool allocate, and plan once more.
-    """
-    original = BufferPool.dropped
-
-    def dropped(pool: BufferPool, owner: Hashable) -> None:
-        planned_from, pool._is_planned_from = pool._is_planned_from, True
-        original(pool, owner)
-        pool._is_planned_from = planned_from
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BufferPool, "dropped", dropped)
-        patch.setattr(buffer_pool, "_RELEASE_S", 0.5)
-        yield

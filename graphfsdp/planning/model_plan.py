@@ -13,7 +13,7 @@ from torch import nn
 from graphfsdp.base.memory_plan import neighbour_starts, round_up
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.planning.pool_rehearsal import PlannedMesh, PlannedPool, RunForward, rehearse_pool
+from graphfsdp.planning.rehearsal import PlannedBuffers, PlannedMesh, RunForward, rehearse
 from graphfsdp.sharding.layout import BufferLayout
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
 
@@ -58,7 +58,7 @@ class UnitPlan:
 class ModelPlan:
     """Where the parameters of a model will lie.
 
-    ``units`` are in the order of the modules, the root first; so they lie in memory. ``pool`` is
+    ``units`` are in the order of the modules, the root first; so they lie in memory. ``whole`` is
     None if no forward pass was given to find it by.
     """
 
@@ -68,7 +68,7 @@ class ModelPlan:
     num_microbatches: int
     reshard_after_forward: bool
     module_buffer_bytes: int
-    pool: PlannedPool | None = None
+    whole: PlannedBuffers | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -238,10 +238,11 @@ def plan_model(
     """Lay a model out as ``fully_shard`` would, without ranks and without memory.
 
     ``units`` are in the order of wrapping; the root comes last by itself. ``run(copy)`` is the
-    forward pass of a micro-batch of a copy on the meta device, and returns the loss; so the pool is
-    found to the byte. ``num_outer`` of the ranks hold the same shard; with ``cuts_outside`` main
-    weights, main grads and optimizer state are cut over these too. ``num_expert_ranks`` share out
-    the experts in ``expert_units``, of which the model has those of one rank.
+    forward pass of a micro-batch of a copy on the meta device, and returns the loss; so the memory
+    of whole weights and gradients is found to the byte. ``num_outer`` of the ranks hold the same
+    shard; with ``cuts_outside`` main weights, main grads and optimizer state are cut over these
+    too. ``num_expert_ranks`` share out the experts in ``expert_units``, of which the model has
+    those of one rank.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ConfigError(
@@ -262,7 +263,7 @@ def plan_model(
     )
     if run is None:
         return plan
-    pool = rehearse_pool(
+    whole = rehearse(
         model,
         units,
         run,
@@ -273,7 +274,7 @@ def plan_model(
         reshard_after_forward=reshard_after_forward,
         overlap=OverlapPolicy.parse(overlap),
     )
-    return replace(plan, pool=pool)
+    return replace(plan, whole=whole)
 
 
 def _plan_units(

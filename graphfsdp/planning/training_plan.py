@@ -20,7 +20,7 @@ from graphfsdp.planning.pipeline_plan import (
     activation_bytes,
     num_in_flight,
 )
-from graphfsdp.planning.pool_rehearsal import PlannedRanks, RunForward
+from graphfsdp.planning.rehearsal import PlannedRanks, RunForward
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import TrainConfig
@@ -124,7 +124,7 @@ class TrainingPlan:
             MemoryLine("optimizer state", self.state_bytes, True, "two moments, step counts"),
             MemoryLine("model's own buffers", model.module_buffer_bytes, True, "such as tables"),
             MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration"),
-            *_pool_lines(model),
+            *_whole_lines(model),
             *self._of_pipeline(),
             self._activations(),
         )
@@ -135,10 +135,10 @@ class TrainingPlan:
             count = num_in_flight(self.config, self.batch, rank)
             note = f"of {count:.3g} micro-batches that wait for their backward pass"
             return MemoryLine("activations", self.stage_bytes, False, note)
-        # What an iteration takes beside the pool: that is seldom full when activations are.
-        pool = self.model.pool
-        assert pool is not None
-        num_bytes = max(0, pool.iteration_bytes - pool.num_bytes)
+        # What an iteration takes besides; few weights are whole when activations are most.
+        whole = self.model.whole
+        assert whole is not None
+        num_bytes = max(0, whole.iteration_bytes - whole.whole_bytes)
         return MemoryLine("activations", num_bytes, False, "when all of it is most")
 
     def _of_pipeline(self) -> Iterator[MemoryLine]:
@@ -169,7 +169,7 @@ class TrainingPlan:
             "rank": self.rank,
             "memory": [dataclasses.asdict(line) for line in self.memory()],
             "total_bytes": self.total_bytes,
-            "pool": None if model.pool is None else dataclasses.asdict(model.pool),
+            "whole": None if model.whole is None else dataclasses.asdict(model.whole),
             "collectives": [
                 dataclasses.asdict(call) | {"wire_bytes": call.wire_bytes}
                 for call in self.collectives()
@@ -306,17 +306,13 @@ def _forward_of(config: TrainConfig, *, with_targets: bool = True) -> RunForward
     return lambda model: model(*batch_of_tokens) if with_targets else model(tokens)
 
 
-def _pool_lines(model: ModelPlan) -> Iterator[MemoryLine]:
-    assert model.pool is not None
-    yield MemoryLine(
-        "pool",
-        model.pool.num_bytes,
-        True,
-        f"whole weights and gradients; {model.pool.peak_bytes:,} B of them at one time",
-    )
+def _whole_lines(model: ModelPlan) -> Iterator[MemoryLine]:
+    assert model.whole is not None
+    note = "gathered, or not reduced yet; the most at one time"
+    yield MemoryLine("whole weights and grads", model.whole.whole_bytes, True, note)
     if model.cast_bytes:
         note = "weights in the dtype of the computation that stay for an iteration"
-        yield MemoryLine("beside the pool: weights", model.cast_bytes, True, note)
+        yield MemoryLine("cast weights", model.cast_bytes, True, note)
     if model.unreduced_outside_bytes:
         note = "reduced over the inner axis alone"
-        yield MemoryLine("beside the pool: grads", model.unreduced_outside_bytes, False, note)
+        yield MemoryLine("grads for the outer axis", model.unreduced_outside_bytes, False, note)

@@ -18,7 +18,6 @@ from graphfsdp.base.collectives import Transfer, all_gather_
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.streams import Lane
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.sharding.buffer_pool import BufferPool, take
 from graphfsdp.sharding.extension import Extension
 from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.layout import LocalRows, Slot
@@ -64,7 +63,6 @@ class ShardBuffer:
         self.sharded = plan.sharded
         self.mesh = mesh
         self.gather_group: dist.ProcessGroup = mesh.inner
-        self._pool: BufferPool | None = None
         self.offload = offload
         self.main = self.new_zeros(plan.main_numel, plan.dtypes.main)
         self.packing: Packing | None = None
@@ -86,8 +84,7 @@ class ShardBuffer:
     def make_gradients(self) -> None:
         """Give memory to main grads, also where parameters were frozen when they were sharded."""
         grad = self.new_zeros(self.plan.main_numel, self.dtypes.grad)
-        self.gradients = Gradients(self.plan, self.mesh, grad, self.device)
-        self.gradients.pool = self._pool
+        self.gradients = Gradients(self.plan, self.mesh, grad, self.device, self.new_whole)
 
     def new_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for main weights or main grads."""
@@ -95,6 +92,10 @@ class ShardBuffer:
         if memory.pinned:
             return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
         return zeros_flat(numel, dtype, memory.device)
+
+    def new_whole(self, dtype: torch.dtype) -> Tensor:
+        """Return [B], undefined, for whole weights or gradients."""
+        return torch.empty(self.layout.total_numel, dtype=dtype, device=self.device)
 
     @property
     def memory(self) -> "Memory":
@@ -270,8 +271,7 @@ class ShardBuffer:
             self._inner = None  # as old
 
     def _new_full(self) -> Tensor:
-        numel, dtype = self.layout.total_numel, self.dtypes.compute
-        return take(self._pool, self, numel, dtype, self.device)
+        return self.new_whole(self.dtypes.compute)
 
     def _new_whole(self, source: Tensor) -> Tensor:
         """Return memory for what an all-gather brings: weights, or their bytes."""
@@ -300,11 +300,6 @@ class ShardBuffer:
         self.packing.unpack(whole, full)
         return full
 
-    def use_pool(self, pool: BufferPool) -> None:
-        self._pool = pool
-        if self.gradients is not None:
-            self.gradients.pool = pool
-
     def _unshard_outside(self) -> Tensor:
         """Return [I], this rank's part for an all-gather over the inner axis."""
         if self._inner is not None:
@@ -322,11 +317,9 @@ class ShardBuffer:
     def reshard(self, *, outside: bool = False) -> None:
         """Drop gathered weights, also those on their way; ``outside``: the outer axis's, too."""
         self.drop_prefetched()
-        was_whole, self.full = self.full is not None, None
+        self.full = None
         if self.extension is not None:
             self.extension.weight = None
-        if was_whole and self._pool is not None:
-            self._pool.dropped(self)
         if outside:
             self._inner = None
 

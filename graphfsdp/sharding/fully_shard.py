@@ -54,7 +54,6 @@ def fully_shard(
     expert_axis: str | None = None,
     outer_strategy: str = "no_shard",
     overlap: bool | OverlapPolicy = True,
-    buffer_pool: bool = False,
 ) -> _Modules:
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
@@ -91,7 +90,6 @@ def fully_shard(
         outer_strategy: "no_shard", or "optim" to cut main weights, main grads and optimizer
             state over its ranks too: model weights are gathered over it once an iteration.
         overlap: Gather and reduce while others compute, wholly or by an ``OverlapPolicy``.
-        buffer_pool: Whole weights and gradients have fixed places, planned beforehand.
 
     Returns:
         The module, or the list, whose modules are each an ``FSDPModule`` now.
@@ -128,7 +126,6 @@ def fully_shard(
         reshard_after_forward=parse_reshard(reshard_after_forward, axes.inner.size()),
         reduction=_check_reduction(gradient_reduction),
         overlap=OverlapPolicy.parse(overlap),
-        buffer_pool=buffer_pool,
         offload=parse_offload(offload_policy),
         ignored=ignored,
     )

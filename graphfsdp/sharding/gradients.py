@@ -5,7 +5,7 @@ is sharded); I = elements of the buffer that a rank of the inner axis has after 
 that axis.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from graphfsdp.base.collectives import Transfer, all_reduce_, reduce_scatter_, under_way
 from graphfsdp.base.flat_buffer import copy_all
 from graphfsdp.base.streams import Lane
-from graphfsdp.sharding.buffer_pool import BufferPool, take
 from graphfsdp.sharding.layout import BufferLayout, Slot
 from graphfsdp.sharding.mesh import UnitMesh
 from graphfsdp.sharding.plan import BufferPlan
@@ -43,7 +42,12 @@ class Gradients:
     """
 
     def __init__(
-        self, plan: BufferPlan, mesh: UnitMesh, main: Tensor, device: torch.device
+        self,
+        plan: BufferPlan,
+        mesh: UnitMesh,
+        main: Tensor,
+        device: torch.device,
+        new_whole: Callable[[torch.dtype], Tensor],  # [B] in the memory of ``device``
     ) -> None:
         self.main = main
         self.device = device
@@ -51,7 +55,7 @@ class Gradients:
         self._comm_dtype = plan.dtypes.comm
         self._sharded = plan.sharded
         self._mesh = mesh
-        self.pool: BufferPool | None = None
+        self._new_whole = new_whole
         self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
         self._full: Tensor | None = None  # [B] not yet reduced
         self._written: set[int] = set()  # slots of it that hold something, by index
@@ -115,8 +119,7 @@ class Gradients:
         free = not accumulate and self._partial is None
         if not self._sharded and free and self._comm_is_main:
             return self.main
-        numel = self._layout.total_numel
-        full = take(self.pool, self, numel, self._comm_dtype, self.device)
+        full = self._new_whole(self._comm_dtype)
         for start, length in _gaps(self._layout):
             # Padding is reduced too: whatever lay there must not become a NaN.
             full.narrow(0, start, length).zero_()
@@ -151,8 +154,6 @@ class Gradients:
             if outer is not None:
                 self._partial = target
             del full
-            if self.pool is not None:
-                self.pool.dropped(self)
         if outer is not None and outside and self._partial is not None:
             yield from self._reduce_outside(outer, lane, accumulate=accumulate, reduction=reduction)
 

@@ -56,9 +56,6 @@ class ModelShards:
             for buffer in unit.group.buffers:
                 if buffer.packing is not None:
                     schedule.packed.add(buffer.packing)
-            if unit.group.options.buffer_pool:
-                for buffer in unit.group.buffers:
-                    buffer.use_pool(schedule.pool)
             if unit.group.options.overlap.separate_communicators:
                 for buffer in unit.group.buffers:
                     if buffer.sharded:

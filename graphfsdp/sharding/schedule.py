@@ -26,7 +26,6 @@ import torch
 
 from graphfsdp.base.streams import Lane, is_capturing
 from graphfsdp.sharding.buffer import ShardBuffer
-from graphfsdp.sharding.buffer_pool import BufferPool
 from graphfsdp.sharding.gradients import Reducing
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.packing import PackedWeights
@@ -126,7 +125,6 @@ class Schedule:
         self._passes: list[int] = []  # it and those that it runs inside of, outermost first
         self._iteration_is_over = True
         self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
-        self.pool = BufferPool()
         self.packed = PackedWeights()
         self.units: list[Scheduled] = []  # all under the root
         self.num_prefetches = 0
@@ -145,10 +143,8 @@ class Schedule:
             if self._iteration_is_over:
                 orders = (*self._forwards.values(), self._backward)
                 self._known_before = {order: order.known for order in orders}
-                self.pool.begin(trains=torch.is_grad_enabled())
                 self.packed.forget()
                 self._iteration_is_over = not torch.is_grad_enabled()
-            self.pool.keep_for_graph()
         self._inside.append(unit)
 
     def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:
@@ -294,6 +290,3 @@ class Schedule:
             return  # it ran inside another one (a reentrant checkpoint), which is not over
         for unit in self.units:
             unit.leave_backward()
-        if self._iteration_is_over:
-            # Behind the callbacks of units, which drop what they still hold.
-            when_backward_ends(self.pool.end)

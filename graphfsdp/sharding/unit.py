@@ -147,7 +147,7 @@ class Unit:
         if not self.in_forward:
             return
         written = any(version_of(whole) != version for whole, version in self._whole)
-        self._whole.clear()  # what holds weights keeps their place in the pool
+        self._whole.clear()
         self._end_forward()
         if written:
             raise PhaseError(

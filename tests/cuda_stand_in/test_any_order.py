@@ -61,7 +61,6 @@ pytestmark = [
 
 NUM_EAGER = 3  # the capture is the first launch
 OVERLAP = {"overlap": True, "reshard_after_forward": True}
-POOL = {**OVERLAP, "buffer_pool": True}
 
 
 def sharded(strategy: str, scope: str, num_steps: int, **options: Any) -> Training:
@@ -106,7 +105,6 @@ MODELS: dict[str, Callable[[], Any]] = {
         f"{strategy} overlapped": functools.partial(make_net, strategy, 0.3, **OVERLAP)
         for strategy in STRATEGIES
     },
-    "pool": functools.partial(make_net, "optim_grads_params", 0.3, **POOL),
     "in turn": functools.partial(make_net, "optim_grads_params", 0.3, overlap=False),
     "recompute blocks": functools.partial(recomputing, "block_ours"),
     "recompute parts": functools.partial(recomputing, "part_ours"),

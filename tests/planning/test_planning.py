@@ -268,11 +268,11 @@ def test_an_iteration_takes_less_than_its_parts_at_their_most() -> None:
     line = "--preset llama3-8b --num-layers 2 --bf16 --micro-batch-size 1 --global-batch-size 8"
     line += " --data-parallel-sharding-strategy optim_grads_params"
     plan = plan_training(parse_train_arguments(line.split()), num_ranks=8)
-    pool = plan.model.pool
-    assert pool is not None
-    assert pool.iteration_bytes == sum(item.num_bytes for item in plan.memory()[-2:])
+    whole = plan.model.whole
+    assert whole is not None
+    assert whole.iteration_bytes == sum(item.num_bytes for item in plan.memory()[-2:])
     # Above the stand-in for a driver, torch's own allocator has counted 14,938 MiB.
-    assert round(pool.iteration_bytes / 2**20) == 14_938
+    assert round(whole.iteration_bytes / 2**20) == 14_938
 
 
 def test_attention_keeps_no_scores_and_each_layer_takes_the_same() -> None:
@@ -314,8 +314,9 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert memory["main weights"]["num_bytes"] == 4 * whole // 4096
     assert memory["main grads"]["num_bytes"] == 4 * whole // 4096
     assert not memory["activations"]["exact"]
-    assert memory["pool"]["exact"]  # test_planned_pool.py compares it with real ranks
-    assert memory["pool"]["num_bytes"] == data["pool"]["num_bytes"] >= data["pool"]["peak_bytes"]
+    entry = memory["whole weights and grads"]
+    assert entry["exact"]  # test_planned_buffers.py compares it with real ranks
+    assert entry["num_bytes"] == data["whole"]["whole_bytes"]
     assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
     counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
     assert counts["all_gather"] == 2 * counts["reduce_scatter"]
@@ -330,7 +331,7 @@ def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture
     assert main(["plan", "--preset", "tiny", "--world-size", "2", "--strategy", "3"]) == 0
     out = capsys.readouterr().out
     assert "tiny: memory of each of 2 ranks" in out
-    for word in ("main weights", "optimizer state", "pool", "reduce_scatter", "~ marks"):
+    for word in ("main weights", "optimizer state", "whole weights", "reduce_scatter", "~ marks"):
         assert word in out
     activations = next(line for line in out.splitlines() if "activations" in line)
     assert "~" in activations

@@ -51,7 +51,6 @@ OPTIONS = st.fixed_dictionaries(
         "recomputes": st.sampled_from(WAYS),
         "meta": st.booleans(),
         "overlap": st.builds(OverlapPolicy, *[st.booleans()] * 4),
-        "pool": st.booleans(),
         "reshard_after_forward": st.booleans(),
         "evaluates": st.booleans(),
     }
@@ -68,7 +67,6 @@ def combined(options: dict[str, Any], *, plain: bool) -> Training:
     policy = POLICIES[options["policy"]]
     faster: dict[str, Any] = {
         "overlap": not plain and options["overlap"],
-        "buffer_pool": not plain and options["pool"],
         "reshard_after_forward": options["reshard_after_forward"],
     }
     if options["outer"] != "none":
@@ -129,7 +127,6 @@ def test_the_end_of_a_reentrant_checkpoint_is_not_that_of_the_backward_pass() ->
             "recomputes": ("block_reentrant", 0.0),
             "meta": False,
             "overlap": OverlapPolicy(True, False, True, True),
-            "pool": False,
             "reshard_after_forward": False,
             "evaluates": False,
         }

@@ -125,7 +125,7 @@ DECOUPLED = {
 @pytest.mark.parametrize(
     ("ranks", "gather_format", "layers", "microbatches", "options"),
     [
-        ("ranks1", "float8", None, 1, {"policy": {}, "buffer_pool": True}),
+        ("ranks1", "float8", None, 1, {"policy": {}}),
         ("ranks2", "float8", None, 2, {"strategy": "optim_grads"}),
         ("ranks2", "float8_rowwise", None, 2, {}),
         ("ranks2", "mxfp8", "mxfp8", 1, {"strategy": "no_shard", "policy": DECOUPLED}),
@@ -135,7 +135,7 @@ DECOUPLED = {
             {"strategy": "optim", "fp8_format": "hybrid", "policy": {}},
         ),
         ("ranks2", "float8_rowwise", "float8_rowwise", 2, {"recompute": True, "overlap": False}),
-        ("ranks2", "mxfp8", "mxfp8", 2, {"fp8_format": "hybrid", "buffer_pool": True}),
+        ("ranks2", "mxfp8", "mxfp8", 2, {"fp8_format": "hybrid"}),
         ("ranks2", None, "float8", 1, {}),
         ("ranks2", "mxfp8", "float8", 1, {"recompute": True}),
         ("ranks4", "float8_rowwise", "float8_rowwise", 2, {"policy": DECOUPLED}),
@@ -151,9 +151,7 @@ def test_replays_equal_eager(
     options: dict[str, Any],
 ) -> None:
     # Ten replays for each kind of weights, and of layers below the weights made for them.
-    is_long = (
-        ranks == "ranks2" and microbatches == 2 and set(options) <= {"fp8_format", "buffer_pool"}
-    )
+    is_long = ranks == "ranks2" and microbatches == 2 and set(options) <= {"fp8_format"}
     options = {"gather_format": gather_format, "layers": layers} | options
     request.getfixturevalue(ranks).run(replays_as_eager, microbatches, is_long, options)
 

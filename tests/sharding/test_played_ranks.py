@@ -35,8 +35,7 @@ LEAST_HIDDEN = 0.25
 MEMORY_TOLERANCE = 1.05
 FSDP2, PLAIN, CAPTURED = "torch fully_shard", "one after the other", "overlap, captured"
 VARIANTS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
-    {PLAIN: {"overlap": False}, "overlap": {}, "overlap and pool": {"buffer_pool": True}}
-    | {CAPTURED: {}}
+    {PLAIN: {"overlap": False}, "overlap": {}, CAPTURED: {}}
 )
 Span = tuple[float, float]
 

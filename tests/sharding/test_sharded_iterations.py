@@ -132,7 +132,7 @@ def agrees(name: str, options: dict[str, Any], num_steps: int) -> None:
     ("ranks", "name", "options"),
     [
         ("ranks2", "gan", {"strategy": "optim_grads_params"}),
-        ("ranks2", "gradient_penalty", {"strategy": "optim_grads_params", "buffer_pool": True}),
+        ("ranks2", "gradient_penalty", {"strategy": "optim_grads_params"}),
         ("ranks2", "moving_average", {"strategy": "optim_grads_params"}),
         ("ranks2", "gan", {"strategy": "optim", "overlap": False}),
         ("ranks2", "moving_average", {"strategy": "optim_grads", "outer_strategy": "no_shard"}),

@@ -1,9 +1,8 @@
-"""The pool of whole weights and gradients, found by running the real units without numbers.
+"""Memory of whole weights and gradients, found by running the real units without numbers.
 
-Note [Rehearsal]: what a pool comes to depends on which unit gathers and reduces when, on what
-autograd keeps, and on how places are coloured. So none of it is told a second time here: the
-functions that ``fully_shard`` is made of run on the meta device, where nothing has memory and
-collectives do nothing, until the pool has come to rest.
+Note [Rehearsal]: what lives at one time depends on which unit gathers and reduces when, and on what
+autograd keeps. So none of it is told a second time here: the functions that ``fully_shard`` is made
+of run on the meta device, where nothing has memory and collectives do nothing.
 """
 
 import copy
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
@@ -26,10 +26,10 @@ from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.mesh import UnitMesh
 from graphfsdp.sharding.model_shards import ModelShards
 from graphfsdp.sharding.module import FSDPModule, join_units
+from graphfsdp.sharding.plan import BufferPlan
 
 MAX_MICROBATCHES = 3  # those between the first and the last are all alike
-_MAX_ITERATIONS = 8
-_NUM_BEFORE = 2  # until all units know their order
+_NUM_BEFORE = 3  # until all units know their order, and one more
 RunForward = Callable[[nn.Module], Tensor]
 
 
@@ -69,16 +69,32 @@ class PlannedMesh:
 
 
 @dataclass(frozen=True)
-class PlannedPool:
-    """Of ``fully_shard(..., buffer_pool=True)``; the peak is what any allocator needs for it.
+class PlannedBuffers:
+    """``whole_bytes`` are the most of whole weights and gradients that live at one time.
 
-    ``iteration_bytes`` is the most that an iteration without a pool takes at one time: whole
-    weights and gradients, and activations, which are most when there are few of the others.
+    ``iteration_bytes`` count activations, too, which are most when there are few of the others.
     """
 
-    num_bytes: int
-    peak_bytes: int
-    iteration_bytes: int = 0
+    whole_bytes: int
+    iteration_bytes: int
+
+
+class WholeBuffers:
+    """Adds up the buffers of whole weights and gradients that are still alive."""
+
+    def __init__(self) -> None:
+        self._live: list[tuple[StorageWeakRef, int]] = []
+        self.peak_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        self._live = [entry for entry in self._live if not entry[0].expired()]
+        return sum(num_bytes for _, num_bytes in self._live)
+
+    def add(self, buffer: Tensor) -> None:
+        storage = buffer.untyped_storage()
+        self._live.append((StorageWeakRef(storage), storage.nbytes()))
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
 class PlannedRanks:
@@ -96,8 +112,28 @@ class PlannedRanks:
         return 0
 
 
+class _PlannedBuffer(ShardBuffer):
+    lives: WholeBuffers
+
+    def new_whole(self, dtype: torch.dtype) -> Tensor:
+        buffer = super().new_whole(dtype)
+        self.lives.add(buffer)
+        return buffer
+
+
 class _PlannedGroup(ShardGroup):
     """Parameters that are plain tensors on the meta device, since DTensors need real ranks."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], options: UnitOptions, lives: WholeBuffers
+    ) -> None:
+        self._lives = lives
+        super().__init__(modules, options)
+
+    def _new_buffer(self, plan: BufferPlan, device: torch.device) -> ShardBuffer:
+        buffer = _PlannedBuffer(plan, self.options.mesh, device)
+        buffer.lives = self._lives
+        return buffer
 
     def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> Any:
         return local
@@ -111,7 +147,7 @@ class _PlannedShards(ModelShards):
         """Pass: there are no other ranks to compare with."""
 
 
-def rehearse_pool(
+def rehearse(
     model: nn.Module,
     units: Sequence[str],
     run: RunForward,
@@ -122,8 +158,8 @@ def rehearse_pool(
     num_microbatches: int,
     reshard_after_forward: bool,
     overlap: OverlapPolicy,
-) -> PlannedPool:
-    """Run iterations of a copy on the meta device until the pool fits; see ``plan_model``.
+) -> PlannedBuffers:
+    """Run iterations of a copy on the meta device; see ``plan_model``.
 
     ``meshes`` are the units', by name; the root's is that of all others.
     """
@@ -134,22 +170,15 @@ def rehearse_pool(
         reshard_after_forward=reshard_after_forward,
         # A communicator more takes ranks to make, and changes no lifetime.
         overlap=replace(overlap, separate_communicators=False),
-        buffer_pool=True,
     )
-    root, shards = _planned(model, units, options, meshes)
-    pool = shards.units[0].schedule.pool
-    for iteration in range(_MAX_ITERATIONS):
-        num_plans = pool.stats.num_plans
-        _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
-        # Whoever knows the order of units runs otherwise than the first iteration.
-        fits = pool.stats.num_plans == num_plans and not pool.stats.num_misses
-        if iteration > 1 and fits:
-            break
-    root, shards = _planned(model, units, replace(options, buffer_pool=False), meshes)
+    lives = WholeBuffers()
+    root, shards = _planned(model, units, options, meshes, lives)
+    # Whoever knows the order of units runs otherwise than the first iteration.
     for _ in range(_NUM_BEFORE):
-        _iterate(root, shards, run, 1)
-    peak_bytes = peak_of(lambda: _iterate(root, shards, run, min(num_microbatches, 2)))
-    return PlannedPool(pool.stats.num_bytes, pool.stats.peak_bytes, peak_bytes)
+        _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
+    whole_bytes = lives.peak_bytes
+    iteration_bytes = peak_of(lambda: _iterate(root, shards, run, min(num_microbatches, 2)))
+    return PlannedBuffers(whole_bytes, iteration_bytes)
 
 
 def _planned(
@@ -157,12 +186,13 @@ def _planned(
     units: Sequence[str],
     options: UnitOptions,
     meshes: Mapping[str, PlannedMesh],
+    lives: WholeBuffers,
 ) -> tuple[nn.Module, ModelShards]:
     root = _on_meta(model)
     for name in (*(name for name in units if name), ""):
         module = root.get_submodule(name)
         own = replace(options, mesh=_unit_mesh(meshes.get(name, meshes[""])))
-        make_unit([module], _PlannedGroup([module], own))
+        make_unit([module], _PlannedGroup([module], own, lives))
     return root, join_units(root, _PlannedShards)
 
 

@@ -1,5 +1,6 @@
-"""The pool that `graphfsdp plan` tells, beside the pools of real worlds: equal to the byte."""
+"""Whole weights and gradients as `graphfsdp plan` tells them and as real worlds have them."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,11 @@ import graphfsdp
 from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.model_plan import plan_model
-from graphfsdp.planning.pool_rehearsal import PlannedPool
-from graphfsdp.sharding.module import unit_of
+from graphfsdp.planning.rehearsal import PlannedBuffers, WholeBuffers
+from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.training.gpt import GPT
-from overlap_helpers import patient_pools
 from ranks import RankPool
+from sharding_helpers import units as sharded_units
 
 NUM_ITERATIONS = 5
 FORWARD_ONLY = OverlapPolicy(backward_prefetch=False, reduce_grads=False)
@@ -81,15 +82,31 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }
 
 
-@patient_pools()
-def real_pools(name: str, cases: list[Case], options: dict[str, Any]) -> list[tuple[int, int]]:
-    """Train with each setting, and return what the pools have come to."""
+class Patient(WholeBuffers):
+    """Waits for gloo's threads, which let go of a buffer a little late."""
+
+    def __init__(self, expected: int) -> None:
+        super().__init__()
+        self._expected = expected
+
+    def add(self, buffer: Tensor) -> None:
+        deadline = time.monotonic() + 0.5
+        num_bytes = buffer.untyped_storage().nbytes()
+        while self.num_bytes + num_bytes > self._expected and time.monotonic() < deadline:
+            time.sleep(0.001)
+        super().add(buffer)
+
+
+def real_peaks(name: str, planned: dict[Case, int], options: dict[str, Any]) -> dict[Case, int]:
+    """Train with each setting, and return the most that lived at one time."""
     outer = options.get("outer")
     num_outer = 1 if outer is None else 2
     shape = (num_outer, dist.get_world_size() // num_outer)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    found = []
-    for strategy, policy, overlap, microbatches in cases:
+    found = {}
+    new_whole = ShardBuffer.new_whole
+    for case, expected in planned.items():
+        strategy, policy, overlap, microbatches = case
         torch.manual_seed(0)
         make, units = MODELS[name]
         model = make()
@@ -102,29 +119,39 @@ def real_pools(name: str, cases: list[Case], options: dict[str, Any]) -> list[tu
                 outer_strategy=outer or "no_shard",
                 overlap=overlap,
                 reshard_after_forward=options.get("reshard_after_forward", True),
-                buffer_pool=True,
             )
+        lives = Patient(expected)
+
+        def counted(buffer: ShardBuffer, dtype: torch.dtype, lives: Patient = lives) -> Tensor:
+            whole = new_whole(buffer, dtype)
+            lives.add(whole)
+            return whole
+
         optimizer = FusedAdam(model.parameters())
-        step = graphfsdp.capture(model, optimizer, scope="none", microbatches=microbatches)
-        for _ in range(NUM_ITERATIONS):
-            tokens = torch.randint(37, (2 * microbatches, SHAPE.seq_length))
-            step(tokens, tokens)
-        stats = unit_of(model).schedule.pool.stats
-        step.close()
-        assert not stats.num_misses, "the pool has not come to rest"
-        found.append((stats.num_bytes, stats.peak_bytes))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardBuffer, "new_whole", counted)
+            for buffer in (b for unit in sharded_units(model) for b in unit.group.buffers):
+                if buffer.gradients is not None:
+                    patch.setattr(buffer.gradients, "_new_whole", buffer.new_whole)
+            with graphfsdp.capture(
+                model, optimizer, scope="none", microbatches=microbatches
+            ) as step:
+                for _ in range(NUM_ITERATIONS):
+                    tokens = torch.randint(37, (2 * microbatches, SHAPE.seq_length))
+                    step(tokens, tokens)
+        found[case] = lives.peak_bytes
     return found
 
 
-def planned_pools(
+def planned_peaks(
     name: str, cases: list[Case], num_ranks: int, options: dict[str, Any]
-) -> list[tuple[int, int]]:
+) -> dict[Case, int]:
     outer = options.get("outer")
     make, units = MODELS[name]
     with torch.device("meta"):
         model = make()
         tokens = torch.empty((2, SHAPE.seq_length), dtype=torch.int64)
-    found = []
+    found = {}
     for strategy, policy, overlap, microbatches in cases:
         plan = plan_model(
             model,
@@ -139,16 +166,16 @@ def planned_pools(
             run=lambda copy: copy(tokens, tokens),
             reshard_after_forward=options.get("reshard_after_forward", True),
         )
-        assert plan.pool is not None
-        found.append((plan.pool.num_bytes, plan.pool.peak_bytes))
+        assert plan.whole is not None
+        found[strategy, policy, overlap, microbatches] = plan.whole.whole_bytes
     return found
 
 
-def test_planned_pools_are_those_of_two_ranks(ranks2: RankPool) -> None:
-    planned = dict(zip(CASES, planned_pools("stack", CASES, 2, {}), strict=True))
-    for real in ranks2.run(real_pools, "stack", CASES, {}):
-        assert planned == dict(zip(CASES, real, strict=True))
-    assert planned["no_shard", "bf16", True, 1] == (0, 0)
+def test_planned_buffers_are_those_of_two_ranks(ranks2: RankPool) -> None:
+    planned = planned_peaks("stack", CASES, 2, {})
+    for real in ranks2.run(real_peaks, "stack", planned, {}):
+        assert planned == real
+    assert not planned["no_shard", "bf16", True, 1]
     alone, ahead = (planned["optim_grads_params", "bf16", each, 1] for each in (False, True))
     assert alone < ahead < planned["optim", "bf16", True, 1]
 
@@ -172,7 +199,7 @@ ALONE: Case = ("optim_grads_params", "fp32", False, 1)
     ],
     ids=["tied embeddings", "instances", "cut twice", "odd orders of units", "weights stay whole"],
 )
-def test_planned_pools_are_those_of_other_worlds(
+def test_planned_buffers_are_those_of_other_worlds(
     ranks2: RankPool,
     ranks4: RankPool,
     num_ranks: int,
@@ -180,8 +207,8 @@ def test_planned_pools_are_those_of_other_worlds(
     cases: list[Case],
     options: dict[str, Any],
 ) -> None:
-    planned = planned_pools(name, cases, num_ranks, options)
-    for real in (ranks2 if num_ranks == 2 else ranks4).run(real_pools, name, cases, options):
+    planned = planned_peaks(name, cases, num_ranks, options)
+    for real in (ranks2 if num_ranks == 2 else ranks4).run(real_peaks, name, planned, options):
         assert planned == real
 
 
@@ -190,17 +217,18 @@ def test_a_plan_touches_neither_the_model_nor_torch() -> None:
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     tokens = torch.empty((2, 5), dtype=torch.int64, device="meta")
     plan = plan_model(model, ["blocks.0"], num_ranks=64, run=lambda copy: copy(tokens, tokens))
-    assert isinstance(plan.pool, PlannedPool)
-    assert 0 < plan.pool.peak_bytes <= plan.pool.num_bytes
+    assert isinstance(plan.whole, PlannedBuffers)
+    assert plan.whole.whole_bytes > 0
     assert not dist.is_initialized()
     assert type(model) is Odd
     assert all(not module._forward_pre_hooks for module in model.modules())
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
         assert param.grad is None
-    assert plan_model(model, ["blocks.0"], num_ranks=64).pool is None
+    assert plan_model(model, ["blocks.0"], num_ranks=64).whole is None
 
 
 def test_more_microbatches_than_three_change_nothing() -> None:
     few, many = ([(*GATHERED[:3], count)] for count in (3, 50))
-    assert planned_pools("stack", few, 2, {}) == planned_pools("stack", many, 2, {})
+    peaks = [planned_peaks("stack", cases, 2, {}).values() for cases in (few, many)]
+    assert [*peaks[0]] == [*peaks[1]]
