@@ -101,6 +101,7 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
             "[DEVICE-full_iteration]",
             "tests/sharding/test_overlap.py::test_overlap_changes_no_bit"
             "[gpu_ranks-optim_grads_params-3-True]",
+            "tests/sharding/test_overlap.py::test_overlap_changes_no_bit[gpu_ranks-optim-3-True]",
         ),
         "parity": (
             *(
