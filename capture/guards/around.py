@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphfsdp._capture.guards.asks import Ask, Guard
-from graphfsdp._capture.guards.hooks import HookGuard
-from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, join
+from graphfsdp._capture.guards.hooks import HookGuard, tables_of_modules
+from graphfsdp._capture.guards.modules import AttributeGuard, NamedModules, StructureGuard, join
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp.base.changes import Change, ChangeKind
@@ -23,7 +23,7 @@ class AroundGuard:
 
     def __init__(
         self,
-        around: "OutsideModules",
+        around: NamedModules,
         log: AttributeLog,
         was_read: Callable[[Tensor], bool],
         tensors: Iterable[tuple[str, Tensor]],
@@ -32,7 +32,7 @@ class AroundGuard:
         """Remember them now.
 
         Args:
-            around: The modules.
+            around: The modules, from ``modules_outside``.
             log: What the recorded iteration has read, of any module.
             was_read: Tells whether the recording has touched a tensor's storage.
             tensors: Others that the recording has read, with names for messages.
@@ -41,9 +41,9 @@ class AroundGuard:
         attributes = AttributeGuard(around, log, was_read, before, every_mode=False)
         weights = [item for item in _weights(around) if was_read(item[1])]
         named = [*weights, *attributes.named_tensors(), *tensors]
-        hooks = HookGuard(around, {}, (), with_global=False)
+        hooks = HookGuard(list(tables_of_modules(around)))
         self._guards: tuple[Guard, ...] = (
-            *((StructureGuard(around), attributes, hooks) if around.found else ()),
+            *((StructureGuard(around), attributes, hooks) if around else ()),
             *((TensorGuard(named),) if named else ()),
         )
 
@@ -63,36 +63,22 @@ class AroundGuard:
         ]
 
 
-class OutsideModules(nn.Module):
-    """The modules around a model, for guards that ask a model for its modules."""
-
-    def __init__(self, model: nn.Module, log: AttributeLog) -> None:
-        """Find those that the log has seen reads of."""
-        super().__init__()
-        inside = set(map(id, model.modules()))
-        read = {id(module): module for module in log.modules() if id(module) not in inside}
-        below = {id(child) for module in read.values() for child in module.children()}
-        roots = [module for key, module in read.items() if key not in below]
-        self.found: dict[int, tuple[str, nn.Module]] = {}
-        for root in roots or read.values():
-            for path, module in root.named_modules():
-                if id(module) in read:
-                    self.found.setdefault(
-                        id(module), (f"{type(root).__name__}.{path}".rstrip("."), module)
-                    )
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules, each named by the class of the outermost one that it belongs to."""
-        yield from self.found.values()
+def modules_outside(model: nn.Module, log: AttributeLog) -> NamedModules:
+    """Return those that the log has seen reads of, named by the class of the outermost one."""
+    inside = set(map(id, model.modules()))
+    read = {id(module): module for module in log.modules() if id(module) not in inside}
+    below = {id(child) for module in read.values() for child in module.children()}
+    roots = [module for key, module in read.items() if key not in below]
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for root in roots or read.values():
+        for path, module in root.named_modules():
+            if id(module) in read:
+                found.setdefault(id(module), (f"{type(root).__name__}.{path}".rstrip("."), module))
+    return list(found.values())
 
 
-def _weights(around: OutsideModules) -> Iterator[tuple[str, Tensor]]:
-    for path, module in around.found.values():
+def _weights(around: NamedModules) -> Iterator[tuple[str, Tensor]]:
+    for path, module in around:
         for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in table.items():
                 if tensor is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.guards.around import AroundGuard, OutsideModules
+from graphfsdp._capture.guards.around import AroundGuard, modules_outside
 from graphfsdp._capture.guards.asks import Ask, Asked, Guard, hold
 from graphfsdp._capture.guards.closures import ClosureGuard, Closures
-from graphfsdp._capture.guards.hooks import HookGuard, users_hooks
+from graphfsdp._capture.guards.hooks import HookGuard, tables_of, users_hooks
 from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, contents
 from graphfsdp._capture.guards.optimizer import OptimizerGuard
 from graphfsdp._capture.guards.settings import SettingsGuard
@@ -83,24 +83,24 @@ class Guards:
             was_read: Tells whether the recording has touched a tensor's storage.
         """
         self._log.stop()
-        attributes = AttributeGuard(self._model, self._log, was_read, self._before)
-        outside = OutsideModules(self._model, self._log)
-        modules = [module for _, module in outside.named_modules()]
-        find = partial(self._closures.find, modules)
+        modules = list(self._model.named_modules())
+        attributes = AttributeGuard(modules, self._log, was_read, self._before)
+        outside = modules_outside(self._model, self._log)
+        find = partial(self._closures.find, [module for _, module in outside])
         closures = ClosureGuard(find, self._values, self._log, was_read)
         tensors = closures.named_tensors()
         around = AroundGuard(outside, self._log, was_read, tensors, self._before)
         self._values, self._before = {}, {}
         names = {id(param): name for name, param in self._named_params.items()}
         guards: tuple[Guard, ...] = (
-            StructureGuard(self._model),
+            StructureGuard(modules),
             TensorGuard([*self._named_tensors(), *attributes.named_tensors()]),
             TensorGuard(
                 ((f"gradient of {name!r}", view) for name, view in self._named_gradients()),
                 addresses_only=True,
             ),
             attributes,
-            HookGuard(self._model, self._named_params, self._optimizers),
+            HookGuard(list(tables_of(self._model, self._named_params, self._optimizers))),
             around,
             closures,
             SettingsGuard(self._device.type),

@@ -1,7 +1,7 @@
 """Guard of hooks: those of modules, of parameters, of the optimizer, and the global ones."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,28 +67,9 @@ class HookGuard:
     of parameters, which make their dict with the first hook, they are seen once the counter moves.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        named_params: Mapping[str, nn.Parameter],
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        with_global: bool = True,
-    ) -> None:
-        """Remember every hook.
-
-        Args:
-            model: The model.
-            named_params: Trainable parameters by full name.
-            optimizers: Those that step inside the graph.
-            with_global: Also those of all modules.
-        """
-        self._tables = [
-            *_module_tables(model),
-            *(_global_tables() if with_global else ()),
-            *_param_tables(named_params),
-            *(table for optimizer in optimizers for table in _optimizer_tables(optimizer)),
-        ]
+    def __init__(self, tables: Sequence[Table]) -> None:
+        """Remember every hook."""
+        self._tables = tables
         self._arm()
 
     def asks(self) -> Iterator[Ask]:
@@ -125,29 +106,36 @@ class HookGuard:
         ]
 
 
-def _module_tables(model: nn.Module) -> Iterator[Table]:
-    for path, module in model.named_modules():
+def tables_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Table]:
+    for path, module in modules:
         owner = f"module {path!r}" if path else "the model"
         for attribute, kind in _MODULE_TABLES:
             yield Table(module, attribute, kind, owner)
 
 
-def _global_tables() -> Iterator[Table]:
+def tables_of(
+    model: nn.Module,
+    named_params: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[Table]:
+    """Yield where all hooks lie that an iteration calls.
+
+    Args:
+        model: The model.
+        named_params: Trainable parameters by full name.
+        optimizers: Those that step inside the graph.
+    """
+    yield from tables_of_modules(model.named_modules())
     for attribute, kind in _MODULE_TABLES:
         yield Table(torch_module, f"_global{attribute}", kind, "all modules")
-
-
-def _param_tables(named_params: Mapping[str, nn.Parameter]) -> Iterator[Table]:
     for name, param in named_params.items():
         for attribute, kind in _PARAM_TABLES:
             yield Table(param, attribute, kind, f"parameter {name!r}")
-
-
-def _optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[Table]:
-    owner = type(optimizer).__name__
-    for suffix, kind in _STEP_TABLES:
-        yield Table(optimizer, f"_optimizer_step_{suffix}", kind, owner)
-        yield Table(torch_optimizer, f"_global_optimizer_{suffix}", kind, "all optimizers")
+    for optimizer in optimizers:
+        for suffix, kind in _STEP_TABLES:
+            owner = type(optimizer).__name__
+            yield Table(optimizer, f"_optimizer_step_{suffix}", kind, owner)
+            yield Table(torch_optimizer, f"_global_optimizer_{suffix}", kind, "all optimizers")
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
@@ -166,8 +154,7 @@ def users_hooks(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> list[Callable[..., Any]]:
     """Return all hooks that an iteration calls, without our own."""
-    tables = [*_module_tables(model), *_global_tables(), *_param_tables(named_params)]
-    tables += [table for optimizer in optimizers for table in _optimizer_tables(optimizer)]
+    tables = tables_of(model, named_params, optimizers)
     found = [hook for table in tables for hook in table.hooks.values() if not _is_ours(hook)]
     return list({id(hook): hook for hook in found}.values())
 

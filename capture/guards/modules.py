@@ -1,7 +1,7 @@
 """Guards of modules: which there are, what they hold, their mode, their values and containers."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ _UNUSED_BY_TORCH = frozenset(
 )
 _MAX_DEPTH = 4
 _MAX_ITEMS = 10_000
+NamedModules = Sequence[tuple[str, nn.Module]]
 _REMEDY = (
     "hold what changes in a buffer and write into it (fill_, copy_), which replays see; keep what "
     "the forward pass does not read outside of the model"
@@ -53,10 +54,10 @@ class Slots:
 class StructureGuard:
     """Notices modules, parameters and buffers that were added, removed or replaced."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: NamedModules) -> None:
         self._slots = [
             Slots(path, module, {table: dict(getattr(module, table)) for table, _ in _TABLES})
-            for path, module in model.named_modules()
+            for path, module in modules
         ]
 
     def asks(self) -> Iterator[Ask]:
@@ -98,7 +99,7 @@ class AttributeGuard:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: NamedModules,
         log: AttributeLog,
         was_read: Callable[[Tensor], bool],
         before: Mapping[int, tuple[Any, Any]],
@@ -108,13 +109,13 @@ class AttributeGuard:
         """Remember the values now.
 
         Args:
-            model: The model.
+            modules: Those of the model, or others.
             log: What the recorded iteration has read and assigned.
             was_read: Tells whether the recording has touched a tensor's storage.
             before: What ``contents`` returned before the recording.
             every_mode: Guard train or eval mode also of what has no part whose mode was read.
         """
-        self._modules = list(model.named_modules())
+        self._modules = modules
         self._types = [type(module) for _, module in self._modules]
         self._modes: dict[str, tuple[dict[str, Any], bool]] = {}
         self._places = Places(_REMEDY)
