@@ -174,6 +174,16 @@ def of_replaced(first: Any, following: Callable[[Any], Any]) -> Count:
     return counted
 
 
+def of_nested_tuple() -> Count:
+    table = {"state": (0, (0, "a"))}
+
+    def counted() -> int:
+        table["state"] = (0, (table["state"][1][0] + 1, "a"))
+        return table["state"][1][0]
+
+    return counted
+
+
 def of_text(template: str) -> Count:
     state = types.SimpleNamespace(word=template.format(0))
 
@@ -264,6 +274,7 @@ HELD: dict[str, tuple[Callable[[], Count], str]] = {
         lambda: of_replaced(Pair(0, "a"), lambda old: old._replace(calls=old.calls + 1)),
         "state.value.calls",
     ),
+    "nested_tuple": (of_nested_tuple, "table['state'][1][0]"),
     "frozen": (
         lambda: of_replaced(Frozen(), lambda old: Frozen(old.calls + 1)),
         "state.value.calls",

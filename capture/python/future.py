@@ -218,7 +218,7 @@ class Future:
         for name, values in self._series.items():
             place = base.places[name]
             value = further(values, num_more)
-            if value is None or place.put is None or place.kind in ("keys", "advance"):
+            if value is None or place.holder is None or place.kind == "advance":
                 is_whole = False
             elif place.kind == "length":
                 is_keyed = isinstance(place.holder, (set, dict))

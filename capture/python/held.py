@@ -15,7 +15,7 @@ from decimal import Decimal
 from fractions import Fraction
 from gc import get_referents
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,16 +71,40 @@ def state_of(generator: Any) -> Any:
     return (name, keys.tobytes(), *rest)
 
 
+class InTuple(NamedTuple):
+    """A tuple, by who holds it and under which key: its items are set by making another one."""
+
+    holder: Any
+    key: Any
+
+
 def look_up(holder: Any, key: Any) -> Any:
-    """Return what a holder holds, down a path of indices of tuples."""
-    if isinstance(key, tuple) and len(key) == 2 and not isinstance(holder, dict):
-        return look_up(holder, key[0])[key[1]]
-    is_container = isinstance(holder, (dict, list, deque))
-    return holder[key] if is_container else getattr(holder, key)
+    if isinstance(holder, InTuple):
+        return look_up(*holder)[key]
+    if isinstance(holder, contextvars.ContextVar):
+        return holder.get()
+    if isinstance(holder, types.FunctionType):
+        return (holder.__defaults__ or ())[key]
+    is_item = isinstance(holder, (list, deque)) or _is_key(holder, key)
+    return holder[key] if is_item else getattr(holder, key)
 
 
-def put_attribute(holder: Any, key: str, value: Any) -> None:
-    if isinstance(holder, type):
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Put another value in place of one that a holder has."""
+    if isinstance(holder, InTuple):
+        now = look_up(*holder)
+        items = [*now[:key], value, *now[key + 1 :]]
+        put(*holder, type(now)(*items) if hasattr(now, "_fields") else tuple(items))
+    elif isinstance(holder, contextvars.ContextVar):
+        holder.set(value)
+    elif isinstance(holder, types.FunctionType):
+        defaults = holder.__defaults__ or ()
+        holder.__defaults__ = (*defaults[:key], value, *defaults[key + 1 :])
+    elif _is_key(holder, key):
+        dict.__setitem__(holder, key, value)
+    elif isinstance(holder, (list, deque)):
+        holder[key] = value
+    elif isinstance(holder, type):
         setattr(holder, key, value)
     elif isinstance(holder, types.CellType):
         holder.cell_contents = value
@@ -88,23 +112,19 @@ def put_attribute(holder: Any, key: str, value: Any) -> None:
         object.__setattr__(holder, key, value)
 
 
-def put_default(holder: types.FunctionType, key: int, value: Any) -> None:
-    defaults = holder.__defaults__ or ()
-    holder.__defaults__ = (*defaults[:key], value, *defaults[key + 1 :])
+def _is_key(holder: Any, key: Any) -> bool:
+    """Tell whether it is one of a dict, not a slot of somebody's own kind of dict."""
+    return isinstance(holder, dict) and dict.__contains__(holder, key)
 
 
-def put_context(holder: contextvars.ContextVar[Any], key: None, value: Any) -> None:
-    holder.set(value)
-
-
-def put_array(holder: Any, key: None, value: Any) -> None:
+def put_array(holder: Any, value: Any) -> None:
     if isinstance(holder, np.ndarray):
         holder[...] = value
     else:
         holder[:] = type(holder)(holder.typecode, value) if isinstance(holder, array) else value
 
 
-def put_length(holder: Any, key: None, length: int) -> None:
+def put_length(holder: Any, length: int) -> None:
     """Make a container so long: with its last entry over again, or entries of no meaning."""
     more = length - len(holder)
     if isinstance(holder, (list, deque, bytearray, array)):
@@ -147,7 +167,7 @@ def put_back_attributes(live: Any, saved: dict[str, Any]) -> None:
             with contextlib.suppress(AttributeError):
                 object.__delattr__(live, key)
         elif not isinstance(live, type) or vars(live).get(key, MISSING) is not value:
-            put_attribute(live, key, value)
+            put(live, key, value)
 
 
 def put_back_items(live: Any, saved: list[Any]) -> None:

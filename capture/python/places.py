@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from graphfsdp._capture.python.held import MISSING, position_of, state_of
+from graphfsdp._capture.python.held import (
+    MISSING,
+    position_of,
+    put,
+    put_array,
+    put_length,
+    state_of,
+)
 
 
 @dataclass(slots=True)
@@ -20,15 +27,13 @@ class Place:
         value: A number, a string; of something else what tells it from another.
         kind: "value", "length" (of a container), "keys", "array", "advance" (of an iterator),
             "generator" (of random numbers), or "clock".
-        holder: Who holds it, and ``key``, under which.
-        put: Puts another value there; None if that cannot be done.
+        holder: Who holds it, and ``key``, under which; None of what cannot be set.
     """
 
     value: Any
     kind: str = "value"
     holder: Any = None
     key: Any = None
-    put: Callable[[Any, Any, Any], None] | None = None
 
     def is_same(self, other: "Place") -> bool:
         mine, its = self.value, other.value
@@ -48,8 +53,12 @@ class Place:
         return Place(position_of(value, 0) if self.kind == "advance" else value, self.kind)
 
     def set(self, value: Any) -> None:
-        assert self.put is not None
-        self.put(self.holder, self.key, value)
+        if self.kind == "length":
+            put_length(self.holder, value)
+        elif self.kind == "array":
+            put_array(self.holder, value)
+        else:
+            put(self.holder, self.key, value)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ import collections
 import contextvars
 import enum
 import functools
-import operator
 import random
 import sys
 import types
@@ -28,7 +27,6 @@ from graphfsdp._capture.python.places import Place, Snapshot
 from graphfsdp._capture.trace.reach import INDIRECT, functions_of, is_called_by_python
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 
-_Put = Callable[[Any, Any, Any], None]
 _MAX_DEPTH = 12
 _MAX_FAR = 2
 _MAX_ITEMS = 10_000  # of longer containers, only the length is looked at
@@ -95,24 +93,23 @@ class _Walk:
         value: Any,
         depth: int = 0,
         far: int = 0,
-        put: _Put | None = None,
         holder: Any = None,
         key: Any = None,
     ) -> None:
         """Note a value, and what it holds."""
         kind = type(value)
         if kind in SCALARS:
-            self.found.places[name] = Place(value, "value", holder, key, put)
+            self.found.places[name] = Place(value, "value", holder, key)
             return
         if depth > _MAX_DEPTH or len(self.found.places) > _MAX_PLACES:
             return
         if isinstance(value, tuple):
-            self._tuple(name, value, depth + 1, far, put, holder, key)
+            self._tuple(name, value, depth + 1, far, held.InTuple(holder, key))
             return
         if isinstance(value, (np.generic, frozenset, *held.VALUES)):
-            self.found.places[name] = Place(value, "value", holder, key, put)
+            self.found.places[name] = Place(value, "value", holder, key)
             return
-        self._clock(value, put, holder, key)
+        self._clock(value, holder, key)
         if kind not in self._looks:
             self._looks[kind] = _look_of(kind)
         look = self._looks[kind]
@@ -125,17 +122,11 @@ class _Walk:
             look(self, name, value, depth + 1, far)
 
     def _each(
-        self,
-        title: str,
-        saved: Mapping[Any, Any],
-        depth: int,
-        far: int,
-        holder: Any,
-        put: _Put = dict.__setitem__,
+        self, title: str, saved: Mapping[Any, Any], depth: int, far: int, holder: Any
     ) -> None:
         """Note what a holder has under names."""
         for key, value in saved.items():
-            self.visit(f"{title}{key}", value, depth, far, put, holder, key)
+            self.visit(f"{title}{key}", value, depth, far, holder, key)
 
     def _names(
         self, title: str, table: dict[str, Any], keys: Iterable[str], depth: int, far: int
@@ -146,7 +137,7 @@ class _Walk:
             self.found.hold(held.put_back_names, table, saved)
             for key, value in saved.items():
                 if not isinstance(value, types.ModuleType):
-                    self.visit(f"{title}{key}", value, depth, far, dict.__setitem__, table, key)
+                    self.visit(f"{title}{key}", value, depth, far, table, key)
 
     def _attributes(
         self, title: str, saved: dict[str, Any], depth: int, far: int, holder: Any
@@ -155,38 +146,23 @@ class _Walk:
         if saved:
             self.found.hold(held.put_back_attributes, holder, saved)
             there = {key: value for key, value in saved.items() if value is not MISSING}
-            self._each(title, there, depth, far, holder, held.put_attribute)
+            self._each(title, there, depth, far, holder)
 
-    def _clock(self, value: Any, put: _Put | None, holder: Any, key: Any) -> None:
+    def _clock(self, value: Any, holder: Any, key: Any) -> None:
         is_known = isinstance(value, (types.BuiltinFunctionType, type)) and value in CLOCKS
-        if is_known and put is not None:
-            self.found.clocks.append(Place(value, "clock", holder, key, put))
+        if is_known and holder is not None:
+            self.found.clocks.append(Place(value, "clock", holder, key))
 
     def _length(self, name: str, value: Any, length: int) -> None:
-        self.found.places[f"len({name})"] = Place(length, "length", value, None, held.put_length)
+        self.found.places[f"len({name})"] = Place(length, "length", value)
 
     def _tuple(
-        self,
-        name: str,
-        value: tuple[Any, ...],
-        depth: int,
-        far: int,
-        put: _Put | None,
-        holder: Any,
-        key: Any,
+        self, name: str, value: tuple[Any, ...], depth: int, far: int, holder: held.InTuple
     ) -> None:
         fields = getattr(type(value), "_fields", None)
-
-        def put_item(at: Any, path: tuple[Any, int], new: Any) -> None:
-            if put is not None:
-                index = path[1]
-                now = held.look_up(holder, key)  # with what was put there before
-                changed = [*now[:index], new, *now[index + 1 :]]
-                put(holder, key, type(now)(*changed) if fields else tuple(changed))
-
         for index, item in enumerate(value[:_MAX_ITEMS]):
             title = f"{name}.{fields[index]}" if fields else f"{name}[{index}]"
-            self.visit(title, item, depth, far, put_item, holder, (key, index))
+            self.visit(title, item, depth, far, holder, index)
 
     def mapping(self, name: str, value: dict[Any, Any], depth: int, far: int) -> None:
         # As a dict holds them: a class of somebody's own may load or compute what it is asked for.
@@ -198,7 +174,7 @@ class _Walk:
         self.found.places[f"keys of {name}"] = Place(tuple(map(_plain_key, items)), "keys")
         for key, item in items.items():
             shown = repr(key) if type(key) in SCALARS else type(key).__name__
-            self.visit(f"{name}[{shown}]", item, depth, far, dict.__setitem__, value, key)
+            self.visit(f"{name}[{shown}]", item, depth, far, value, key)
 
     def sequence(self, name: str, value: Any, depth: int, far: int) -> None:
         """Note a list or a deque."""
@@ -206,7 +182,7 @@ class _Walk:
         self.found.hold(held.put_back_items, value, list(value))
         if len(value) <= _MAX_ITEMS:
             for index, item in enumerate(value):
-                self.visit(f"{name}[{index}]", item, depth, far, operator.setitem, value, index)
+                self.visit(f"{name}[{index}]", item, depth, far, value, index)
 
     def collection(self, name: str, value: set[Any], depth: int, far: int) -> None:
         """Note a set."""
@@ -224,7 +200,7 @@ class _Walk:
         saved = value.copy() if is_array else value[:]
         self.found.hold(held.put_back_array, value, saved)
         as_array = saved if is_array else np.array(list(saved))
-        self.found.places[name] = Place(as_array, "array", value, None, held.put_array)
+        self.found.places[name] = Place(as_array, "array", value)
 
     def cell(self, name: str, value: types.CellType, depth: int, far: int) -> None:
         try:
@@ -232,7 +208,7 @@ class _Walk:
         except ValueError:  # empty yet
             return
         self.found.hold(held.put_back_attributes, value, {"cell_contents": content})
-        self.visit(name, content, depth, far, held.put_attribute, value, "cell_contents")
+        self.visit(name, content, depth, far, value, "cell_contents")
 
     def function(self, name: str, function: Any, depth: int, far: int) -> None:
         """Note what a function names: globals, closure, defaults, and its own attributes."""
@@ -268,11 +244,10 @@ class _Walk:
             self.visit(variable, cell, depth, far)
         defaults = f"{function.__name__}(default"
         for index, value in enumerate(function.__defaults__ or ()):
-            title = f"{defaults} {index})"
-            self.visit(title, value, depth, far, held.put_default, function, index)
+            self.visit(f"{defaults} {index})", value, depth, far, function, index)
         table = function.__kwdefaults__ or {}
         for key, value in table.items():
-            self.visit(f"{defaults} {key})", value, depth, far, dict.__setitem__, table, key)
+            self.visit(f"{defaults} {key})", value, depth, far, table, key)
         if function.__dict__:
             self.attributes(function.__qualname__, function, depth, far)
         names = names_in(code)
@@ -296,7 +271,7 @@ class _Walk:
         if not is_users_file(file_of(module)):
             if module.__name__ in ("time", "datetime"):
                 for key in named:
-                    self._clock(table[key], dict.__setitem__, table, key)
+                    self._clock(table[key], table, key)
             return
         far += is_installed_file(file_of(module))
         if far <= _MAX_FAR:
@@ -370,7 +345,7 @@ class _Walk:
             self.found.hold(held.put_back_names, group, numbers)
             for key, value in numbers.items():
                 title = f"{name}.param_groups[{index}][{key!r}]"
-                self.visit(title, value, depth, far, dict.__setitem__, group, key)
+                self.visit(title, value, depth, far, group, key)
 
     def user_class(self, name: str, kind: type, depth: int, far: int) -> None:
         """Note a class that is named."""
@@ -433,7 +408,7 @@ class _Walk:
         except LookupError:
             return
         self.found.hold(held.put_back_context, value, {"content": content})
-        self.visit(f"{name}.get()", content, depth, far, held.put_context, value)
+        self.visit(f"{name}.get()", content, depth, far, value)
 
     def generator(self, name: str, value: Any, depth: int = 0, far: int = 0) -> None:
         """Note the state of a generator of random numbers."""
