@@ -68,33 +68,28 @@ def undone_run(
     noting: Callable[[], AbstractContextManager[Program | None]],
 ) -> Run:
     """Run an iteration and undo it, but for what it has moved in Python."""
+
+    def run() -> Run:
+        program, error = None, None
+        try:
+            with undo.watching(), noting() as program:
+                iterate()
+        except Exception as raised:
+            error = raised
+        python = snapshot()
+        undo.roll_back()
+        python.restore()
+        return Run(program, error)
+
     before = snapshot()
-    run = _run(iterate, undo, snapshot, noting)
-    if run.error is None:
-        return run
+    first = run()
+    if first.error is None:
+        return first
     before.restore()
-    again = _run(iterate, undo, snapshot, noting)
+    again = run()
     if again.error is None:  # no doing of Python's: out of memory, say
-        raise run.error
+        raise first.error
     return again
-
-
-def _run(
-    iterate: Callable[[], object],
-    undo: Undoing,
-    snapshot: Callable[[], Snapshot],
-    noting: Callable[[], AbstractContextManager[Program | None]],
-) -> Run:
-    program, error = None, None
-    try:
-        with undo.watching(), noting() as program:
-            iterate()
-    except Exception as raised:
-        error = raised
-    python = snapshot()
-    undo.roll_back()
-    python.restore()
-    return Run(program, error)
 
 
 class Future:

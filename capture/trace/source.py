@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -96,11 +97,9 @@ def frames() -> Iterator[FrameType]:
 def user_line_of(error: BaseException) -> SourceLine | None:
     """Return the innermost line of the user's program that an exception has passed through."""
     found = None
-    trace = error.__traceback__
-    while trace is not None:
-        if is_users_file(trace.tb_frame.f_code.co_filename):
-            found = _line_in(trace.tb_frame.f_code, trace.tb_lineno)
-        trace = trace.tb_next
+    for frame, line in walk_tb(error.__traceback__):
+        if is_users_file(frame.f_code.co_filename):
+            found = _line_in(frame.f_code, line)
     return found
 
 
@@ -108,13 +107,10 @@ def module_of(error: BaseException, model: nn.Module) -> str | None:
     """Return the path of the innermost module whose forward an exception has passed through."""
     names = {id(module): name for name, module in model.named_modules()}
     found = None
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
+    for frame, _ in walk_tb(error.__traceback__):
+        code = frame.f_code
         if code.co_name == "forward" and code.co_argcount:
-            owner = trace.tb_frame.f_locals.get(code.co_varnames[0])
-            found = names.get(id(owner), found)
-        trace = trace.tb_next
+            found = names.get(id(frame.f_locals.get(code.co_varnames[0])), found)
     return found
 
 
@@ -223,8 +219,7 @@ class Site:
     source: SourceLine | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """A site before it has a number; hashable and cheap to make."""
 
     phase: OpPhase
@@ -258,12 +253,8 @@ class SiteTable:
 
     def sites(self) -> tuple[Site, ...]:
         return tuple(
-            Site(
-                place.phase,
-                place.module,
-                None if place.code is None else _line_in(place.code, place.line),
-            )
-            for place in self._numbers
+            Site(phase, module, None if code is None else _line_in(code, line))
+            for phase, module, code, line in self._numbers
         )
 
     def _place(self) -> _Place:

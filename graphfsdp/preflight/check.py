@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -205,45 +206,37 @@ def _kind(name: HazardKind | str) -> HazardKind:
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
 
 
+@dataclass
 class _Preflight:
     """``device`` is "?" for a model on several; ``num_ops`` counts those of the judged run."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        make_iteration: _MakeIteration,
-        options: CaptureOptions,
-        mp_policy: MixedPrecisionPolicy | None,
-        target: str,
-    ) -> None:
-        self._model = model
-        self._optimizers = optimizers
-        self._make_iteration = make_iteration
-        self._options = options
-        self._mp_policy = mp_policy
-        self._target = target
-        self.hazards = HazardLog()
-        self.device = "?"
-        self.num_ops = 0
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    make_iteration: _MakeIteration
+    options: CaptureOptions
+    mp_policy: MixedPrecisionPolicy | None
+    target: str
+    hazards: HazardLog = field(default_factory=HazardLog)
+    device: str = "?"
+    num_ops: int = 0
 
     def run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._noting(HazardKind.CONFIG):  # what leaves nothing to go on with
             self._run(batch, kwargs)
 
     def _run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_parallel_wrapper(self._model)
-        refuse_offloaded_shards(self._model)
-        for optimizer in self._optimizers:
-            adopt_sharded_parameters(self._model, optimizer)
-        named_params = trainable_of_all(self._model, self._optimizers)
-        device = only_device(self._model, named_params)
+        refuse_parallel_wrapper(self.model)
+        refuse_offloaded_shards(self.model)
+        for optimizer in self.optimizers:
+            adopt_sharded_parameters(self.model, optimizer)
+        named_params = trainable_of_all(self.model, self.optimizers)
+        device = only_device(self.model, named_params)
         backend = make_backend("auto", device)
         with self._noting(HazardKind.CONFIG):
-            refuse_unreduced_parameters(self._model, named_params)
+            refuse_unreduced_parameters(self.model, named_params)
         adapted, steps = self._adapt()
         policy = self._policy(adapted)
-        scope = Scope.FULL_ITERATION if self._options.scope is Scope.NONE else self._options.scope
+        scope = Scope.FULL_ITERATION if self.options.scope is Scope.NONE else self.options.scope
         try:
             adapted.check(named_params, policy, scope)
         except PrecisionError as error:
@@ -252,8 +245,8 @@ class _Preflight:
             self.note(error, HazardKind.OPTIMIZER)
             steps = False  # what it does wrong has been said
         with self._noting(HazardKind.CONFIG):
-            for optimizer in self._optimizers:
-                refuse_clipping_of_scaled_gradients(optimizer, self._options)
+            for optimizer in self.optimizers:
+                refuse_clipping_of_scaled_gradients(optimizer, self.options)
         steps = steps and scope is Scope.FULL_ITERATION
         self.device = str(device)
         with self._noting(HazardKind.PRECISION), ExitStack() as stack:
@@ -261,37 +254,32 @@ class _Preflight:
                 named_params,
                 dtype_of=lambda param: adapted.main_grad_dtype(param, policy),
                 use_decoupled_grad=adapted.use_decoupled_grad,
-                sharded=main_grads_of(self._model),
+                sharded=main_grads_of(self.model),
             )
             stack.callback(gradients.close)
             with self._noting(HazardKind.CONFIG), backend.on_capture_stream():
                 inputs = StaticInputs(
-                    batch, kwargs, device=device, num_microbatches=self._options.microbatches
+                    batch, kwargs, device=device, num_microbatches=self.options.microbatches
                 )
-                iteration = self._make_iteration(adapted, gradients)
-                rehearsal = Rehearsal(
-                    self._model,
-                    self._optimizers,
-                    gradients,
-                    self.hazards,
-                    device=device,
-                    for_cuda=self._target == "cuda",
-                    optimizer=adapted,
-                )
+                iteration = self.make_iteration(adapted, gradients)
 
                 def iterate() -> None:
-                    iteration.forward_backward(inputs, self._options.microbatches)
+                    iteration.forward_backward(inputs, self.options.microbatches)
                     if steps:
                         iteration.optimizer_step()
 
+                for_cuda = self.target == "cuda"
+                rehearsal = Rehearsal(
+                    self.model, self.optimizers, gradients, self.hazards, device, for_cuda, adapted
+                )
                 self.num_ops = rehearsal.run(iterate)
                 functions = (
                     *iteration.functions,
-                    *users_hooks(self._model, named_params, self._optimizers),
+                    *users_hooks(self.model, named_params, self.optimizers),
                 )
                 attempt = Attempt(
-                    self._model,
-                    self._optimizers,
+                    self.model,
+                    self.optimizers,
                     CopyOnWrite(),
                     device=device,
                     restore_gradients=gradients.save_bindings(),
@@ -306,7 +294,7 @@ class _Preflight:
         self, iterate: Callable[[], None], attempt: Attempt, functions: Sequence[Callable[..., Any]]
     ) -> None:
         """Note what Python that the iteration moves makes different one day; on all ranks alike."""
-        groups = [g for root in sharded_roots(self._model) for g in root.process_groups()]
+        groups = [g for root in sharded_roots(self.model) for g in root.process_groups()]
         ranks = RankAgreement(groups, "future")
 
         def tell(text: str) -> list[str]:
@@ -314,8 +302,8 @@ class _Preflight:
 
         if any(tell("told" if {hazard.kind for hazard in self.hazards} & _TOLD else "")):
             return  # what differs from run to run by itself
-        python = partial(take_snapshot, self._model, functions, self._optimizers)
-        noting = partial(noting_program, self._model, without_optimizer=False)
+        python = partial(take_snapshot, self.model, functions, self.optimizers)
+        noting = partial(noting_program, self.model, without_optimizer=False)
         run = partial(undone_run, iterate, attempt, python, noting)
         watch = PythonWatch(python)
         with watch.watching():
@@ -335,7 +323,7 @@ class _Preflight:
     def _adapt(self) -> tuple[CapturableOptimizer, bool]:
         members: list[CapturableOptimizer] = []
         steps = True
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             try:
                 members.append(adapt(optimizer))
             except ConfigError as error:
@@ -346,7 +334,7 @@ class _Preflight:
 
     def _policy(self, adapted: CapturableOptimizer) -> MixedPrecisionPolicy:
         try:
-            return precision_of(self._model, adapted, self._mp_policy)
+            return precision_of(self.model, adapted, self.mp_policy)
         except PrecisionError as error:
             self.note(error, HazardKind.PRECISION)
             return MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ _READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.G
 _NUM_TRIES = 2
 
 
+@dataclass
 class Rehearsal:
     """Four runs of one iteration.
 
@@ -41,29 +43,18 @@ class Rehearsal:
     by a way that shows no call (an array that shares it, a C library).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        gradients: PersistentGradients,
-        hazards: HazardLog,
-        *,
-        device: torch.device,
-        for_cuda: bool,
-        optimizer: CapturableOptimizer,
-    ) -> None:
-        self._optimizer = optimizer
-        self._model = model
-        self._optimizers = list(optimizers)
-        self._gradients = gradients
-        self._hazards = hazards
-        self._device = device
-        self._for_cuda = for_cuda
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    gradients: PersistentGradients
+    hazards: HazardLog
+    device: torch.device
+    for_cuda: bool
+    optimizer: CapturableOptimizer
 
     def run(self, iterate: Callable[[], object]) -> int:
         """Return the number of operators."""
         runs: list[PreflightWatcher] = []
-        found = generators_of(self._model, self._device)
+        found = generators_of(self.model, self.device)
         generators = [(each, each.get_state()) for each in found]
 
         def rewind() -> None:
@@ -81,12 +72,12 @@ class Rehearsal:
                 if self._have_numbers():  # which a second step shows to be counts
                     self._attempt(runs, iterate, judged=False)
                     rewind()
-                restore = self._gradients.save_bindings()
-                state = HostState(self._model, self._optimizers, restore, self._optimizer.counts)
+                restore = self.gradients.save_bindings()
+                state = HostState(self.model, self.optimizers, restore, self.optimizer.counts)
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]
                 if error is not None:
-                    self._hazards.add(_hazard_of(error))
+                    self.hazards.add(_hazard_of(error))
                     return judged.num_ops
                 self._note_state(state, judged)
                 if not failed:
@@ -98,7 +89,7 @@ class Rehearsal:
                 watcher.undo.roll_back()
 
     def _have_numbers(self) -> bool:
-        states = (entries for each in self._optimizers for entries in each.state.values())
+        states = (entries for each in self.optimizers for entries in each.state.values())
         return any(isinstance(value, int | float) for e in states for value in e.values())
 
     def _attempt(
@@ -110,7 +101,7 @@ class Rehearsal:
         sums: MemorySums | None = None,
     ) -> Exception | None:
         watcher = PreflightWatcher(
-            self._model, self._device, self._hazards, for_cuda=self._for_cuda, sums=sums
+            self.model, self.device, self.hazards, for_cuda=self.for_cuda, sums=sums
         )
         runs.append(watcher)
         watcher.follow_streams()
@@ -125,31 +116,31 @@ class Rehearsal:
 
     def _note_state(self, state: HostState, judged: PreflightWatcher) -> None:
         for change in state.changes(judged.has_touched):
-            self._hazards.add(change.hazard)
+            self.hazards.add(change.hazard)
         gc.collect()  # what only a cycle holds is not held
         for dropped in dropped_tensors(judged.storages):
-            self._hazards.add(dropped.hazard)
+            self.hazards.add(dropped.hazard)
         owners: dict[str, list[str]] = {}
-        for name in self._gradients.without_gradient():
+        for name in self.gradients.without_gradient():
             owners.setdefault(name.rpartition(".")[0], []).append(name)
         for owner, names in owners.items():
-            self._hazards.add(_without_gradient(owner, names))
+            self.hazards.add(_without_gradient(owner, names))
 
     def _compare(self, runs: list[PreflightWatcher], iterate: Callable[[], object]) -> None:
         second = runs[-1]
-        self._optimizer.bake()
-        self._optimizer.before_replay()
+        self.optimizer.bake()
+        self.optimizer.before_replay()
         sums = MemorySums(second.storages)
         error = self._attempt(runs, iterate, judged=False, sums=sums)
         if error is not None:
             # It ran a moment ago: of the rules only an optimizer's that is seen to count by now.
             if isinstance(error, CaptureError):
-                self._hazards.add(error.hazard)
+                self.hazards.add(error.hazard)
             return
         third = runs[-1]
         told = self._note_differences(second, third, None, set())
         third.note_hidden_writes()
-        kinds = {hazard.kind for hazard in self._hazards}
+        kinds = {hazard.kind for hazard in self.hazards}
         if kinds & _READS or HazardKind.CONTROL_FLOW in kinds:
             return
         if self._attempt(runs, iterate, judged=False) is None:
@@ -164,13 +155,13 @@ class Rehearsal:
     ) -> set[tuple[str, int | None]]:
         """Return the places."""
         found = set()
-        known = {h.source for h in self._hazards if h.kind is HazardKind.BAKED_NUMBER}
+        known = {h.source for h in self.hazards if h.kind is HazardKind.BAKED_NUMBER}
         sites = after.sites.sites()
         for each in before.constants.differences(after.constants):
             found.add((each.op, each.site))
             if (each.op, each.site) in told:
                 continue
-            if each.refusal.kind is HazardKind.STATE and self._hazards:
+            if each.refusal.kind is HazardKind.STATE and self.hazards:
                 continue  # what is told already may be why
             site = None if each.site is None else sites[each.site]
             if site is not None and site.source is not None and site.source in known:
