@@ -1,8 +1,7 @@
 """Guards of modules: which there are, what they hold, their mode, their values and containers."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,28 +41,20 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class Slots:
-    """What one module held, by table."""
-
-    path: str
-    module: nn.Module
-    tables: Mapping[str, dict[str, Any]]
-
-
 class StructureGuard:
     """Notices modules, parameters and buffers that were added, removed or replaced."""
 
     def __init__(self, modules: NamedModules) -> None:
-        self._slots = [
-            Slots(path, module, {table: dict(getattr(module, table)) for table, _ in _TABLES})
+        self._before = [
+            (path, module, table, kind, dict(getattr(module, table)))
             for path, module in modules
+            for table, kind in _TABLES
         ]
 
     def asks(self) -> Iterator[Ask]:
         """Yield questions for the tables, and for what they hold, in its order."""
-        modules = [slots.module for slots in self._slots for _ in _TABLES]
-        names = [table for _ in self._slots for table, _ in _TABLES]
+        modules = [module for _, module, *_ in self._before]
+        names = [table for _, _, table, *_ in self._before]
         live = list(map(getattr, modules, names))
         # Other tables, equal or not, would have to be watched from then on.
         what = (getattr, modules, names, [None] * len(names))
@@ -75,13 +66,18 @@ class StructureGuard:
 
     def changes(self) -> list[Change]:
         """Compare each table of each module and name what has changed."""
-        found = [
-            change
-            for slots in self._slots
-            for table, kind in _TABLES
-            for change in _compare(slots, kind, slots.tables[table], getattr(slots.module, table))
+        found = []
+        for path, module, table, kind, before in self._before:
+            now = getattr(module, table)
+            for name in dict.fromkeys((*before, *now)):
+                old, new = before.get(name, MISSING), now.get(name, MISSING)
+                if old is not new:
+                    found.append(_slot_change(kind, join(path, name), old, new))
+        return found or [
+            _order_change(path, before, module._modules)
+            for path, module, table, _, before in self._before
+            if table == "_modules" and list(before) != list(module._modules)
         ]
-        return found or [change for slots in self._slots for change in _other_order(slots)]
 
 
 class AttributeGuard:
@@ -278,29 +274,20 @@ def _may_be_read(module: nn.Module, name: str, log: AttributeLog) -> bool:
     return not name.startswith("_")
 
 
-def _compare(
-    slots: Slots, kind: str, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> Iterator[Change]:
-    for name in dict.fromkeys((*before, *now)):
-        old, new = before.get(name, MISSING), now.get(name, MISSING)
-        if old is new:
-            continue
-        title = f"{kind} {join(slots.path, name)!r}"
-        if isinstance(old, Tensor) and isinstance(new, Tensor):
-            remedy = "write into the old one (copy_, load_state_dict without assign=True)"
-            words = "one tensor", "another one, in other memory"
-        else:
-            remedy = f"change the {kind}s of a model before its capture"
-            words = _kind_of(old), _kind_of(new)
-        yield Change(ChangeKind.STRUCTURE, title, *words, remedy)
+def _slot_change(kind: str, path: str, old: Any, new: Any) -> Change:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        remedy = "write into the old one (copy_, load_state_dict without assign=True)"
+        words = "one tensor", "another one, in other memory"
+    else:
+        remedy = f"change the {kind}s of a model before its capture"
+        words = _kind_of(old), _kind_of(new)
+    return Change(ChangeKind.STRUCTURE, f"{kind} {path!r}", *words, remedy)
 
 
-def _other_order(slots: Slots) -> Iterator[Change]:
-    before, now = list(slots.tables["_modules"]), list(slots.module._modules)
-    if before != now:
-        title = f"the order of the modules in {slots.path!r}" if slots.path else "the module order"
-        words = ", ".join(before[:8]), ", ".join(now[:8])
-        yield Change(ChangeKind.STRUCTURE, title, *words, "order modules before the capture")
+def _order_change(path: str, before: Iterable[str], now: Iterable[str]) -> Change:
+    title = f"the order of the modules in {path!r}" if path else "the module order"
+    words = (", ".join(list(names)[:8]) for names in (before, now))
+    return Change(ChangeKind.STRUCTURE, title, *words, "order modules before the capture")
 
 
 def _kind_of(value: object) -> str:

@@ -43,7 +43,7 @@ class HostState:
             for key, (_, tensor) in self._attributes.items()
             if _is_plain(tensor)
         }
-        self._plain = [(module, _plain_values(module)) for module in model.modules()]
+        self._kept = [(module, list(map(_kept, _tables(module)))) for module in model.modules()]
         self._restore_gradients = restore_gradients
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -78,24 +78,18 @@ class HostState:
     def restore(self) -> None:
         for root in sharded_roots(self._model):
             root.abandon_iteration()
-        self._restore_attributes()
-        for key, (module, before) in self._attributes.items():
-            if _lookup(module, key[1]) is not before:
-                _assign(module, key[1], before)
+        for module, tables in self._kept:
+            for table, kept in zip(_tables(module), tables, strict=True):
+                for name in [key for key, value in table.items() if isinstance(value, Tensor)]:
+                    if name not in kept:
+                        del table[name]
+                table.update(kept)
+        for key, (_, before) in self._attributes.items():
             if self._has_new_data(key):
                 before.data = self._data[key]
         for optimizer in self._optimizers:
             optimizer.restore()
         self._restore_gradients()
-
-    def _restore_attributes(self) -> None:
-        """Take away tensors that modules did not hold, and put their plain values back."""
-        for module_name, module in self._model.named_modules():
-            for name, _ in list(_tensor_attributes(module)):
-                if (module_name, name) not in self._attributes:
-                    delattr(module, name)
-        for module, values in self._plain:
-            vars(module).update(values)
 
     def _has_new_data(self, key: tuple[str, str]) -> bool:
         old = self._data.get(key)
@@ -105,10 +99,15 @@ class HostState:
         return bool(new.untyped_storage()._cdata != old.untyped_storage()._cdata)
 
 
-def _plain_values(module: nn.Module) -> dict[str, object]:
-    """Return what a module has that cannot be changed in place: counters, modes, names."""
-    plain = (type(None), bool, int, float, str)
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+def _tables(module: nn.Module) -> Sequence[dict[str, Any]]:
+    """Return where a module holds tensors and numbers."""
+    return module._parameters, module._buffers, vars(module)
+
+
+def _kept(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a table cannot be changed in place: tensors, counters, modes, names."""
+    plain = (Tensor, type(None), bool, int, float, str)
+    return {key: value for key, value in table.items() if isinstance(value, plain)}
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -133,15 +132,6 @@ def _lookup(module: nn.Module, name: str) -> object:
         if name in table:
             return table[name]
     return None
-
-
-def _assign(module: nn.Module, name: str, value: Tensor) -> None:
-    if isinstance(value, nn.Parameter):
-        module._parameters[name] = value
-    elif name in module._buffers:
-        module._buffers[name] = value
-    else:
-        vars(module)[name] = value
 
 
 def _join(module_name: str, name: str) -> str:

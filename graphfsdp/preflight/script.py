@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 from unittest import mock
@@ -136,40 +137,23 @@ class _Flight:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> "_CheckedStep":
         self.num_steps += 1
-        return _CheckedStep(self, model, optimizer, options)
+        known = {key: options[key] for key in _OPTIONS if key in options}
+        return _CheckedStep(self, partial(check_call, model, optimizer, **known))
 
 
+@dataclass
 class _CheckedStep:
     """What a script gets in place of a captured step; its first call ends the script."""
+
+    _flight: _Flight
+    _check: Callable[..., CheckReport]
 
     phase = Phase.WARMUP
     grad_norm = None
 
-    def __init__(
-        self,
-        flight: _Flight,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._flight = flight
-        self._model = model
-        self._optimizer = optimizer
-        self._options = {key: options[key] for key in _OPTIONS if key in options}
-
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        how = self._flight.how
         if not self._flight.reports:
-            report = check_call(
-                self._model,
-                self._optimizer,
-                args,
-                kwargs,
-                target=how.target,
-                ignore=how.ignore,
-                **self._options,
-            )
-            self._flight.reports.append(report)
+            self._flight.end(self._check(args, kwargs, target=self._flight.how.target))
         raise _CheckedExit(0)
 
     def close(self) -> None:

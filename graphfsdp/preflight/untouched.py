@@ -36,15 +36,8 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
 
 
 def _attributes(owner: Any, depth: int = 0) -> Iterator[_Undo]:
-    values = vars(owner)
-    kept = dict(values)
-
-    def restore() -> None:
-        values.clear()
-        values.update(kept)
-
-    yield restore
-    for value in kept.values():
+    yield _container(vars(owner))
+    for value in list(vars(owner).values()):
         if isinstance(value, dict | list | set):
             yield _container(value)
         elif (
@@ -92,15 +85,14 @@ def _tensor(tensor: Tensor) -> Iterator[_Undo]:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     # An alias keeps the memory; `tensor.data = ...` would take the tensor away from it.
     alias = tensor.detach() if plain else None
-    attributes, requires_grad = dict(vars(tensor)), tensor.requires_grad
+    restore_attributes, requires_grad = _container(vars(tensor)), tensor.requires_grad
     grad = tensor.grad if tensor.is_leaf else None
     grad_dtype = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
 
     def restore() -> None:
         if alias is not None and not _looks_alike(tensor, alias):
             tensor.data = alias
-        vars(tensor).clear()
-        vars(tensor).update(attributes)
+        restore_attributes()
         if not tensor.is_leaf:
             return
         if tensor.requires_grad != requires_grad:
