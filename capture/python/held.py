@@ -9,8 +9,8 @@ import types
 import uuid
 import warnings
 from array import array
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from gc import get_referents
@@ -141,8 +141,14 @@ def put_length(holder: Any, length: int) -> None:
             holder.update(dict.fromkeys(fresh, next(iter(dict.values(holder)), None)))
 
 
+def items_of(live: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Return them as a dict holds them: somebody's own may load or compute what is asked for."""
+    kind = OrderedDict if isinstance(live, OrderedDict) else dict  # whose order is its own
+    return kind.items(live)
+
+
 def put_back_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    if list(dict.keys(live)) != list(saved):
+    if [key for key, _ in items_of(live)] != list(saved):
         live.clear()
         live.update(saved)
     put_back_names(live, saved)

@@ -1,6 +1,7 @@
 """Where a number that moves regularly will be after many more iterations."""
 
 import datetime
+import enum
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 _LONGEST_PERIOD = 6
 _MOST_ELEMENTS = 16
 _EXACT = (datetime.date, datetime.timedelta, Decimal, Fraction)
+_NO_NUMBERS = (bool, enum.Enum)  # what follows one of these is none of its kind
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -24,7 +26,7 @@ def further(values: Sequence[Any], num_more: int) -> Any:
     them, and of arrays of their elements.
     """
     last = values[-1]
-    if isinstance(last, str):
+    if isinstance(last, str) and not isinstance(last, enum.Enum):
         return _further_text(values, num_more)
     for period in range(1, _LONGEST_PERIOD + 1):
         step = _equal_step(values, period)
@@ -54,7 +56,7 @@ def steps_in(values: Sequence[Any]) -> Iterator[tuple[float, float]]:
             for index in range(1, len(parts[0]), 2):
                 yield from steps_in([int(each[index]) for each in parts])
     elif isinstance(last, (int, float, np.number, Decimal, Fraction)) and not isinstance(
-        last, bool
+        last, _NO_NUMBERS
     ):
         step = _equal_step(values, 1)
         if step is not None and not isinstance(step, str) and step:
@@ -73,7 +75,7 @@ def _equal_step(values: Sequence[Any], period: int) -> Any:
     if isinstance(tail[-1], np.ndarray):
         if len({value.shape for value in tail}) > 1 or tail[-1].dtype.kind not in "iuf":
             return None
-    elif not isinstance(tail[-1], (int, float, np.number)) or isinstance(tail[-1], bool):
+    elif not isinstance(tail[-1], (int, float, np.number)) or isinstance(tail[-1], _NO_NUMBERS):
         return "" if all(before == now for before, now in pairs) else None
     steps = [now - before for before, now in pairs]
     scale = float(np.max(np.abs(np.asarray(tail[-1])))) if np.size(tail[-1]) else 0.0

@@ -106,7 +106,7 @@ class _Walk:
         if isinstance(value, tuple):
             self._tuple(name, value, depth + 1, far, held.InTuple(holder, key))
             return
-        if isinstance(value, (np.generic, frozenset, *held.VALUES)):
+        if isinstance(value, (np.generic, frozenset, enum.Enum, *held.VALUES)):
             self.found.places[name] = Place(value, "value", holder, key)
             return
         self._clock(value, holder, key)
@@ -165,8 +165,7 @@ class _Walk:
             self.visit(title, item, depth, far, holder, index)
 
     def mapping(self, name: str, value: dict[Any, Any], depth: int, far: int) -> None:
-        # As a dict holds them: a class of somebody's own may load or compute what it is asked for.
-        items = dict(dict.items(value))
+        items = dict(held.items_of(value))
         self._length(name, value, len(items))
         self.found.hold(held.put_back_dict, value, items)
         if len(items) > _MAX_ITEMS:
@@ -445,7 +444,7 @@ def _look_of(kind: type) -> _Look | None:
     )
     if kind in _CONTAINERS:
         return _CONTAINERS[kind]
-    if issubclass(kind, (Tensor, random.SystemRandom, enum.Enum, enum.EnumMeta)):
+    if issubclass(kind, (Tensor, random.SystemRandom, enum.EnumMeta)):
         return None
     for kinds, look in rows:
         if issubclass(kind, kinds):

@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import enum
 import itertools
 import logging
 import os
@@ -82,6 +83,43 @@ def test_what_is_drawn_in_python_is_refused_by_name(name: str) -> None:
     assert named in str(error)
     assert error.source is not None
     assert error.source.file == __file__
+
+
+def of_stages(kind: type[enum.Enum]) -> Callable[[], bool]:
+    stages = list(kind)
+    state = types.SimpleNamespace(stage=stages[0])
+
+    def decide() -> bool:
+        state.stage = stages[min(stages.index(state.stage) + 1, 8)]
+        return state.stage is stages[7]
+
+    return decide
+
+
+def of_an_order() -> Callable[[], bool]:
+    table = collections.OrderedDict((index, index == 7) for index in range(20))
+
+    def decide() -> bool:
+        table.move_to_end(next(iter(table)))
+        return table[next(iter(table))]
+
+    return decide
+
+
+NAMES = [f"stage_{index}" for index in range(9)]
+# States without a number that moves, and what the refusal must name.
+STAGES: dict[str, tuple[Callable[[], Callable[[], bool]], str]] = {
+    "enum": (lambda: of_stages(enum.Enum("Stage", NAMES)), "state.stage: <Stage.stage_3: 4> -> "),
+    "int_enum": (lambda: of_stages(enum.IntEnum("Stage", NAMES)), "state.stage: "),
+    "str_enum": (lambda: of_stages(enum.StrEnum("Stage", NAMES)), "state.stage: "),
+    "order_of_a_dict": (of_an_order, "keys of table: (3, 4, 5"),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_state_that_decides_one_day_is_refused_by_name(name: str) -> None:
+    make, named = STAGES[name]
+    assert named in str(refusal_of(doubled_if(make())))
 
 
 class Watch:
