@@ -26,7 +26,7 @@ class Place:
     Attributes:
         value: A number, a string; of something else what tells it from another.
         kind: "value", "length" (of a container), "keys", "array", "advance" (of an iterator),
-            "generator" (of random numbers), or "clock".
+            "generator" (of random numbers), "clock", or "type" (of anything else).
         holder: Who holds it, and ``key``, under which; None of what cannot be set.
     """
 

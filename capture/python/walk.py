@@ -113,8 +113,8 @@ class _Walk:
         if kind not in self._looks:
             self._looks[kind] = _look_of(kind)
         look = self._looks[kind]
+        self.found.places.setdefault(name, Place(_called(value), "type"))
         if look is None:
-            self.found.places.setdefault(name, Place(kind.__qualname__, "type"))
             if issubclass(kind, Tensor):
                 self._tensor(name, value, depth, far)
         elif id(value) not in self._alive:
@@ -457,6 +457,17 @@ def _look_of(kind: type) -> _Look | None:
     if root in ("torch", "graphfsdp") and not kind.__module__.startswith("torch.utils.data"):
         return None
     return None if root in _MACHINERY else _Walk.item
+
+
+def _called(value: Any) -> str:
+    """Return what tells a function from another one, a class, and other things by their class."""
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    if isinstance(value, types.FunctionType):
+        return f"{value.__qualname__} of line {value.__code__.co_firstlineno}"
+    is_named = isinstance(value, (types.BuiltinFunctionType, type))
+    name: str = (value if is_named else type(value)).__qualname__
+    return name
 
 
 def _is_data(value: Any) -> bool:

@@ -106,6 +106,30 @@ def of_an_order() -> Callable[[], bool]:
     return decide
 
 
+def of_functions() -> Callable[[], bool]:
+    state = types.SimpleNamespace()
+
+    def step() -> bool:
+        state.step = steps[min(steps.index(state.step) + 1, 8)]
+        return state.step is steps[7]
+
+    codes = [step.__code__.replace(co_qualname=f"step_{index}") for index in range(9)]
+    steps = [types.FunctionType(code, globals(), closure=step.__closure__) for code in codes]
+    state.step = steps[0]
+    return lambda: state.step()
+
+
+def of_classes() -> Callable[[], bool]:
+    kinds = [type(f"Kind{index}", (), {}) for index in range(9)]
+    state = types.SimpleNamespace(kind=kinds[0]())
+
+    def decide() -> bool:
+        state.kind = kinds[min(kinds.index(type(state.kind)) + 1, 8)]()
+        return type(state.kind) is kinds[7]
+
+    return decide
+
+
 NAMES = [f"stage_{index}" for index in range(9)]
 # States without a number that moves, and what the refusal must name.
 STAGES: dict[str, tuple[Callable[[], Callable[[], bool]], str]] = {
@@ -113,6 +137,8 @@ STAGES: dict[str, tuple[Callable[[], Callable[[], bool]], str]] = {
     "int_enum": (lambda: of_stages(enum.IntEnum("Stage", NAMES)), "state.stage: "),
     "str_enum": (lambda: of_stages(enum.StrEnum("Stage", NAMES)), "state.stage: "),
     "order_of_a_dict": (of_an_order, "keys of table: (3, 4, 5"),
+    "function": (of_functions, "state.step: 'step_3 of line"),
+    "class": (of_classes, "state.kind: 'Kind3' -> 'Kind"),
 }
 
 
