@@ -28,7 +28,7 @@ _PARAM_TABLES = (
 _STEP_TABLES = (("pre_hooks", "step pre-hook"), ("post_hooks", "step post-hook"))
 _OURS = "graphfsdp."
 
-Hooks = Mapping[int, Callable[..., Any]]
+Hooks = dict[int, Callable[..., Any]]
 
 
 @dataclass(frozen=True)

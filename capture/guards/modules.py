@@ -286,7 +286,7 @@ def _slot_change(kind: str, path: str, old: Any, new: Any) -> Change:
 
 def _order_change(path: str, before: Iterable[str], now: Iterable[str]) -> Change:
     title = f"the order of the modules in {path!r}" if path else "the module order"
-    words = (", ".join(list(names)[:8]) for names in (before, now))
+    words = ", ".join(list(before)[:8]), ", ".join(list(now)[:8])
     return Change(ChangeKind.STRUCTURE, title, *words, "order modules before the capture")
 
 
