@@ -84,6 +84,7 @@ class HostState:
                     if name not in kept:
                         del table[name]
                 table.update(kept)
+            module._non_persistent_buffers_set.intersection_update(module._buffers)
         for key, (_, before) in self._attributes.items():
             if self._has_new_data(key):
                 before.data = self._data[key]
