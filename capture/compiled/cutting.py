@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from graphfsdp._capture.compiled.repeats import layer_borders
-from graphfsdp._capture.trace.values import Geometry, Node, Value, values_in
+from graphfsdp._capture.trace.values import Geometry, Node, Value
 from graphfsdp.base.op_tensors import OpCall, is_empty
 
 # A call of a compiled piece costs about as much as so many operators.
@@ -86,7 +86,7 @@ class Cutter:
             return "has a result whose shape depends on numbers"
         if node.op._schema.name.startswith("aten::_fused_"):
             return "is one kernel already"
-        values = list(touches(node))
+        values = node.values
         if any(conj or neg or dtype.is_complex for *_, dtype, conj, neg in map(_geometry, values)):
             return "computes with complex numbers"
         if any(id(value.storage) in self._mixed for value in values):
@@ -106,14 +106,14 @@ def _as_far_as_it_pays(stretch: Stretch) -> Iterator[Stretch]:
 
 
 def _is_view(node: Node) -> bool:
-    read = {id(value.storage) for value in values_in(node)}
+    read = {id(value.storage) for value in node.inputs}
     return all(value is None or id(value.storage) in read for value in node.outputs)
 
 
 def _draw_ahead(stretch: Stretch, node: Node) -> bool:
     """Draw before the stretch, if that is the same; return whether it is."""
-    infos = {id(value.storage): value.storage for value in values_in(node)}
-    before = [n for n in stretch.nodes if any(id(info) in infos for info in n.touched)]
+    infos = {id(value.storage): value.storage for value in node.inputs}
+    before = [n for n in stretch.nodes if any(id(v.storage) in infos for v in n.values)]
     made = {id(value.storage) for n in before for value in n.outputs if value is not None}
     # Of memory that was there before, or that somebody looks at otherwise, nothing is known.
     if not all(key in made and not info.external for key, info in infos.items()):
@@ -137,7 +137,7 @@ def _bare(node: Node) -> Node:
     _, shape, stride, dtype, *_ = value.geometry
     arguments = [list(shape), list(stride)]
     kwargs = {"dtype": dtype}
-    return replace(node, op=_EMPTY, args=arguments, kwargs=kwargs, touched=[value.storage])
+    return replace(node, op=_EMPTY, args=arguments, kwargs=kwargs)
 
 
 def _geometry(value: Value) -> Geometry:
@@ -147,12 +147,6 @@ def _geometry(value: Value) -> Geometry:
 def _storages_of_several_dtypes(nodes: Sequence[Node]) -> set[int]:
     dtypes: dict[int, set[torch.dtype]] = {}
     for node in nodes:
-        for value in touches(node):
+        for value in node.values:
             dtypes.setdefault(id(value.storage), set()).add(value.geometry[3])
     return {key for key, found in dtypes.items() if len(found) > 1}
-
-
-def touches(node: Node) -> Iterator[Value]:
-    """Yield the values that a node takes and gives."""
-    yield from values_in(node)
-    yield from (value for value in node.outputs if value is not None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphfsdp._capture.compiled.bounds import bound_of
-from graphfsdp._capture.compiled.cutting import Cutter, Stretch, touches
+from graphfsdp._capture.compiled.cutting import Cutter, Stretch
 from graphfsdp._capture.compiled.stretch_graph import Bases, StretchGraph
 from graphfsdp._capture.trace.values import Node, Value
 
@@ -50,16 +50,15 @@ class Piece:
     @property
     def bound(self) -> float:
         """How far its results may be from the recorded operators', by the dtypes in it."""
-        values = (value for node in self.stretch.nodes for value in touches(node))
+        values = (value for node in self.stretch.nodes for value in node.values)
         return bound_of(value.geometry[3] for value in values)
 
     def node(self, function: Any) -> Node:
         """Return the node that calls ``function`` in place of the stretch."""
         arguments: list[Any] = [[*self.graph.inputs, *self.graph.constants]]
-        touched = {id(v.storage): v.storage for v in (*self.graph.inputs, *self.results)}
         op: Any = PieceOp(f"nodes_{self.stretch.start}_to_{self.stretch.stop - 1}", function)
         outputs: list[Value | None] = [*self.results]
-        return Node(op, arguments, {}, outputs, "list", [*touched.values()])
+        return Node(op, arguments, {}, outputs, "list")
 
 
 def find_pieces(
@@ -96,7 +95,7 @@ class _Needs:
         self._uses: list[tuple[int, Value]] = []
         for index, stretch in enumerate(stretches):
             for node in (*stretch.drawn, *stretch.nodes):
-                self._uses += [(index, value) for value in touches(node)]
+                self._uses += [(index, value) for value in node.values]
         self._uses += [(len(stretches), value) for value in roots]
 
     def after(self, index: int) -> list[Value]:
@@ -127,4 +126,4 @@ def _make_piece(stretch: Stretch, index: int, needs: _Needs, bases: Bases) -> Pi
 def _view(value: Value, base: Value) -> Node:
     offset, shape, stride, *_ = value.geometry
     arguments = [base, list(shape), list(stride), offset]
-    return Node(_AS_STRIDED, arguments, {}, [value], "tensor", [value.storage], effects=False)
+    return Node(_AS_STRIDED, arguments, {}, [value], "tensor", effects=False)

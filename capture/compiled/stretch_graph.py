@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphfsdp._capture.compiled.cutting import touches
 from graphfsdp._capture.compiled.views import derive, is_part, regions
 from graphfsdp._capture.trace.values import Geometry, Node, Value, span
 from graphfsdp.base.op_tensors import RUNNING_STATISTICS
@@ -81,7 +80,7 @@ class StretchGraph:
         outer: list[Value] = []
         inner: dict[int, list[Value]] = {}  # by id of a storage
         for node in nodes:
-            for value in touches(node):
+            for value in node.values:
                 key = id(value.storage)
                 if value.storage.external:
                     outer.append(value)
@@ -112,7 +111,7 @@ class StretchGraph:
                 try:
                     view = derive(entry, whole.geometry, value.geometry, self._emit)
                 except ValueError as error:
-                    users = (node for node in nodes if any(v is value for v in touches(node)))
+                    users = (node for node in nodes if any(v is value for v in node.values))
                     self.refused |= {id(node): str(error) for node in users}
                     view = self._placeholder(value.geometry)
                 self._entries[id(value)] = view

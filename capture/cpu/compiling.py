@@ -23,7 +23,7 @@ from graphfsdp._capture.compiled.stretch_graph import in_one_line
 from graphfsdp._capture.compiled.views import flat, regions
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
-from graphfsdp._capture.trace.values import Node, materialise, values_among, values_in
+from graphfsdp._capture.trace.values import Node, materialise, values_among
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.op_tensors import OpCall
 from graphfsdp.base.progress import say
@@ -229,7 +229,7 @@ class _Compiling:
         for index, item in enumerate(self._items):
             stretch = item.stretch if isinstance(item, Piece) else item
             recorded = stretch.drawn if index in found else (*stretch.drawn, *stretch.nodes)
-            values += [value for node in recorded for value in values_in(node)]
+            values += [value for node in recorded for value in node.inputs]
         return {id(value) for value in values}
 
     def _builder(self, nodes: Sequence[Node]) -> ProgramBuilder:

@@ -69,6 +69,8 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
     generators: dict[int, torch.Generator] = {}
     num_bytes = 0
     for index, node in enumerate(nodes):
+        if not node.effects:
+            continue
         found: dict[int, Value] = {}
         call = OpCall(node.op, node.args, node.kwargs)
         for value in values_among(call.written_arguments()):
@@ -336,7 +338,7 @@ def _await_release(recorder: Recorder) -> None:
     deadline = time.monotonic() + _RELEASE_S
     for node in recorder.nodes:
         if node.op.namespace != "aten":
-            made_here = [info for info in node.touched if not info.external]
+            made_here = [v.storage for v in node.values if not v.storage.external]
             while any(info.alive for info in made_here) and time.monotonic() < deadline:
                 time.sleep(_RELEASE_S / 100)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.cpu.calls import can_write_into
-from graphfsdp._capture.trace.elision import elided_copies, is_plain, values_of
+from graphfsdp._capture.trace.elision import elided_copies, is_plain
 from graphfsdp._capture.trace.values import (
     Node,
     StorageInfo,
@@ -16,7 +16,6 @@ from graphfsdp._capture.trace.values import (
     geometry_of,
     materialise,
     span_bytes,
-    values_in,
 )
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, MemoryPlan, plan_memory
@@ -98,7 +97,7 @@ class ProgramMemory:
             for value in node.outputs:
                 if value is not None and not value.storage.external:
                     self._makers.setdefault(id(value.storage), node)
-        touched = (info for node in nodes for info in node.touched)
+        touched = (value.storage for node in nodes for value in node.values)
         self._external = {id(info): info for info in touched if info.external}.values()
         self._over = self._fold(nodes)  # by id of the Node
         planned = self._planned(nodes) | _give_scratch(nodes)
@@ -114,6 +113,7 @@ class ProgramMemory:
         self.pool.set_(storage, 0, (self.plan.num_bytes,), (1,))
         places = {key: (storage, offset) for key, offset in self.offsets().items()}
         self._places |= places | self._elided
+        self._idle = {id(node) for node in nodes if self._is_idle(node)}
 
     def is_fixed(self, value: Value) -> bool:
         """Tell whether a value lies at one address for ever, so that its tensor is a constant."""
@@ -137,6 +137,9 @@ class ProgramMemory:
 
     def needs_no_call(self, node: Node) -> bool:
         """Tell whether a node is over when the program is built: a view, a constant, a copy."""
+        return id(node) in self._idle
+
+    def _is_idle(self, node: Node) -> bool:
         if id(node) in self._over:
             return True
         if node.effects or not node.outputs:
@@ -168,7 +171,7 @@ class ProgramMemory:
 
     def _fold(self, nodes: Sequence[Node]) -> set[int]:
         """Run the nodes that compute the same from constants in every replay, once and for all."""
-        written = {id(v.storage) for node in nodes if node.effects for v in values_of(node)}
+        written = {id(v.storage) for node in nodes if node.effects for v in node.values}
         folded: set[int] = set()
         for node in nodes:
             made = [value for value in node.outputs if value is not None]
@@ -179,7 +182,7 @@ class ProgramMemory:
                 continue
             if any(self._makers[key] is not node for key in keys) or keys & self._ends:
                 continue
-            if any(id(value.storage) not in self._places for value in values_in(node)):
+            if any(id(value.storage) not in self._places for value in node.inputs):
                 continue
             if sum(span_bytes(value) for value in made) > _FOLDED_BYTES:
                 continue
@@ -219,7 +222,7 @@ class ProgramMemory:
         sizes = dict.fromkeys(planned, 0)
         uses: dict[int, tuple[int, int]] = {}
         for index, node in enumerate(nodes):
-            values = [value for value in values_of(node) if id(value.storage) in planned]
+            values = [value for value in node.values if id(value.storage) in planned]
             made = [value for value in values if value in node.outputs]
             makes = any(self._makers[id(value.storage)] is node for value in made)
             # Bare memory, or a view of what is planned, is made before the replay.
@@ -251,7 +254,7 @@ def _give_scratch(nodes: Sequence[Node]) -> set[int]:
             storage = torch.empty(0, device="cpu").untyped_storage()
             info = StorageInfo(StorageWeakRef(storage), False, False)
             geometry = (0, (node.args[places[1]],), (1,), torch.uint8, False, False)
-            node.args[places[0]] = Value(info, geometry, index)
-            node.touched.append(info)
+            node.args[places[0]] = value = Value(info, geometry, index)
+            node.inputs.append(value)
             given.add(id(info))
     return given

@@ -17,7 +17,7 @@ from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.report.description import Description, region
 from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
 from graphfsdp._capture.trace.source import Site
-from graphfsdp._capture.trace.values import Node, Value, materialise, values_in
+from graphfsdp._capture.trace.values import Node, Value, materialise
 from graphfsdp.base.op_tensors import OpCall
 
 Replay = Callable[[], tuple[Tensor, ...]]
@@ -202,8 +202,7 @@ class ProgramBuilder:
         for index, node in enumerate(self.nodes):
             if self.memory.needs_no_call(node):
                 continue
-            outputs = (value for value in node.outputs if value is not None)
-            for value in (*values_in(node), *outputs):
+            for value in node.values:
                 last[id(value)] = (index, value)
         uses: dict[int, list[Value]] = {}
         for index, value in last.values():
@@ -245,7 +244,7 @@ class ProgramBuilder:
             source.add(call_into(node.op, args, kwargs, outs, self._constant))
             return
         line = call(node.op, args, kwargs, self._constant)
-        inputs = {id(value) for value in values_in(node)}
+        inputs = {id(value) for value in node.inputs}
         targets = [
             self._name(value)
             if value is not None and not self.memory.is_fixed(value) and id(value) not in inputs
@@ -342,7 +341,7 @@ def _if_alive(value: Value) -> Tensor | None:
 def _with_own_arguments(node: Node) -> Node:
     if node.op.namespace != "graphfsdp":
         return node
-    return replace(node, args=[*node.args], touched=[*node.touched])
+    return replace(node, args=[*node.args])
 
 
 def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:
@@ -357,7 +356,7 @@ def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:
         if node.effects and _writes_nothing_seen(node, live):
             continue
         if node.effects or any(id(storage) in live for storage in makes):
-            live.update(id(storage) for storage in node.touched)
+            live.update(id(value.storage) for value in node.values)
             kept.append(node)
     kept.reverse()
     return kept
@@ -369,7 +368,7 @@ def _writes_nothing_seen(node: Node, live: set[int]) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in node.op.tags:
         return False
-    return not any(info.external or id(info) in live for info in node.touched)
+    return not any(v.storage.external or id(v.storage) in live for v in node.values)
 
 
 def _joined(parts: list[Callable[[_Held], Any]]) -> Replay:

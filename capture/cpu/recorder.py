@@ -1,6 +1,5 @@
 """Records one iteration on a CPU as nodes over values, while it runs for real."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,11 +46,9 @@ class Recorder(Watcher):
             return self._run_literal(call)
         name = call.name
         self._judge_generators(call)
-        self._keep_unseen_contents(call.read(), name)
+        self._keep_unseen_contents(call)
         kwargs = {key: self._template_of(value, name) for key, value in call.kwargs.items()}
-        node = Node(call.op, self._template_of(call.args, name), kwargs, [], "none")
-        node.site = self.site
-        node.touched = [self._known(tensor, name) for tensor in call.tensors]
+        node = Node(call.op, self._template_of(call.args, name), kwargs, [], "none", site=self.site)
         for tensor in call.written:
             self._known(tensor, name).filled = True
         result = call.run() if call.is_trusted else self._run_distrusted(call)
@@ -108,7 +105,7 @@ class Recorder(Watcher):
             )
         op = torch.ops.aten.as_strided.default
         arguments = [base, list(shape), list(stride), offset]
-        node = Node(op, arguments, {}, [value], "tensor", [info], effects=False, site=self.site)
+        node = Node(op, arguments, {}, [value], "tensor", effects=False, site=self.site)
         self.nodes.append(node)
         return len(self.nodes) - 1
 
@@ -132,12 +129,12 @@ class Recorder(Watcher):
             if not isinstance(item, Tensor):
                 node.outputs.append(None)
                 continue
-            info = self.storages.find(item, name)
+            key = self._key_of(item, name)
+            info = self.storages.get(key[0])
             if info is None:
                 info = self.storages.add(item, name, external=False, varies=False)
                 info.filled = not is_empty(node.op)
                 aliases = False
-            key = self._key_of(item, name)
             value = self._values.get(key)
             if value is None:
                 value = Value(info, key[1], None if info.external else index)
@@ -145,7 +142,6 @@ class Recorder(Watcher):
                 self._first_value.setdefault(id(info), value)
                 news = news or not info.external
             node.outputs.append(value)
-            node.touched.append(info)
         is_torchs = node.op.namespace in ("aten", "prims")
         writes = bool(call.written) or call.is_random
         node.effects = writes or not is_torchs or node.results == "none"
@@ -163,18 +159,21 @@ class Recorder(Watcher):
         self._first_value[id(info)] = value
         copy = torch.ops.aten.clone.default
         arguments = [tensor.clone()]
-        node = Node(copy, arguments, {}, [value], "tensor", [info], effects=False, site=self.site)
+        node = Node(copy, arguments, {}, [value], "tensor", effects=False, site=self.site)
         self.nodes.append(node)
         return call.run()
 
-    def _keep_unseen_contents(self, tensors: Sequence[Tensor], op: str) -> None:
+    def _keep_unseen_contents(self, call: OpCall) -> None:
         """Make contents that were written below all operators part of the program.
 
         Some of torch's C++ functions fill an empty tensor with numbers by themselves; the first
         read is the time to notice.
         """
-        for tensor in tensors:
-            info = self._known(tensor, op)
+        infos = map(self.storages.get, call.keys)
+        if all(info is None or info.filled for info in infos):
+            return
+        for tensor in call.read():
+            info = self._known(tensor, call.name)
             if info.filled:
                 continue
             info.filled = True
@@ -183,10 +182,12 @@ class Recorder(Watcher):
             contents = torch.empty(0, dtype=dtype, device="cpu")
             contents = contents.set_(info.get(), offset, shape, stride).clone()
             copy = torch.ops.aten.copy_.default
-            node = Node(copy, [value, contents], {}, [value], "tensor", [info], site=self.site)
+            node = Node(copy, [value, contents], {}, [value], "tensor", site=self.site)
             self.nodes.append(node)
 
     def _judge_generators(self, call: OpCall) -> None:
+        if call.is_trusted and not call.is_random:
+            return
         for generator in (*call.args, *call.kwargs.values()):
             if isinstance(generator, torch.Generator) and _is_new(generator):
                 self.refuse(call.name, NEW_GENERATOR.of(call.name))

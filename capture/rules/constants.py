@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
+from graphfsdp._capture.rules.watcher import Watcher, watcher_here
 from graphfsdp._capture.trace.landing import Landing, Trace
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
@@ -26,14 +27,16 @@ from graphfsdp._capture.trace.source import (
     has_compiled,
     has_compiled_regions,
 )
-from graphfsdp._capture.trace.values import has_storage, storage_of
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, OperatorMode
 from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")
 _LITERAL_BYTES = 1 << 20  # contents beyond this are not compared
-_NUMBERS = (bool, int, float, complex, str)
+_NUMBERS = (bool, int, str)
+_INEXACT = (float, complex)
+_LISTS = (list, tuple)
+_FORMS = (torch.dtype, torch.device, torch.layout)
 
 Steps = dict[int, tuple[str, int]]  # by optimizer: what it is, its steps
 
@@ -77,7 +80,7 @@ class ConstantLog:
         self._made: set[int] = set()  # storages
 
     def add(self, call: OpCall, site: int = 0) -> None:
-        values, places = _values([*call.args, *call.kwargs.values()]), _places(call.tensors)
+        values, places = _values([*call.args, *call.kwargs.values()]), call.keys
         if call.is_literal:
             # A look at the contents is none of the iteration's operators.
             with _disable_current_modes():
@@ -86,10 +89,9 @@ class ConstantLog:
         outside = tuple(0 if place in self._made else place for place in places)
         self.entries.append(ConstantEntry(call.name, tuple(values), site, outside))
 
-    def add_results(self, call: OpCall, results: Any) -> None:
+    def add_results(self, call: OpCall, result: Any) -> None:
         """Note what the call that was added last has made."""
-        made = _places(flat_tensors([results]))
-        self._made.update(set(made).difference(_places(call.tensors)))
+        self._made.update(key for _, key in call.made(result))
 
     def add_step(self, optimizer: torch.optim.Optimizer, site: int = 0) -> None:
         name = f"{type(optimizer).__name__}.step"
@@ -101,6 +103,9 @@ class ConstantLog:
         told: set[tuple[str, int]] = set()
         pairs = itertools.zip_longest(self.entries, other.entries, fillvalue=_NOTHING)
         for mine, its in pairs:
+            # Nearly all are; where Python's calls are watched, each call here would be, too.
+            if mine.op == its.op and mine.values == its.values and mine.outside == its.outside:
+                continue
             refusal = _difference(mine, its)
             if refusal is not None and (its.op, its.site) not in told:
                 told.add((its.op, its.site))
@@ -112,21 +117,17 @@ class ConstantLog:
                 return
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
-    return [storage_of(each, "")._cdata for each in tensors if has_storage(each)]
-
-
 def _values(items: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for item in items:
-        if isinstance(item, list | tuple):
+        if isinstance(item, _LISTS):
             found.append(len(item))
             found.extend(_values(item))
-        elif isinstance(item, float | complex):
+        elif isinstance(item, _INEXACT):
             found.append(repr(item))  # NaN is equal to itself
         elif isinstance(item, _NUMBERS) or item is None:
             found.append(item)
-        elif isinstance(item, torch.dtype | torch.device | torch.layout):
+        elif isinstance(item, _FORMS):
             found.append(str(item))
     return found
 
@@ -265,14 +266,12 @@ class ConstantWatch:
         if expected is None:
             yield
             return
-        tracker = ModuleTracker(self._model)
-        sites = SiteTable(self._model, tracker)
+        watcher = watcher_here()  # none where compiled code runs
         trace = None if self._landing is None else self._landing.redirecting()
-        without_optimizer = bool(self._optimizers)
-        mode = _ConstantMode(without_optimizer=without_optimizer, sites=sites, trace=trace)
+        mode = _ConstantMode(without_optimizer=bool(self._optimizers), watcher=watcher, trace=trace)
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
         try:
-            with tracker.tracking(), mode:
+            with mode:
                 yield
             if trace is not None:
                 trace.finish()
@@ -286,6 +285,7 @@ class ConstantWatch:
         # Operators that only the first run has called shift all that follow: then a value was
         # compared with one of another place.
         is_aligned = HazardKind.CONTROL_FLOW not in found
+        sites = None if watcher is None else watcher.sites
         first = found.get(HazardKind.BAKED_NUMBER, found.get(HazardKind.CONTROL_FLOW))
         if first is not None and (is_aligned or follows_path):
             self.failure = _error(first, sites)
@@ -359,8 +359,9 @@ def noting_program(model: nn.Module, *, without_optimizer: bool) -> Iterator[Pro
         yield Program(mode.log, sites)
 
 
-def _error(found: ConstantDifference, sites: SiteTable) -> CaptureError:
-    site = None if found.site is None else sites.sites()[found.site]
+def _error(found: ConstantDifference, table: SiteTable | None) -> CaptureError:
+    """Without a table: of a capture that nothing watches."""
+    site = None if found.site is None or table is None else table.sites()[found.site]
     return CaptureError(
         found.refusal.message,
         op=found.op,
@@ -397,10 +398,13 @@ class _ConstantMode(OperatorMode):
         *,
         without_optimizer: bool,
         sites: SiteTable | None = None,
+        watcher: Watcher | None = None,
         trace: Trace | None = None,
     ) -> None:
+        """Operators have their sites of ``sites``, or those that ``watcher`` gives them."""
         super().__init__()
         self.log = ConstantLog()
+        self._watcher = watcher
         self._trace = trace
         self.joins = trace is None  # which may call another operator instead
         self._sites = sites
@@ -408,17 +412,18 @@ class _ConstantMode(OperatorMode):
         self._stepping: torch.optim.Optimizer | None = None
 
     def on_op(self, call: OpCall) -> Any:
-        if call.op.namespace != "profiler":
-            before, self._stepping = self._stepping, self._optimizer_left_out()
-            site = 0 if self._sites is None else self._sites.here()
-            if self._stepping is None:
-                self.log.add(call, site)
-            elif self._stepping is not before:
-                self.log.add_step(self._stepping, site)
-        is_traced = self._trace is not None and call.op.namespace != "profiler"
-        results = self._trace.run(call) if self._trace is not None and is_traced else call.run()
-        self.log.add_results(call, results)
-        return results
+        if call.op.namespace == "profiler":
+            return call.run()
+        site = 0 if self._sites is None else self._sites.here()
+        result = call.run() if self._trace is None else self._trace.run(call)
+        site = site if self._watcher is None else self._watcher.site
+        before, self._stepping = self._stepping, self._optimizer_left_out()
+        if self._stepping is None:
+            self.log.add(call, site)
+        elif self._stepping is not before:
+            self.log.add_step(self._stepping, site)
+        self.log.add_results(call, result)
+        return result
 
     def _optimizer_left_out(self) -> torch.optim.Optimizer | None:
         if not self._without_optimizer or torch.is_grad_enabled():

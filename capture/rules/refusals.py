@@ -5,6 +5,7 @@ One place for both backends. The CUDA column of the graph contract is enforced b
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -233,6 +234,19 @@ _READING_GRADIENTS = (
 )
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _INDEX_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_JUDGED = frozenset(
+    {
+        *("aten::_to_copy", "aten::copy_", "aten::index", "aten::repeat_interleave"),
+        *("aten::_pack_padded_sequence", *_INDEX_PUT),
+        *(name for name, *_ in _READING_GRADIENTS),
+    }
+)
+_JUDGED_TAGS = frozenset(
+    {
+        *(torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape),
+        torch.Tag.data_dependent_output,
+    }
+)
 _RECOMPUTING = frozenset({"recompute_fn", "unpack_hook", "backward"})
 
 
@@ -240,6 +254,8 @@ def refuse_op(call: OpCall, varies: Varies) -> Refusal | None:
     """Judge an operator call; None if a graph can hold it."""
     if call.op.namespace == "c10d":
         return SECRET_COLLECTIVE.of(call.op)
+    if _is_plain(call.op):
+        return _host_scalar(call, varies)
     found = _transfer(call) or _host_scalar(call, varies) or _reading_gradient(call)
     if found is not None:
         return found
@@ -251,6 +267,12 @@ def refuse_op(call: OpCall, varies: Varies) -> Refusal | None:
     if not any(map(varies, _deciding(call))):
         return None  # the same in every replay
     return DYNAMIC_SHAPE.of(call.op) if dynamic else HOST_READ.of(call.op)
+
+
+@functools.cache  # asked for each call
+def _is_plain(op: torch._ops.OpOverload) -> bool:
+    """Tell whether no call of an operator is refused, but for a number that lies on the host."""
+    return op._schema.name not in _JUDGED and not _JUDGED_TAGS.intersection(op.tags)
 
 
 def _transfer(call: OpCall) -> Refusal | None:
@@ -285,11 +307,11 @@ _SEEDED_BACKWARD = frozenset(
 
 def _host_scalar(call: OpCall, varies: Varies) -> Refusal | None:
     """Judge CPU scalar tensors among device tensors: their value becomes a kernel argument."""
-    if call.schema_name in _SEEDED_BACKWARD:
+    scalars = [each for each in call.tensors if each.dim() == 0 and each.is_cpu]
+    if not scalars or call.schema_name in _SEEDED_BACKWARD:
         return None
-    if not any(tensor.device.type == "cuda" for tensor in call.tensors):
+    if not any(tensor.is_cuda for tensor in call.tensors):
         return None
-    scalars = [each for each in call.tensors if each.device.type == "cpu" and each.dim() == 0]
     return HOST_SCALAR.of(call.op) if any(map(varies, scalars)) else None
 
 

@@ -1,5 +1,6 @@
 """Watches an iteration run under the rules: every operator, torch function and host call."""
 
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from graphfsdp._capture.trace.source import (
 )
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
 from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, operator_modes, storage_key
 from graphfsdp.errors import CaptureError
 
 # Below these there are operators alone, but for what asks its arguments for their contents.
@@ -211,8 +212,12 @@ class Watcher:
         is_c = type(function) in _WRITTEN_IN_C and function.__name__ not in _ASKS_OBJECTS
         if is_c or host is None:
             return function(*args, **kwargs)
-        with host.resumed():
+        is_mine = host.resume()
+        try:
             return function(*args, **kwargs)
+        finally:
+            if is_mine:
+                host.pause()
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
         if not self._num_quiet and not self._runs_as_written(refusal):
@@ -264,12 +269,12 @@ class Watcher:
         name = self.last_op = call.name
         self.num_ops += 1
         self.site = self.sites.here()
-        for tensor in call.tensors:
-            if not has_storage(tensor):
-                self._judge(name, NO_STORAGE.of(tensor.layout))
-                with self.quiet():
-                    return call.run()
-        infos = [self._info(tensor, name, external=not call.is_literal) for tensor in call.tensors]
+        keys = call.keys
+        if 0 in keys:
+            self._judge(name, NO_STORAGE.of(call.tensors[keys.index(0)].layout))
+            with self.quiet():
+                return call.run()
+        infos = [self._info(*each, call) for each in zip(call.tensors, keys, strict=True)]
         self._judge(name, self.judge_op(call))
         if self._streams is not None:
             self._streams.on_op(name, *self.place)
@@ -282,7 +287,7 @@ class Watcher:
             raise found from None
         finally:
             self._num_quiet -= 1
-        self.note_results(call, infos, [*flat_tensors([result]), *call.written])
+        self.note_results(call, infos, result)
         return result
 
     def judge_op(self, call: OpCall) -> Refusal | None:
@@ -292,24 +297,27 @@ class Watcher:
         if refusal is not None and not self._num_quiet:
             self.refuse(op, refusal)
 
-    def note_results(
-        self, call: OpCall, infos: Sequence[StorageInfo], results: Sequence[Tensor]
-    ) -> None:
+    def note_results(self, call: OpCall, infos: Sequence[StorageInfo], result: Any) -> None:
         varies = call.is_random or any(info.varies for info in infos)
-        for index, tensor in enumerate(results):
-            if not has_storage(tensor):
+        for index, (tensor, key) in enumerate(call.results(result)):
+            if not key:
                 self._judge(call.name, NO_STORAGE.of(tensor.layout))
                 continue
-            known = self.storages.find(tensor, call.name)
+            known = self.storages.get(key)
             news = varies and not is_fixed_result(call, index, self.varies)
             if known is None:
                 known = self.storages.add(tensor, call.name, external=False, varies=news)
             known.varies = known.varies or news
+        for tensor in call.written if varies else ():
+            written = self.storages.get(storage_key(tensor))
+            if written is not None:
+                written.varies = True
 
-    def _info(self, tensor: Tensor, op: str, *, external: bool) -> StorageInfo:
-        info = self.storages.find(tensor, op)
+    def _info(self, tensor: Tensor, key: int, call: OpCall) -> StorageInfo:
+        info = self.storages.get(key)
         if info is None:
-            info = self.storages.add(tensor, op, external=external, varies=external)
+            external = not call.is_literal
+            info = self.storages.add(tensor, call.name, external=external, varies=external)
             if external:
                 info.first_use = user_source_line()
         return info
@@ -320,13 +328,13 @@ class DispatchMode(OperatorMode):
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
-        self._watcher = watcher
+        self.watcher = watcher
 
     def on_op(self, call: OpCall) -> Any:
-        return self._watcher.dispatch(call)
+        return self.watcher.dispatch(call)
 
     def on_higher_order(self, func: Callable[..., Any]) -> None:
-        self._watcher.refuse(str(func), HIGHER_ORDER.of(func))
+        self.watcher.refuse(str(func), HIGHER_ORDER.of(func))
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -341,14 +349,25 @@ class _FunctionMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        host = self._watcher.host
-        paused = host is not None and host.pause()
+        profile: Any = sys.getprofile()  # which is told of every call until it pauses
+        try:
+            pauses = profile is not None and profile.__self__.leaves_out_modes
+        except AttributeError:  # somebody else's
+            pauses = False
+        if pauses:
+            sys.setprofile(None)
         try:
             return self._watcher.on_function(func, args, kwargs or {})
         finally:
-            if host is not None and paused:
-                host.resume()
+            if pauses:
+                sys.setprofile(profile)
 
 
 def is_watching_mode(mode: object) -> bool:
     return isinstance(mode, DispatchMode)
+
+
+def watcher_here() -> Watcher | None:
+    """Return what watches the operators that are called here."""
+    watching = (mode for mode in operator_modes() if isinstance(mode, DispatchMode))
+    return next((mode.watcher for mode in watching), None)

@@ -115,8 +115,11 @@ class AttributeLog:
                     if not sys._getframe(1).f_globals.get("__name__", "").startswith(_PLUMBING):
                         opened.add(id(module))
                 else:
-                    names = read.get(id(module))
-                    (self._meet(module) if names is None else names).add(name)
+                    # Without calls, where that goes: a recording is told of each.
+                    key = id(module)
+                    names = read[key] if key in read else self._meet(module)
+                    if name not in names:
+                        names.add(name)
             return object.__getattribute__(module, name)
 
         # Compiled code reads and assigns as well, and torch.compile would trace who answers.

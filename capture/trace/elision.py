@@ -5,13 +5,13 @@ Where nothing else looks at the buffer in between, the operator can write there 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.values import Node, Value, span_bytes, values_in
+from graphfsdp._capture.trace.values import Node, Value, span_bytes
 from graphfsdp.base.memory_plan import Lifetime
 
 
@@ -50,7 +50,7 @@ def elided_copies(
     touched = [
         (index, *addresses(value))
         for index, node in enumerate(nodes)
-        for value in values_of(node)
+        for value in node.values
         if value.storage.external and value.storage.ref.cdata in storages
     ]
     found: dict[int, ElidedCopy] = {}
@@ -72,11 +72,6 @@ def elided_copies(
         storage = target.storage.get()
         found[id(source.storage)] = ElidedCopy(index, storage, low - storage.data_ptr())
     return found
-
-
-def values_of(node: Node) -> Iterator[Value]:
-    yield from values_in(node)
-    yield from (value for value in node.outputs if value is not None)
 
 
 def addresses(value: Value) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.errors import CaptureError, SourceLine
 
 
@@ -69,14 +70,6 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def identity_of(tensor: Tensor) -> int:
-    """Return what tells the storage under a tensor from others that live; 0 if it has none."""
-    try:
-        return int(storage_of(tensor, "identity")._cdata)
-    except CaptureError:
-        return 0
-
-
 def has_storage(tensor: Tensor) -> bool:
     if tensor.layout is torch.strided:
         return True  # of the wrappers that have none, none gets here
@@ -94,9 +87,13 @@ class StorageTable:
     def find(self, tensor: Tensor, op: str) -> StorageInfo | None:
         return self._infos.get(storage_of(tensor, op)._cdata)
 
+    def get(self, key: int) -> StorageInfo | None:
+        """Return the storage of a ``storage_key``."""
+        return self._infos.get(key)
+
     def has(self, tensor: Tensor) -> bool:
         """Tell whether the storage of a tensor is registered; one that vmap has left has none."""
-        return identity_of(tensor) in self._infos
+        return storage_key(tensor) in self._infos
 
     def add(self, tensor: Tensor, op: str, *, external: bool, varies: bool) -> StorageInfo:
         """Register the storage of a tensor that was never seen before."""
@@ -159,9 +156,9 @@ class Node:
         kwargs: Likewise.
         outputs: Values of its results, in order; None for what is not a tensor.
         results: "none", "tensor" or "list": the form of what the operator returns.
-        touched: Storages that it reads or writes.
         effects: It must run even when nobody uses its results.
         site: Number of the place in the user's program that it comes from.
+        inputs: The Values among its arguments, lists opened.
     """
 
     op: torch._ops.OpOverload
@@ -169,9 +166,17 @@ class Node:
     kwargs: dict[str, Any]
     outputs: list[Value | None]
     results: str
-    touched: list[StorageInfo] = field(default_factory=list)
     effects: bool = True
     site: int = 0
+    inputs: list[Value] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inputs = values_among([*self.args, *self.kwargs.values()])
+
+    @property
+    def values(self) -> list[Value]:
+        """The Values that it takes and makes."""
+        return [*self.inputs, *(value for value in self.outputs if value is not None)]
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -185,18 +190,15 @@ def geometry_of(tensor: Tensor) -> Geometry:
     )
 
 
-def values_in(node: Node) -> Iterable[Value]:
-    yield from values_among(node.args)
-    yield from values_among(node.kwargs.values())
-
-
-def values_among(items: Iterable[Any]) -> Iterable[Value]:
-    """Yield the Values in arguments, lists opened."""
+def values_among(items: Iterable[Any]) -> list[Value]:
+    """Return the Values in arguments, lists opened."""
+    found: list[Value] = []
     for item in items:
         if isinstance(item, Value):
-            yield item
+            found.append(item)
         elif isinstance(item, list):
-            yield from values_among(item)
+            found += values_among(item)
+    return found
 
 
 def span_bytes(value: Value) -> int:

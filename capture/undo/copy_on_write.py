@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.trace.values import as_bytes, identity_of, span, storage_of
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
+from graphfsdp._capture.trace.values import as_bytes, span, storage_of
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last
@@ -28,7 +28,7 @@ class CopyOnWrite:
     """
 
     def __init__(self, scratch: Iterable[Tensor] = ()) -> None:
-        self.free = set(map(identity_of, scratch))
+        self.free = set(map(storage_key, scratch))
         self._saved: list[tuple[StorageWeakRef, int, Tensor]] = []  # storage, first byte, contents
         self._ranges: dict[int, set[_Range]] = {}  # by identity of the storage
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -77,23 +77,21 @@ class _UndoMode(OperatorMode):
     def __init__(self, undo: CopyOnWrite) -> None:
         super().__init__()
         self._undo = undo
-        # Storages that the iteration has made, by identity; a reference keeps that from being used
+        # Storages that the iteration has made, by key; a reference keeps that from being used
         # again, for state that an optimizer makes where no mode sees it.
         self._made: dict[int, StorageWeakRef] = {}
 
     def on_op(self, call: OpCall) -> Any:
         for tensor in call.may_write():
-            identity = identity_of(tensor)
-            if identity not in self._made and identity not in self._undo.free:
+            key = storage_key(tensor)
+            if key not in self._made and key not in self._undo.free:
                 with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
                     self._undo.save(tensor)
         self._undo.save_generators(call)
         result = call.run()
-        before = set(map(identity_of, call.tensors))
-        for tensor in flat_tensors([result]):
-            identity = identity_of(tensor)
-            if identity and identity not in before and identity not in self._made:
-                self._made[identity] = StorageWeakRef(tensor.untyped_storage())
+        for tensor, key in call.made(result):
+            if key not in self._made:
+                self._made[key] = StorageWeakRef(tensor.untyped_storage())
         return result
 
 

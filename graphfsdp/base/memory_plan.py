@@ -51,9 +51,9 @@ def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> Memor
     """Place every buffer so that no two that live at a time overlap.
 
     Greedy: one after the other, each at the lowest offset that is free during its life. Which
-    order is best depends on the program, so a few are tried (the last of them is the left-edge
-    algorithm's) and the smallest result is taken. With retries further ones, as long as the result
-    is more than 2 % above ``peak_bytes``: what came to lie on top is placed earlier. Finding the
+    order is best depends on the program: a few are tried (the last of them is the left-edge
+    algorithm's), and with retries further ones, where what came to lie on top is placed earlier,
+    until a result is at most 2 % above ``peak_bytes``; else the smallest is taken. Finding the
     smallest plan is NP-hard; on recorded training iterations this one is mostly within a few
     percent of ``peak_bytes``.
 
@@ -73,7 +73,7 @@ def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> Memor
         offsets = _place(lifetimes, sizes, sequence)
         total = max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
         tried.append((total, offsets, sequence))
-        if total == peak:
+        if total <= _GOOD * peak:
             break
     total, offsets, sequence = min(tried, key=lambda attempt: attempt[0])
     if num_retries and total > _GOOD * peak:

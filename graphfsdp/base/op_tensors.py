@@ -32,6 +32,7 @@ TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional", "profile
 LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
 
 # What these return has no contents until somebody writes them.
+_LISTS = (list, tuple)  # as a union it would be made anew in each call
 _EMPTY_OPS = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
@@ -73,9 +74,17 @@ def flat_tensors(values: Any) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _LISTS):
             found.extend(flat_tensors(value))
     return found
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tells the storage under a tensor from others that live; 0 if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # what torch raises for sparse and opaque layouts, and under vmap
+        return 0
 
 
 @functools.cache  # asking a schema takes longer than many operators
@@ -158,7 +167,10 @@ class OpCall:
         self.is_random, self.is_trusted = facts.is_random, facts.is_trusted
         self.is_ours, self.is_literal = facts.is_ours, facts.is_literal
         self._tensors: list[Tensor] | None = None
+        self._keys: list[int] | None = None
         self._written: list[Tensor] | None = None
+        self._result: Any = None
+        self._results: list[tuple[Tensor, int]] = []
 
     def run(self) -> Any:
         """Run it, or have the next mode see it."""
@@ -179,6 +191,27 @@ class OpCall:
         if self._tensors is None:
             self._tensors = flat_tensors([*self.args, *self.kwargs.values()])
         return self._tensors
+
+    @property
+    def keys(self) -> list[int]:
+        """Of each of ``tensors`` the ``storage_key``, as it was when somebody asked first."""
+        if self._keys is None:
+            self._keys = list(map(storage_key, self.tensors))
+        return self._keys
+
+    def results(self, result: Any) -> list[tuple[Tensor, int]]:
+        """Return the tensors of what it has returned, lists opened, each with its storage's key.
+
+        Every mode gets the same result, and asks.
+        """
+        if result is not self._result:
+            self._results = [(tensor, storage_key(tensor)) for tensor in flat_tensors([result])]
+            self._result = result
+        return self._results
+
+    def made(self, result: Any) -> list[tuple[Tensor, int]]:
+        """Return those of its results that have a storage which no argument had."""
+        return [each for each in self.results(result) if each[1] and each[1] not in self.keys]
 
     @property
     def written(self) -> list[Tensor]:
@@ -289,14 +322,15 @@ class OperatorMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        sees_functions = torch._C._is_torch_function_enabled()
-        profile = sys.getprofile()
-        pauses = profile is not None and getattr(
-            getattr(profile, "__self__", None), "leaves_out_modes", False
-        )
+        profile: Any = sys.getprofile()  # which is told of every call until it pauses
+        try:
+            pauses = profile is not None and profile.__self__.leaves_out_modes
+        except AttributeError:  # somebody else's
+            pauses = False
         if pauses:
             sys.setprofile(None)
         try:
+            sees_functions = torch._C._is_torch_function_enabled()
             with torch._C.DisableTorchFunction():
                 return self._on_call(
                     func, types, args, kwargs or {}, profile if pauses else None, sees_functions

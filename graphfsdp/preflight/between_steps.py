@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.trace.source import frames, is_users_file
-from graphfsdp._capture.trace.values import identity_of
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
-from graphfsdp.base.op_tensors import OpCall, as_written, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, as_written, flat_tensors, storage_key
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, split_remedy
 from graphfsdp.in_place.calls import LATER
@@ -46,7 +45,7 @@ class _Watcher(PreflightWatcher):
     def take(self, models: Iterable[nn.Module]) -> None:
         """Take these as models from now on."""
         self._weights = {
-            identity_of(tensor)
+            storage_key(tensor)
             for model in models
             for tensor in (*model.parameters(), *model.buffers())
         }
@@ -81,7 +80,7 @@ class _Watcher(PreflightWatcher):
         return not self.is_paused and (self.num_inside > 0 or any(map(self._touches, tensors)))
 
     def _touches(self, tensor: Tensor) -> bool:
-        if identity_of(tensor) in self._weights:
+        if storage_key(tensor) in self._weights:
             return True
         info = self.storages.find(tensor, "touches") if self.has_touched(tensor) else None
         return info is not None and not info.external

@@ -93,13 +93,11 @@ class PreflightWatcher(Watcher):
         if self._sums is not None and self._sums.num_changed():
             super().refuse_at("(none)", _HIDDEN_WRITE.of("memory that it uses"), None, None)
 
-    def note_results(
-        self, call: OpCall, infos: Sequence[StorageInfo], results: Sequence[Tensor]
-    ) -> None:
-        super().note_results(call, infos, results)
-        self.constants.add_results(call, results)
+    def note_results(self, call: OpCall, infos: Sequence[StorageInfo], result: Any) -> None:
+        super().note_results(call, infos, result)
+        self.constants.add_results(call, result)
         if self._on_host is not None:
-            self._on_host.note_op(call, results)
+            self._on_host.note_op(call, flat_tensors([result]))
 
 
 class MemorySums:

@@ -14,7 +14,7 @@ def writes(*tensors: Tensor) -> Node:
         info = StorageInfo(StorageWeakRef(tensor.untyped_storage()), external=True, varies=True)
         values.append(Value(info, geometry_of(tensor), None))
     op = torch.ops.aten._foreach_add_.Scalar
-    return Node(op, [values, 1.0], {}, [], "none", [value.storage for value in values])
+    return Node(op, [values, 1.0], {}, [], "none")
 
 
 def test_small_writes_before_the_first_large_one_are_kept() -> None:
