@@ -221,17 +221,20 @@ class ProgramMemory:
     def _lifetimes(self, nodes: Sequence[Node], planned: set[int]) -> dict[int, Lifetime]:
         sizes = dict.fromkeys(planned, 0)
         uses: dict[int, tuple[int, int]] = {}
+        looks: dict[int, Value] = {}
         for index, node in enumerate(nodes):
             values = [value for value in node.values if id(value.storage) in planned]
+            looks.update((id(value), value) for value in values)
             made = [value for value in values if value in node.outputs]
             makes = any(self._makers[id(value.storage)] is node for value in made)
             # Bare memory, or a view of what is planned, is made before the replay.
-            runs = node.effects or (not is_empty(node.op) and (makes or not made))
-            for value in values:
-                key = id(value.storage)
-                sizes[key] = max(sizes[key], span_bytes(value))
-                if runs:
+            if node.effects or ((makes or not made) and not is_empty(node.op)):
+                for value in values:
+                    key = id(value.storage)
                     uses[key] = (uses.get(key, (index, index))[0], index)
+        for value in looks.values():
+            key = id(value.storage)
+            sizes[key] = max(sizes[key], span_bytes(value))
         return {
             key: Lifetime(first, len(nodes) if key in self._ends else last, sizes[key])
             for key, (first, last) in uses.items()

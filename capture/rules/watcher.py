@@ -36,7 +36,7 @@ from graphfsdp._capture.trace.source import (
     user_line_in_backward,
     user_source_line,
 )
-from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
+from graphfsdp._capture.trace.values import StorageInfo, StorageTable
 from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, operator_modes, storage_key
 from graphfsdp.errors import CaptureError
@@ -128,7 +128,7 @@ class Watcher:
         """
         if tensor.is_cuda:
             return True
-        info = self.storages.find(tensor, "varies") if has_storage(tensor) else None
+        info = self.storages.get(storage_key(tensor))
         return True if info is None else info.varies
 
     def has_touched(self, tensor: Tensor) -> bool:

@@ -30,12 +30,11 @@ from graphfsdp._capture.trace.values import (
     StorageTable,
     Value,
     geometry_of,
-    has_storage,
     materialise,
     span_bytes,
 )
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import OpCall, flat_tensors, is_empty
+from graphfsdp.base.op_tensors import OpCall, flat_tensors, is_empty, storage_key
 from graphfsdp.errors import CaptureError
 
 # Where a kernel may do without regard to alignment, of all that torch calls: cuBLASLt looks up to
@@ -93,7 +92,7 @@ class Trace:
         self, tensors: Sequence[Tensor], noted: Sequence[Value] = (), *, external: bool = True
     ) -> list[Value]:
         """``noted`` are those of another run."""
-        held = [tensor for tensor in tensors if has_storage(tensor)]
+        held = [tensor for tensor in tensors if storage_key(tensor)]
         pairs = zip(held, noted if len(noted) == len(held) else [None] * len(held), strict=True)
         return [self.value(tensor, other, external=external) for tensor, other in pairs]
 

@@ -47,6 +47,7 @@ WITH_OUT = frozenset((*_POINTWISE, *_OTHERS))
 COPIES = frozenset({"clone", "_to_copy"})
 
 
+@functools.cache
 def short_name(op: torch._ops.OpOverload) -> str:
     """Return "mm" for aten::mm, "add.Tensor" for aten::add.Tensor; "" outside of aten."""
     if op.namespace != "aten":

@@ -70,16 +70,6 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def has_storage(tensor: Tensor) -> bool:
-    if tensor.layout is torch.strided:
-        return True  # of the wrappers that have none, none gets here
-    try:
-        storage_of(tensor, "")
-    except CaptureError:
-        return False
-    return True
-
-
 class StorageTable:
     def __init__(self) -> None:
         self._infos: dict[int, StorageInfo] = {}
@@ -176,7 +166,7 @@ class Node:
     @property
     def values(self) -> list[Value]:
         """The Values that it takes and makes."""
-        return [*self.inputs, *(value for value in self.outputs if value is not None)]
+        return [value for value in (*self.inputs, *self.outputs) if value is not None]
 
 
 def geometry_of(tensor: Tensor) -> Geometry:

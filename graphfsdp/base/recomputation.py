@@ -14,7 +14,7 @@ from graphfsdp.base.op_tensors import (
     SILENT_WRITERS,
     OpCall,
     OperatorMode,
-    flat_tensors,
+    storage_key,
 )
 from graphfsdp.errors import GraphFSDPError
 
@@ -84,7 +84,7 @@ class _Kept:
 
     def __init__(self, tensor: Tensor, *, as_bits: bool, copy: bool) -> None:
         self._dtype = tensor.dtype
-        self.storage = None if as_bits or copy else _storage(tensor)
+        self.storage = 0 if as_bits or copy else storage_key(tensor)
         if as_bits:
             self._contents = tensor.to(torch.bool)
         else:
@@ -93,14 +93,12 @@ class _Kept:
 
     @property
     def is_shared(self) -> bool:
-        return (
-            self.storage is not None and torch._C._storage_Use_Count(self.storage) > _OWN_REFERENCES
-        )
+        return self.storage != 0 and torch._C._storage_Use_Count(self.storage) > _OWN_REFERENCES
 
     def own(self) -> None:
         """Copy the contents: somebody may write to them."""
         self._contents = self._contents.clone()
-        self._is_copy, self.storage = True, None
+        self._is_copy, self.storage = True, 0
 
     def write_to(self, target: Tensor) -> None:
         target.copy_(self._contents)
@@ -142,7 +140,7 @@ class _Drawn:
     def aliases(self) -> Iterator[_Kept]:
         """Yield the results that are no copies yet."""
         for kept in self.results:
-            if isinstance(kept, _Kept) and kept.storage is not None:
+            if isinstance(kept, _Kept) and kept.storage:
                 yield kept
 
     def repeat(self, written: Sequence[Tensor], is_own: Callable[[Tensor], bool]) -> Any:
@@ -183,7 +181,7 @@ class _Keep(OperatorMode):
 
     def on_op(self, call: OpCall) -> Any:
         if call.written and self._drawn:
-            storages = set(map(_storage, call.written))
+            storages = set(map(storage_key, call.written))
             for drawn in self._drawn:
                 for kept in drawn.aliases():
                     if kept.storage in storages:
@@ -211,7 +209,6 @@ class _Repeat(OperatorMode):
 
     def on_op(self, call: OpCall) -> Any:
         op, args, written = call.op, call.args, call.written
-        inputs = set(map(_storage, call.tensors))
         if call.is_random:
             result = self._next_drawn(op).repeat(written, self._is_own)
         elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
@@ -222,12 +219,11 @@ class _Repeat(OperatorMode):
                 before, behind = RUNNING_STATISTICS.start, RUNNING_STATISTICS.stop
                 args = (*args[:before], *stats, *args[behind:])
             result = op(*args, **call.kwargs)
-        made = (_storage(each) for each in flat_tensors([result]))
-        self._own.update(storage for storage in made if storage and storage not in inputs)
+        self._own.update(key for _, key in call.made(result))
         return result
 
     def _is_own(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._own
+        return storage_key(tensor) in self._own
 
     def _next_drawn(self, op: torch._ops.OpOverload) -> _Drawn:
         drawn = self._drawn[self._next] if self._next < len(self._drawn) else None
@@ -240,13 +236,6 @@ class _Repeat(OperatorMode):
             )
         self._next += 1
         return drawn
-
-
-def _storage(tensor: Tensor) -> int | None:
-    """Return what tells one storage from another; None for what lies in several (sparse)."""
-    if tensor.layout is not torch.strided:
-        return None
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _only_writes(op: torch._ops.OpOverload) -> bool:

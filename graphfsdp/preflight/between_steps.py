@@ -80,10 +80,9 @@ class _Watcher(PreflightWatcher):
         return not self.is_paused and (self.num_inside > 0 or any(map(self._touches, tensors)))
 
     def _touches(self, tensor: Tensor) -> bool:
-        if storage_key(tensor) in self._weights:
-            return True
-        info = self.storages.find(tensor, "touches") if self.has_touched(tensor) else None
-        return info is not None and not info.external
+        key = storage_key(tensor)
+        info = self.storages.get(key)
+        return key in self._weights or (info is not None and not info.external)
 
 
 class BetweenSteps:

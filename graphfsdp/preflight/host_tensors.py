@@ -9,9 +9,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device as torch_device
 
 from graphfsdp._capture.rules.refusals import UNSUPPORTED, Refusal
-from graphfsdp._capture.trace.values import StorageInfo, StorageTable, has_storage
+from graphfsdp._capture.trace.values import StorageInfo, StorageTable
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import OpCall, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, flat_tensors, storage_key
 
 _PAGEABLE = Refusal(
     "{}; on a GPU that is a copy from pageable host memory inside the iteration, which a capture "
@@ -112,7 +112,7 @@ class HostTensors:
                 self._found[id(info)] = info
 
     def _info(self, tensor: Tensor) -> StorageInfo | None:
-        return self._storages.find(tensor, "") if has_storage(tensor) else None
+        return self._storages.get(storage_key(tensor))
 
 
 def _names_device(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from graphfsdp._capture.rules.constants import ConstantLog
 from graphfsdp._capture.rules.refusals import Refusal
 from graphfsdp._capture.rules.watcher import Watcher
-from graphfsdp._capture.trace.values import StorageInfo, has_storage
+from graphfsdp._capture.trace.values import StorageInfo
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.hazards import HazardKind, HazardLog
-from graphfsdp.base.op_tensors import OpCall, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, flat_tensors, storage_key
 from graphfsdp.preflight.host_tensors import HostTensors
 
 
@@ -82,7 +82,7 @@ class PreflightWatcher(Watcher):
                 whose = f"the memory of a tensor of shape {tuple(tensor.shape)}"
                 super().refuse(call.name, _HIDDEN_WRITE.of(whose))
         for tensor in call.may_write():
-            info = self.storages.find(tensor, call.name) if has_storage(tensor) else None
+            info = self.storages.get(storage_key(tensor))
             if info is not None and info.external:
                 self.undo.save(tensor)
         self.undo.save_generators(call)
@@ -113,11 +113,8 @@ class MemorySums:
 
     def has_changed(self, tensor: Tensor) -> bool:
         """Tell whether a tensor's memory has changed; later calls for the same memory say no."""
-        if not has_storage(tensor):
-            return False
-        storage = tensor.untyped_storage()
-        before = self._sums.pop(storage._cdata, None)
-        return before is not None and before != _sum(storage)
+        before = self._sums.pop(storage_key(tensor), None)
+        return before is not None and before != _sum(tensor.untyped_storage())
 
     def num_changed(self) -> int:
         """Return how many storages that nobody has asked for have changed."""
