@@ -79,8 +79,9 @@ class ConstantLog:
         self.num_steps: Steps = {}
         self._made: set[int] = set()  # storages
 
-    def add(self, call: OpCall, site: int = 0) -> None:
-        values, places = _values([*call.args, *call.kwargs.values()]), call.keys
+    def add(self, call: OpCall, places: Sequence[int], site: int) -> None:
+        """``places`` are the keys of its tensors' storages before it ran."""
+        values = _values([*call.args, *call.kwargs.values()])
         if call.is_literal:
             # A look at the contents is none of the iteration's operators.
             with _disable_current_modes():
@@ -414,12 +415,12 @@ class _ConstantMode(OperatorMode):
     def on_op(self, call: OpCall) -> Any:
         if call.op.namespace == "profiler":
             return call.run()
-        site = 0 if self._sites is None else self._sites.here()
+        site, places = 0 if self._sites is None else self._sites.here(), call.keys
         result = call.run() if self._trace is None else self._trace.run(call)
         site = site if self._watcher is None else self._watcher.site
         before, self._stepping = self._stepping, self._optimizer_left_out()
         if self._stepping is None:
-            self.log.add(call, site)
+            self.log.add(call, places, site)
         elif self._stepping is not before:
             self.log.add_step(self._stepping, site)
         self.log.add_results(call, result)

@@ -31,8 +31,8 @@ TRUSTED_NAMESPACES = ("aten", "prims", "graphfsdp", "_c10d_functional", "profile
 # Python hands these a tensor whose data it has just filled in, outside any operator.
 LITERAL_OPS = ("aten::lift_fresh", "aten::lift")
 
-# What these return has no contents until somebody writes them.
 _LISTS = (list, tuple)  # as a union it would be made anew in each call
+# What these return has no contents until somebody writes them.
 _EMPTY_OPS = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),

@@ -76,7 +76,7 @@ class PreflightWatcher(Watcher):
         return found
 
     def on_op(self, call: OpCall) -> Any:
-        self.constants.add(call, self.site)
+        self.constants.add(call, call.keys, self.site)
         for tensor in call.tensors:
             if self._sums is not None and self._sums.has_changed(tensor):
                 whose = f"the memory of a tensor of shape {tuple(tensor.shape)}"
