@@ -1,6 +1,5 @@
 """Places in memory, in integers: borders, neighbours, plans for buffers of known lifetimes."""
 
-import random
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,15 +46,14 @@ class MemoryPlan:
     peak_bytes: int  # the most bytes that live at a time; no plan can be smaller
 
 
-def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> MemoryPlan:
+def plan_memory(lifetimes: Sequence[Lifetime]) -> MemoryPlan:
     """Place every buffer so that no two that live at a time overlap.
 
     Greedy: one after the other, each at the lowest offset that is free during its life. Which
     order is best depends on the program: a few are tried (the last of them is the left-edge
-    algorithm's), and with retries further ones, where what came to lie on top is placed earlier,
-    until a result is at most 2 % above ``peak_bytes``; else the smallest is taken. Finding the
-    smallest plan is NP-hard; on recorded training iterations this one is mostly within a few
-    percent of ``peak_bytes``.
+    algorithm's), until a result is at most 2 % above ``peak_bytes``; else the smallest is taken.
+    Finding the smallest plan is NP-hard; on recorded training iterations this one is mostly within
+    a few percent of ``peak_bytes``.
 
     Source: Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference",
         greedy by size; the same as offset calculation in two-dimensional strip packing.
@@ -72,41 +70,11 @@ def plan_memory(lifetimes: Sequence[Lifetime], *, num_retries: int = 0) -> Memor
         sequence = sorted(range(len(sizes)), key=order)
         offsets = _place(lifetimes, sizes, sequence)
         total = max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
-        tried.append((total, offsets, sequence))
+        tried.append((total, offsets))
         if total <= _GOOD * peak:
             break
-    total, offsets, sequence = min(tried, key=lambda attempt: attempt[0])
-    if num_retries and total > _GOOD * peak:
-        total, offsets = _retry(lifetimes, sizes, (total, offsets, sequence), peak, num_retries)
+    total, offsets = min(tried, key=lambda attempt: attempt[0])
     return MemoryPlan(tuple(offsets), total, peak)
-
-
-def _retry(
-    lifetimes: Sequence[Lifetime],
-    sizes: Sequence[int],
-    start: tuple[int, list[int], list[int]],
-    peak: int,
-    num_retries: int,
-) -> tuple[int, list[int]]:
-    """Place what lies on top earlier, again and again; return the best bytes and offsets.
-
-    Source: Joslin and Clements 1999, "Squeaky wheel optimization" (arXiv:1105.5454).
-    """
-    best, best_offsets, sequence = start
-    total, offsets = best, best_offsets
-    chance = random.Random(0)  # the same plan each time
-    for _ in range(num_retries):
-        tops = [i for i in sequence if sizes[i] and offsets[i] + sizes[i] == total]
-        moved = chance.choice(tops)
-        place = sequence.index(moved)
-        sequence.insert(chance.randrange(place) if place else 0, sequence.pop(place))
-        offsets = _place(lifetimes, sizes, sequence)
-        total = max(o + s for o, s in zip(offsets, sizes, strict=True))
-        if total < best:
-            best, best_offsets = total, offsets
-        if best <= _GOOD * peak:
-            break
-    return best, best_offsets
 
 
 def _peak(lifetimes: Sequence[Lifetime], sizes: Sequence[int]) -> int:
