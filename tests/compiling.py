@@ -1,7 +1,6 @@
 """Compilers in place of Inductor, and runs that are compared by the bound."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +8,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
+from graphfsdp._capture.compiled import inductor
 from graphfsdp._capture.compiled.bounds import allowances, is_weight
 from graphfsdp._capture.compiled.stretch_graph import StretchGraph
 from graphfsdp._capture.verify import first_difference
@@ -20,15 +20,14 @@ Compiler = Callable[[StretchGraph], Compiled]
 
 def as_it_is(graph: StretchGraph) -> Compiled:
     """Return what runs the graph's operators one by one, whose bits are eager's."""
-    module = copy.deepcopy(graph.module)
-    return lambda inputs: list(module(*inputs))
+    return graph.run
 
 
 @contextlib.contextmanager
 def compiling_by(compiler: Compiler = as_it_is) -> Iterator[None]:
     """Put a function in place of Inductor in the body."""
     with (
-        mock.patch("graphfsdp._capture.cpu.compiling.compile_graph", compiler),
+        mock.patch.object(inductor.Compiler, "compile", lambda _, graph: compiler(graph)),
         mock.patch("graphfsdp._capture.choose_backend.require_compiler"),
     ):
         yield

@@ -62,16 +62,21 @@ class Piece:
 
 
 def find_pieces(
-    nodes: Sequence[Node], commit_node: int | None, roots: Sequence[Value]
+    nodes: Sequence[Node],
+    commit_node: int | None,
+    roots: Sequence[Value],
+    refused: dict[int, str],
 ) -> list[Stretch | Piece]:
-    """Cut a recording; what is no Piece runs as it was recorded. ``roots`` outlive it."""
+    """Cut a recording; what is no Piece runs as it was recorded. ``roots`` outlive it.
+
+    ``refused`` has why a node cannot be compiled, by its id, and is added to.
+    """
     bases: dict[int, tuple[Value, Node]] = {}
     for node in nodes:
         for value in node.outputs:
             if value is not None and not value.storage.external:
                 bases.setdefault(id(value.storage), (value, node))
     cutter = Cutter(nodes, commit_node)
-    refused: dict[int, str] = {}
     while True:
         stretches = cutter.cut(refused)
         needs = _Needs(stretches, roots)

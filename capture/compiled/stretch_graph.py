@@ -1,23 +1,17 @@
 """A stretch of a recording as an FX graph."""
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphfsdp._capture.compiled.views import derive, is_part, regions
-from graphfsdp._capture.trace.values import Geometry, Node, Value, span
+from graphfsdp._capture.trace.values import Geometry, Node, Value, geometry_of, span
 from graphfsdp.base.op_tensors import RUNNING_STATISTICS
 
 _ATEN = torch.ops.aten
-_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
-# Queries times the width of a head, up to which torch's kernel was faster in float32 than in
-# bfloat16, on a processor that multiplies bfloat16: it lays out 16-bit operands anew for each small
-# product (18 times at 32 x 16, 1.2 times at 256 x 64, equal at 512 x 32).
-_SHORT_ATTENTION = 256 * 64
 
 # What made a storage: the first value of it and its node, by id of the storage's info.
 Bases = Mapping[int, tuple[Value, Node]]
@@ -31,49 +25,36 @@ class StretchGraph:
     writes.
 
     Attributes:
+        nodes: What was converted.
         inputs: What the graph is to be called with; then come ``constants``.
         parts: Which of them are parts of what an earlier node made, and of what.
         constants: Tensors that the recording holds.
-        fakes: Stand-ins of all of these.
-        module: The graph; it returns a tuple.
-        slow: Attention in 16 bits, backward, that is faster in float32, with its dtype.
+        text: The graph and the forms of its tensors, as worker.py reads it: the same for graphs
+            that compute the same from other memory.
         refused: Why a node cannot be compiled, by its id; if there are any, the rest is void.
     """
 
     def __init__(self, nodes: Sequence[Node], bases: Bases, results: Sequence[Value]) -> None:
         """``results`` are among the bases."""
+        self.nodes = nodes
         self.inputs: list[Value] = []
         self.parts: list[tuple[Value, Value]] = []
         self.constants: list[Tensor] = []
-        self.fakes: list[Tensor] = []
-        self.slow: dict[fx.Node, torch.dtype] = {}
         self.refused: dict[int, str] = {}
         self._graph = fx.Graph()
-        self._fake_of: dict[fx.Node, Any] = {}
         self._entries: dict[int, fx.Node] = {}  # by id of a Value or of a constant
         self._scalars: dict[fx.Node, fx.Node] = {}
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy: a second
-
-        self._mode = FakeTensorMode(shape_env=ShapeEnv())
+        self._number: int | None = None  # of the node that is converted
         self._bases = bases
-        with self._mode, torch.no_grad():
-            self._add_inputs(nodes)
-            for node in nodes:
-                try:
-                    self._add(node)
-                except _UnlikeError as error:
-                    self.refused[id(node)] = str(error)
-                    self._fill_in(node)
-                except Exception as error:
-                    self.refused[id(node)] = f"raises {in_one_line(error)}"
-                    self._fill_in(node)
+        self._add_inputs(nodes)
+        for self._number, node in enumerate(nodes):
+            self._add(node)
         self._graph.output(tuple(self._entries[id(value)] for value in results))
-        self.module = fx.GraphModule(torch.nn.Module(), self._graph)
+        self.text = "\n".join(map(_line, self._graph.nodes))
 
-    def form(self) -> Hashable:
-        """Return what graphs that compute the same from other memory have in common."""
-        fakes = [(tuple(fake.shape), fake.stride(), fake.dtype) for fake in self.fakes]
-        return (self.module.code, *fakes)
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the operators one by one, which computes what was recorded."""
+        return list(fx.Interpreter(torch.nn.Module(), graph=self._graph).run(*inputs))
 
     def _add_inputs(self, nodes: Sequence[Node]) -> None:
         here = {id(node) for node in nodes}
@@ -101,8 +82,7 @@ class StretchGraph:
             self._entries[id(whole)] = self._placeholder(whole.geometry)
         for tensor in _constants(nodes):
             self.constants.append(tensor)
-            geometry = (0, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, False, False)
-            self._entries[id(tensor)] = self._placeholder(geometry)
+            self._entries[id(tensor)] = self._placeholder(geometry_of(tensor))
         for whole, members in found:
             entry = self._entries[id(whole)]
             for value in members:
@@ -117,26 +97,25 @@ class StretchGraph:
                 self._entries[id(value)] = view
 
     def _placeholder(self, geometry: Geometry) -> fx.Node:
-        _, shape, stride, dtype, *_ = geometry
-        entry = self._graph.placeholder(f"x{len(self.fakes)}")
-        fake = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-        self.fakes.append(fake)
-        self._fake_of[entry] = fake
+        entry = self._graph.placeholder(f"x{len(self._graph.nodes)}")
+        entry.meta["form"] = geometry[1:4]
         return entry
 
     def _add(self, node: Node) -> None:
         args = [self._argument(item, node) for item in node.args]
         kwargs = {name: self._argument(item, node) for name, item in node.kwargs.items()}
-        results = self._results(node.op, args, kwargs)
+        results = self._results(node, args, kwargs)
         for value, result in zip(node.outputs, results, strict=True):
             if value is None or value.storage.external:
                 continue
-            self._check(result, value)
+            offset, *_ = base = self._bases[id(value.storage)][0].geometry
+            if value.geometry[0] < offset or _end(value.geometry) > _end(base) or offset:
+                self.refused[id(node)] = "has a result that is a part of its memory"
+            result.meta["form"] = value.geometry[1:4]
             self._entries.setdefault(id(value), result)
 
-    def _results(
-        self, op: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any]
-    ) -> list[Any]:
+    def _results(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
+        op = node.op
         if op is _ATEN._foreach_norm.Scalar:  # Inductor has no kernel of its own for it
             power = args[1] if len(args) > 1 else kwargs.get("ord", 2)
             dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -151,48 +130,14 @@ class StretchGraph:
                 legit = _ATEN._native_batch_norm_legit.default
             op = legit
         result = self._emit(op, *args, **kwargs)
-        if op is _ATTENTION_BACKWARD and self._is_slow(args[1]):
-            self.slow[result] = self._fake_of[args[1]].dtype
-        fake = self._fake_of[result]
-        if not isinstance(fake, list | tuple):
+        if node.results != "list":
             return [result]
-        entries = []
-        for index, member in enumerate(fake):
-            entry = self._graph.call_function(operator.getitem, (result, index))
-            self._fake_of[entry] = member
-            entries.append(entry)
-        return entries
-
-    def _is_slow(self, query: fx.Node) -> bool:
-        fake = self._fake_of[query]
-        if fake.dtype == torch.bfloat16:
-            return int(fake.shape[-2] * fake.shape[-1]) <= _SHORT_ATTENTION
-        return bool(fake.dtype == torch.float16)
+        return [self._emit(operator.getitem, result, i) for i in range(len(node.outputs))]
 
     def _emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         entry = self._graph.call_function(op, args, kwargs)
-        fake_args = fx.node.map_arg(args, self._fake_of.__getitem__)
-        fake_kwargs = fx.node.map_arg(kwargs, self._fake_of.__getitem__)
-        self._fake_of[entry] = op(*fake_args, **fake_kwargs)
+        entry.meta["number"] = self._number
         return entry
-
-    def _check(self, entry: fx.Node, value: Value) -> None:
-        """Refuse an operator of which torch tells the compiler another form than it has."""
-        fake = self._fake_of[entry]
-        _, shape, stride, dtype, *_ = value.geometry
-        told = [step for size, step in zip(fake.shape, fake.stride(), strict=True) if size != 1]
-        real = [step for size, step in zip(shape, stride, strict=True) if size != 1]
-        if tuple(fake.shape) != shape or fake.dtype != dtype or (told != real and fake.numel()):
-            raise _UnlikeError("has a result of other strides than its description")
-        base = self._bases[id(value.storage)][0].geometry
-        if value.geometry[0] < base[0] or _end(value.geometry) > _end(base) or base[0]:
-            raise _UnlikeError("has a result that is a part of its memory")
-
-    def _fill_in(self, node: Node) -> None:
-        """Go on after a node that is refused, to find all others that are."""
-        for value in node.outputs:
-            if value is not None and id(value) not in self._entries:
-                self._entries[id(value)] = self._placeholder(value.geometry)
 
     def _argument(self, item: Any, node: Node) -> Any:
         if isinstance(item, list):
@@ -215,8 +160,14 @@ class StretchGraph:
         return scalar
 
 
-class _UnlikeError(Exception):
-    """An operator returns something else than a compiler is told."""
+def _line(entry: fx.Node) -> str:
+    """Return a tuple as Python has it: name, operator, arguments, form, number of its node."""
+    target = repr(entry.op)
+    if entry.op == "call_function":
+        is_member = entry.target is operator.getitem
+        target = "operator.getitem" if is_member else f"torch.ops.{entry.target}"
+    form, number = (entry.meta.get(name) for name in ("form", "number"))
+    return f"({entry.name!r}, {target}, {entry.args}, {entry.kwargs}, {form}, {number})"
 
 
 def in_one_line(error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """Replaces stretches of a program by compiled ones, each of them tried beside what was recorded."""
 
-import copy
 import logging
 import statistics
 import time
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from graphfsdp._capture.compiled.bounds import beyond, largest
 from graphfsdp._capture.compiled.cutting import Stretch
-from graphfsdp._capture.compiled.inductor import Compiled, compile_graph
+from graphfsdp._capture.compiled.inductor import Compiled, Compiler, RefusedError
 from graphfsdp._capture.compiled.pieces import Piece, find_pieces
 from graphfsdp._capture.compiled.stretch_graph import in_one_line
 from graphfsdp._capture.compiled.views import flat, regions
@@ -89,13 +88,10 @@ class _Compiling:
 
     def run(self) -> CompiledProgram:
         started = time.perf_counter()
-        program = self._program
-        roots = [*program.outputs, *program.escapes]
-        self._items = find_pieces(program.nodes, self._recorded.commit_node, roots)
-        eager = self._compile_all()
-        written = [*self._written(), *program.escaped]
+        self._compile_all()
+        written = [*self._written(), *self._program.escaped]
         with DeferredInterrupts(), _undone(written, self._recorded.generators) as restore:
-            self._try(eager, written, restore)
+            self._try(written, restore)
             compiled_s = time.perf_counter() - started
             slower = self._drop_slower(restore)
         kept = [item for index, item in enumerate(self._items) if index in self._functions]
@@ -103,26 +99,40 @@ class _Compiling:
         replay = self._build() if kept else None
         return CompiledProgram(replay, self._facts(compiled_s, slower), bound)
 
-    def _compile_all(self) -> dict[int, Any]:
-        pieces = {i: item for i, item in enumerate(self._items) if isinstance(item, Piece)}
-        eager = {}
-        made: dict[Any, Compiled] = {}  # equal layers are one function
-        for number, (index, piece) in enumerate(pieces.items(), 1):
-            num_nodes = len(piece.stretch.nodes)
-            text = f"compiling piece {number} of {len(pieces)}: {num_nodes} operators"
-            _LOG.info(text)
-            say(text)
-            recorded = copy.deepcopy(piece.graph.module.graph)  # the compiler changes the other
-            eager[index] = torch.fx.GraphModule(torch.nn.Module(), recorded)
-            form = piece.graph.form()
-            try:
-                if form not in made:
-                    made[form] = compile_graph(piece.graph)
-                self._functions[index] = made[form]
-            except Exception as error:  # whatever it is, it runs as today
-                self._failures[index] = in_one_line(error)
+    def _compile_all(self) -> None:
+        program = self._program
+        roots = [*program.outputs, *program.escapes]
+        refused: dict[int, str] = {}
+        made: dict[str, Compiled | str] = {}  # or why not; equal layers are one function
+        with Compiler() as compiler:
+            num_refused = -1
+            while num_refused < len(refused):
+                commit_node = self._recorded.commit_node
+                self._items = find_pieces(program.nodes, commit_node, roots, refused)
+                num_refused = len(refused)
+                pieces = [item for item in self._items if isinstance(item, Piece)]
+                for number, piece in enumerate(pieces, 1):
+                    if piece.graph.text in made:
+                        continue
+                    num_nodes = len(piece.stretch.nodes)
+                    text = f"compiling piece {number} of {len(pieces)}: {num_nodes} operators"
+                    _LOG.info(text)
+                    say(text)
+                    try:
+                        made[piece.graph.text] = compiler.compile(piece.graph)
+                    except RefusedError as error:  # cut anew without these
+                        nodes = piece.graph.nodes
+                        refused |= {id(nodes[at]): why for at, why in error.why.items()}
+                    except Exception as error:  # whatever it is, it runs as today
+                        made[piece.graph.text] = in_one_line(error)
         say("")
-        return eager
+        for index, item in enumerate(self._items):
+            if isinstance(item, Piece):
+                function = made[item.graph.text]
+                if isinstance(function, str):
+                    self._failures[index] = function
+                else:
+                    self._functions[index] = function
 
     def _written(self) -> list[Tensor]:
         """Return all external memory that the program writes."""
@@ -135,9 +145,7 @@ class _Compiling:
         # With the gaps: torch's fused kernels write there.
         return [materialise(flat(whole), whole.storage.get()) for whole, _ in regions(values)]
 
-    def _try(
-        self, eager: dict[int, Any], written: Sequence[Tensor], restore: Callable[[], None]
-    ) -> None:
+    def _try(self, written: Sequence[Tensor], restore: Callable[[], None]) -> None:
         expected = [*_run(self._as_today), *(tensor.clone() for tensor in written)]
         restore()
         trials: dict[int, Compiled] = {}
@@ -147,7 +155,6 @@ class _Compiling:
             trials[index] = _Trial(
                 piece,
                 function,
-                eager[index],
                 before_commit=self._recorded.commit_node is None
                 or piece.stretch.start < self._recorded.commit_node,
                 fail=partial(self._failures.setdefault, index),
@@ -262,13 +269,12 @@ class _Trial:
         self,
         piece: Piece,
         function: Compiled,
-        eager: Callable[..., Any],
         *,
         before_commit: bool,
         fail: Callable[[str], object],
     ) -> None:
         self._function = function
-        self._eager = eager
+        self._as_recorded = piece.graph.run
         self._fail = fail
         self._before_commit = before_commit
         written = {
@@ -291,7 +297,7 @@ class _Trial:
         except Exception as error:
             self._fail(in_one_line(error))
         _put_back(written, before)
-        expected = list(self._eager(*inputs))
+        expected = self._as_recorded(inputs)
         if got is not None:
             self._compare([*expected, *written], got)
         return expected

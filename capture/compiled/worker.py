@@ -1,0 +1,210 @@
+"""Inductor in a process of its own: graphs come as text, libraries go into a folder.
+
+Run as a file, so that it imports nothing of ours: it is ready as soon as torch is. See inductor.py,
+which begins and ends it.
+"""
+
+import hashlib
+import io
+import json
+import operator
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "cpp_wrapper": True,  # no Python between kernels
+        "fallback_random": True,  # nothing that draws is compiled; should it be, then as in eager
+        # A recording's tensors cannot change their form.
+        "size_asserts": False,
+        "alignment_asserts": False,
+        "scalar_asserts": False,
+    }
+)
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_NUM_OPERANDS = 5  # of an attention, backward: gradient, query, key, value, output
+# Queries times the width of a head, up to which torch's kernel was faster in float32 than in
+# bfloat16, on a processor that multiplies bfloat16: it lays out 16-bit operands anew for each small
+# product (18 times at 32 x 16, 1.2 times at 256 x 64, equal at 512 x 32).
+_SHORT_ATTENTION = 256 * 64
+
+
+def main() -> None:
+    """Answer each request, a line of JSON, by one with what went wrong, "" if nothing did."""
+    # What is started here, and what prints, shall not get at the lines.
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")  # what torch says of its own parts, imports included
+    waiting: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, waiting), daemon=True).start()
+    while True:
+        folder, key, text = json.loads(waiting.get())
+        wrong = ""
+        try:
+            _make(folder, key, text)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        answers.write(json.dumps(wrong) + "\n")
+        answers.flush()
+
+
+def _listen(requests: Iterable[str], waiting: "SimpleQueue[str]") -> None:
+    for line in requests:
+        waiting.put(line)
+    # Nobody is there any more. The compilers that run now are in our group.
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _make(folder: str, key: str, text: str) -> None:
+    surroundings, *lines = text.splitlines()
+    graph = Graph(lines)
+    made: dict[str, Any] = {"library": "", "constants": [], "refused": graph.refused}
+    if not graph.refused:
+        graph.widen()
+        path, made["constants"] = _compiled(graph, json.loads(surroundings)["threads"])
+        with open(path, "rb") as file:
+            library = file.read()
+        made["library"] = hashlib.sha256(library).hexdigest()
+        _write(os.path.join(folder, f"{made['library']}.so"), library)
+    buffer = io.BytesIO()
+    torch.save(made, buffer)
+    _write(os.path.join(folder, f"{key}.pt"), buffer.getvalue())
+
+
+def _write(path: str, contents: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    unfinished = f"{path}.{os.getpid()}"
+    with open(unfinished, "wb") as file:
+        file.write(contents)
+    os.replace(unfinished, path)
+
+
+class Graph:
+    """A graph from its text.
+
+    Attributes:
+        module: It returns a tuple.
+        fakes: Stand-ins of its inputs.
+        refused: Why a recorded node cannot be compiled, by its number.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.refused: dict[int, str] = {}
+        self._graph = fx.Graph()
+        self._fake_of: dict[fx.Node, Any] = {}
+        names: dict[str, Any] = {
+            **{"torch": torch, "device": torch.device, "operator": operator},
+            **{"inf": float("inf"), "nan": float("nan")},
+        }
+        with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
+            for line in lines:
+                name, target, args, kwargs, form, number = eval(line, names)
+                kind = target if isinstance(target, str) else "call_function"
+                target = name if kind == "placeholder" else target
+                entry = self._graph.create_node(kind, target, args, kwargs, name)
+                names[name] = entry
+                if kind == "placeholder":
+                    self._fake_of[entry] = _stand_in(*form)
+                elif kind == "call_function":
+                    self._fake_of[entry] = self._run(entry, form, number)
+        entries = self._graph.find_nodes(op="placeholder")
+        self.fakes: list[Tensor] = [self._fake_of[entry] for entry in entries]
+        self.module = fx.GraphModule(torch.nn.Module(), self._graph)
+
+    def _run(self, entry: fx.Node, form: Any, number: int | None) -> Any:
+        """Return a stand-in of a result; refuse an operator that gives torch another than here."""
+        assert callable(entry.target)
+        args, kwargs = fx.node.map_arg((entry.args, entry.kwargs), self._fake_of.__getitem__)
+        try:
+            fake = entry.target(*args, **kwargs)
+            if form is None or _is_like(fake, *form):
+                return fake
+            why = "has a result of other strides than its description"
+        except Exception as error:
+            if number is None:
+                raise
+            why = f"raises {type(error).__name__}: {error}".split("\n")[0][:200]
+        # On, to find all others that are refused.
+        assert number is not None
+        self.refused.setdefault(number, why)
+        return None if form is None else _stand_in(*form)
+
+    def widen(self) -> None:
+        """Let attention compute in float32 what it is slower at in 16 bits."""
+        for entry in self._graph.find_nodes(op="call_function", target=_ATTENTION_BACKWARD):
+            query = self._fake_of[entry.args[1]]
+            is_short = int(query.shape[-2] * query.shape[-1]) <= _SHORT_ATTENTION
+            if query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and is_short):
+                _in_float32(entry, query.dtype)
+        self.module.recompile()
+
+
+def _stand_in(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+
+def _is_like(
+    fake: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> bool:
+    told = [step for size, step in zip(fake.shape, fake.stride(), strict=True) if size != 1]
+    real = [step for size, step in zip(shape, stride, strict=True) if size != 1]
+    return tuple(fake.shape) == shape and fake.dtype == dtype and (told == real or not fake.numel())
+
+
+def _in_float32(attention: fx.Node, narrow: torch.dtype) -> None:
+    graph, cast = attention.graph, torch.ops.aten._to_copy.default
+    with graph.inserting_before(attention):
+        for index, operand in enumerate(attention.args[:_NUM_OPERANDS]):
+            wide = graph.call_function(cast, (operand,), {"dtype": torch.float32})
+            attention.update_arg(index, wide)
+    for gradient in list(attention.users):
+        users = list(gradient.users)
+        with graph.inserting_after(gradient):
+            result = graph.call_function(cast, (gradient,), {"dtype": narrow})
+        for user in users:
+            user.replace_input_with(gradient, result)
+
+
+def _compiled(graph: Graph, num_threads: int) -> tuple[str, list[Tensor]]:
+    """Return the library that Inductor has made, and the constants that it wants as last inputs."""
+    import torch._functorch.config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    found: list[tuple[Any, int]] = []
+
+    def inner(module: Any, examples: Any, **options: Any) -> Any:
+        output = compile_fx_inner(module, examples, **options)
+        found.append((output, len(examples)))
+        return output
+
+    # The number of threads is part of the code, and so of the cache's key.
+    options = {**_OPTIONS, "cpp.threads": num_threads}
+    # The graph that is given is not traced from code, so a cache by code would mix up graphs.
+    with functorch_config.patch(enable_autograd_cache=False), config.patch(options):
+        compile_fx(graph.module, graph.fakes, inner_compile=inner)
+    if len(found) != 1 or found[0][1] != len(graph.fakes):
+        raise RuntimeError("Inductor wants other inputs than the recording has")
+    function = getattr(found[0][0], "current_callable", None)
+    if function is None:
+        raise RuntimeError("Inductor made no function")
+    library = function.__globals__["inductor_entry"].__self__.__file__
+    return library, [*(found[0][0].constants or {}).values()]
+
+
+if __name__ == "__main__":
+    main()
