@@ -29,14 +29,18 @@ BOUNDS: Mapping[torch.dtype, float] = MappingProxyType(
 )
 
 _MAIN = "main_param"
+_CHUNK = 1 << 16
 
 
 def largest(tensor: Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
-    if not tensor.numel():
-        return 0.0
-    finite = tensor.double().abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.max())
+    finite = (part.double().abs().nan_to_num(0.0, 0.0, 0.0) for part in chunks(tensor))
+    return max((float(part.max()) for part in finite if part.numel()), default=0.0)
+
+
+def chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor in parts, which take little memory as float64, a few times over."""
+    return tensor.reshape(-1).split(_CHUNK)
 
 
 def beyond(

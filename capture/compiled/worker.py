@@ -157,9 +157,7 @@ def _stand_in(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
     return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
 
-def _is_like(
-    fake: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> bool:
+def _is_like(fake: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> bool:
     told = [step for size, step in zip(fake.shape, fake.stride(), strict=True) if size != 1]
     real = [step for size, step in zip(shape, stride, strict=True) if size != 1]
     return tuple(fake.shape) == shape and fake.dtype == dtype and (told == real or not fake.numel())

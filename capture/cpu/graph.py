@@ -158,6 +158,7 @@ class CpuGraph:
         if recorded is None or self._replay is None:
             return
         made = compile_program(recorded, self._replay)
+        _give_back_freed_pages()  # of the trial
         self._replay = made.replay or self._replay
         self.facts = replace(self.facts, compiled=made.lines, bound=made.bound)
 

@@ -52,10 +52,19 @@ class Arena:
             advise_huge_pages(storage)
             self._storage = StorageWeakRef(storage)
         elif storage.nbytes() < num_bytes:
-            storage.resize_(0)  # so that old and new memory are never there together
-            storage.resize_(num_bytes)
-            advise_huge_pages(storage)
+            self._renew(storage, num_bytes)
         return storage
+
+    def give_back_pages(self) -> None:
+        """Let the system have the memory until a program runs again."""
+        storage = self._alive()
+        if storage is not None:
+            self._renew(storage, storage.nbytes())
+
+    def _renew(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        storage.resize_(0)  # so that old and new memory are never there together
+        storage.resize_(num_bytes)
+        advise_huge_pages(storage)
 
     def _alive(self) -> torch.UntypedStorage | None:
         if self._storage is None:

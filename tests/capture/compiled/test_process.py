@@ -1,0 +1,215 @@
+"""Inductor's process: what it leaves in the cache, and how it ends."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphfsdp._capture.compiled import inductor
+from graphfsdp._capture.compiled.inductor import Compiler, RefusedError
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="Inductor needs a C++ compiler, and there is none",
+)
+# The first compilation on a machine compiles torch's headers, too.
+LIMIT_S = 300
+FORM = "((4, 5), (5, 1), torch.float32)"
+TEXT = "\n".join(
+    [
+        f"('x0', 'placeholder', (), {{}}, {FORM}, None)",
+        f"('x1', 'placeholder', (), {{}}, {FORM}, None)",
+        f"('sin', torch.ops.aten.sin.default, (x0,), {{}}, {FORM}, 0)",
+        f"('add', torch.ops.aten.add.Tensor, (sin, x1), {{'alpha': 2}}, {FORM}, 1)",
+        "('output', 'output', ((add,),), {}, None, None)",
+    ]
+)
+TRAINING = """
+import json, sys
+from pathlib import Path
+import torch
+import graphfsdp
+from graphfsdp._capture.compiled import inductor
+from torch import nn
+
+inductor._cache_folder = lambda: Path(sys.argv[1])
+begin = inductor._begin
+begun = []
+inductor._begin = lambda: begun.append(1) or begin()
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 1))
+optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=1e-2)
+step = graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), compile=True)
+losses = [float(step(torch.randn(12, 4))) for _ in range(8)]
+imported = [name for name in ("codecache", "compile_fx") if f"torch._inductor.{name}" in sys.modules]
+print(json.dumps([losses, step.report().compiled[0], imported, len(begun)]))
+"""
+WAITING = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from graphfsdp._capture.compiled import inductor
+
+inductor._cache_folder = lambda: Path(sys.argv[2])
+begin = inductor._begin
+def told():
+    process = begin()
+    print(process.pid, flush=True)
+    return process
+inductor._begin = told
+with inductor.Compiler() as compiler:
+    compiler.compile(SimpleNamespace(text=sys.argv[1]))
+"""
+
+
+def graph(text: str = TEXT) -> Any:
+    return SimpleNamespace(text=text)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give a folder of our own; Inductor's has torch's headers, compiled, which take longest."""
+    folder = tmp_path / "new" / "cache"
+    monkeypatch.setattr(inductor, "_cache_folder", lambda: folder)
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    yield folder
+    assert not [path for path in folder.glob("*") if path.suffix not in (".so", ".pt")]
+
+
+def begins_no_process() -> Any:
+    raise AssertionError("it was compiled before")
+
+
+def check(function: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    one, other = torch.randn(4, 5), torch.randn(4, 5)
+    [result] = function([one, other])
+    torch.testing.assert_close(result, one.sin() + 2 * other)
+
+
+@needs_compiler
+@pytest.mark.time_limit(LIMIT_S)
+def test_what_is_damaged_is_made_anew(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def compile_it() -> None:
+        with Compiler() as compiler:
+            check(compiler.compile(graph()))
+
+    compile_it()
+    [library], [made] = cache.glob("*.so"), cache.glob("*.pt")
+    whole = library.read_bytes()
+    for path, contents in ((library, whole[:-100]), (made, b"")):
+        with monkeypatch.context() as patch:
+            patch.setattr(inductor, "_begin", begins_no_process)
+            compile_it()
+        path.unlink()  # what is loaded stays as it was
+        path.write_bytes(contents)
+        compile_it()
+        assert library.read_bytes() == whole
+    # Inductor's constants come last.
+    torch.save({**torch.load(made), "constants": [torch.ones(4, 5)]}, made)
+    with Compiler() as compiler:
+        [result] = compiler.compile(graph())([torch.zeros(4, 5)])
+    assert torch.equal(result, torch.full((4, 5), 2.0))
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.time_limit(LIMIT_S)
+@pytest.mark.usefixtures("cache")
+def test_what_is_refused_is_so_without_a_process_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = TEXT.replace("sin.default", "mm.default").replace("(x0,)", "(x0, x1)")
+    *first, add, output = text.splitlines()
+    text = "\n".join([*first, add.replace("(5, 1)", "(1, 4)"), output])
+    found = []
+    for _ in range(2):
+        with Compiler() as compiler, pytest.raises(RefusedError) as caught:
+            compiler.compile(graph(text))
+        monkeypatch.setattr(inductor, "_begin", begins_no_process)
+        found.append(caught.value.why)
+    assert found[0] == found[1]
+    assert found[0].keys() == {0, 1}
+    assert "raises RuntimeError" in found[0][0]
+    assert found[0][1] == "has a result of other strides than its description"
+
+
+@pytest.mark.time_limit(LIMIT_S)
+@pytest.mark.usefixtures("cache")
+def test_what_inductor_raises_and_how_its_process_ends_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Compiler() as compiler:
+        with pytest.raises(RuntimeError, match="SyntaxError"):
+            compiler.compile(graph(f"{TEXT}\n("))
+        worker = tmp_path / "worker.py"
+        for last, how in (("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")):
+            worker.write_text(f"import os, sys\nsys.stdin.readline()\n{last}")
+            monkeypatch.setattr(inductor, "_WORKER", worker)
+            compiler._end()
+            with pytest.raises(RuntimeError, match=f"Inductor's process ended with .*{how}"):
+                compiler.compile(graph(f"{TEXT}\n('"))
+
+
+@needs_compiler
+@pytest.mark.time_limit(LIMIT_S)
+def test_a_second_process_imports_no_inductor_and_compiles_nothing(cache: Path) -> None:
+    runs = []
+    for _ in range(2):
+        command = [sys.executable, "-c", TRAINING, str(cache)]
+        done = subprocess.run(command, capture_output=True, check=True)
+        runs.append(json.loads(done.stdout))
+    (first_losses, line, _, num_first), (losses, _, imported, num_begun) = runs
+    assert losses == first_losses
+    assert not line.startswith("0 of"), line
+    assert (num_first, num_begun) == (1, 0)
+    assert not imported
+
+
+@pytest.mark.time_limit(LIMIT_S)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_process_ends_with_the_one_that_began_it(cache: Path, number: signal.Signals) -> None:
+    text = "__import__('time').sleep(1000)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING, text, str(cache)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with child:
+        assert child.stdout is not None
+        worker = int(child.stdout.readline())
+        assert is_alive(worker)
+        child.send_signal(number)
+        child.wait()
+        while is_alive(worker):  # until the time limit
+            time.sleep(0.05)
+
+
+def test_the_cache_lies_in_inductors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert inductor._cache_folder() == Path(default_cache_dir(), "graphfsdp")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert inductor._cache_folder() == tmp_path / "graphfsdp"
+
+
+def is_alive(process: int) -> bool:
+    """Tell whether a process runs; one that nobody has waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
