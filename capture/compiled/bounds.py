@@ -40,7 +40,8 @@ def largest(tensor: Tensor) -> float:
 
 def chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return a tensor in parts, which take little memory as float64, a few times over."""
-    return tensor.reshape(-1).split(_CHUNK)
+    parts: tuple[Tensor, ...] = tensor.reshape(-1).split(_CHUNK)
+    return parts
 
 
 def beyond(

@@ -156,8 +156,8 @@ def _load(folder: Path, key: str) -> Compiled:
     path, constants = folder / f"{made['library']}.so", made["constants"]
     if hashlib.sha256(path.read_bytes()).hexdigest() != made["library"]:
         raise OSError(f"{path} is damaged")
-    function: Any = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
-    os.environ[_DATA_POINTER] = str(function)
+    guards: Any = torch._C._dynamo.guards
+    os.environ[_DATA_POINTER] = str(guards._torchinductor_pyobject_tensor_data_ptr)
     loader = ExtensionFileLoader(f"{made['library']}.inductor_entry_cpp", str(path))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None

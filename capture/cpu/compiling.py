@@ -90,6 +90,7 @@ class _Compiling:
     def run(self) -> CompiledProgram:
         started = time.perf_counter()
         self._compile_all()
+        self._recorded.arena.give_back_pages()
         written = [*self._written(), *self._program.escaped]
         with DeferredInterrupts(), _undone(written, self._recorded.generators) as restore:
             self._try(written, restore)

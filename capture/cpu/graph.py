@@ -1,12 +1,11 @@
 """The CPU backend: the same capture semantics without a GPU."""
 
-import ctypes
 import gc
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cpu.compiling import Recorded, compile_program
-from graphfsdp._capture.cpu.memory import Arena
+from graphfsdp._capture.cpu.memory import Arena, give_back_freed_pages
 from graphfsdp._capture.cpu.program import ProgramBuilder, Replay, finished
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
@@ -158,7 +157,7 @@ class CpuGraph:
         if recorded is None or self._replay is None:
             return
         made = compile_program(recorded, self._replay)
-        _give_back_freed_pages()  # of the trial
+        give_back_freed_pages()  # of the trial
         self._replay = made.replay or self._replay
         self.facts = replace(self.facts, compiled=made.lines, bound=made.bound)
 
@@ -257,7 +256,7 @@ class CpuGraphBackend:
     ) -> tuple[Graph, list[Tensor]]:
         # A call of its own, so that the recording itself is freed before its pages are given back.
         recorded = self._record(iterate, model, check, collective=collective, scratch=scratch)
-        _give_back_freed_pages()
+        give_back_freed_pages()
         return recorded
 
     def _record(
@@ -278,7 +277,7 @@ class CpuGraphBackend:
         _await_release(recorder)
         if any(info.alive for info in recorder.storages if not info.external):
             gc.collect()
-        _give_back_freed_pages()  # of the iteration: what undoes it is still in memory
+        give_back_freed_pages()  # of the iteration: what undoes it is still in memory
         refuse_dropped_tensors(recorder.storages)
         recording = finished(recorder, values)
         # The modes that see the iteration would slow down each call here, and see none of it.
@@ -321,13 +320,6 @@ def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value
     values = [recorder.value_of(tensor, "output") for tensor in outputs]
     # Copies, so that the recorded results die here and do not look like escapes.
     return [tensor.clone() for tensor in outputs], values
-
-
-def _give_back_freed_pages() -> None:
-    """Let the system have the heap's pages that nobody uses, where it keeps them otherwise."""
-    # glibc only; elsewhere the peak is a little higher.
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _await_release(recorder: Recorder) -> None:

@@ -1,6 +1,8 @@
 """Where every storage of a program lies: one plan for all, made when the program is built."""
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,10 +58,11 @@ class Arena:
         return storage
 
     def give_back_pages(self) -> None:
-        """Let the system have the memory until a program runs again."""
+        """Let the system have the memory until a program runs again, and all that is free."""
         storage = self._alive()
         if storage is not None:
             self._renew(storage, storage.nbytes())
+        give_back_freed_pages()
 
     def _renew(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         storage.resize_(0)  # so that old and new memory are never there together
@@ -70,6 +73,13 @@ class Arena:
         if self._storage is None:
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+
+
+def give_back_freed_pages() -> None:
+    """Let the system have the heap's pages that nobody uses, where it keeps them otherwise."""
+    # glibc only; elsewhere the peak is a little higher.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class ProgramMemory:

@@ -1,7 +1,6 @@
 """Inductor's process: what it leaves in the cache, and how it ends."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -53,7 +52,8 @@ model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 
 optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=1e-2)
 step = graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), compile=True)
 losses = [float(step(torch.randn(12, 4))) for _ in range(8)]
-imported = [name for name in ("codecache", "compile_fx") if f"torch._inductor.{name}" in sys.modules]
+names = ["torch._inductor.codecache", "torch._inductor.compile_fx"]
+imported = [name for name in names if name in sys.modules]
 print(json.dumps([losses, step.report().compiled[0], imported, len(begun)]))
 """
 WAITING = """
