@@ -123,8 +123,9 @@ class Compiler:
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        with process:
-            return process.wait()
+        with suppress(BrokenPipeError), process:  # it may not have read what it was sent
+            process.wait()
+        return process.returncode
 
 
 def _begin() -> subprocess.Popen[str]:

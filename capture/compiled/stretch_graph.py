@@ -46,9 +46,14 @@ class StretchGraph:
         self._scalars: dict[fx.Node, fx.Node] = {}
         self._number: int | None = None  # of the node that is converted
         self._bases = bases
+        self.text = ""
         self._add_inputs(nodes)
         for self._number, node in enumerate(nodes):
-            self._add(node)
+            try:
+                self._add(node)
+            except Exception as error:
+                self.refused[id(node)] = f"raises {in_one_line(error)}"
+                return
         self._graph.output(tuple(self._entries[id(value)] for value in results))
         self.text = "\n".join(map(_line, self._graph.nodes))
 

@@ -20,6 +20,7 @@ from compiling import (
 )
 from graphfsdp._capture.compiled import worker
 from graphfsdp._capture.compiled.bounds import BOUNDS
+from graphfsdp._capture.compiled.inductor import RefusedError
 from graphfsdp._capture.compiled.stretch_graph import StretchGraph
 from graphfsdp.optim import FusedAdam
 from helpers import (
@@ -192,6 +193,23 @@ def test_what_cannot_be_compiled_runs_as_recorded_and_is_named() -> None:
         ("graphfsdp.fused_adam_.default", "is no operator of torch"),
     ):
         assert f"as today: {name} {reason}" in text
+
+
+def test_what_the_compiler_refuses_is_cut_out() -> None:
+    gelu = torch.ops.aten.gelu.default
+
+    def refuses(graph: StretchGraph) -> Compiled:
+        why = {at: "is refused" for at, node in enumerate(graph.nodes) if node.op is gelu}
+        if why:
+            raise RefusedError(why)
+        return as_it_is(graph)
+
+    with compiling_by(refuses):
+        trace = check_against_eager(ZOO["gpt"], CPU, compile=True, num_steps=NUM_STEPS)
+    assert trace.report is not None
+    first, *others = trace.report.compiled
+    assert " 0 pieces" not in first
+    assert any(line.startswith("as today: aten.gelu.default is refused") for line in others), others
 
 
 def raises(graph: StretchGraph) -> Compiled:
