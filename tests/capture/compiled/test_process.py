@@ -52,7 +52,7 @@ model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 
 optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=1e-2)
 step = graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), compile=True)
 losses = [float(step(torch.randn(12, 4))) for _ in range(8)]
-names = ["torch._inductor.codecache", "torch._inductor.compile_fx"]
+names = ["torch._inductor", "torch._dynamo", "sympy"]
 imported = [name for name in names if name in sys.modules]
 print(json.dumps([losses, step.report().compiled[0], imported, len(begun)]))
 """
