@@ -31,6 +31,7 @@ from graphfsdp.config import Compile
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_PAIRS = 7
+_LARGEST_SHARE = 0.98  # of today's time; a smaller gain may be noise, and a loss then
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class _Compiling:
             assert isinstance(piece, Piece)
             place = ordered.index(piece.stretch.start)
             today, compiled = (statistics.median(run[place] for run in each) for each in runs)
-            if compiled > today:
+            if compiled > _LARGEST_SHARE * today:
                 del self._functions[index]
         return before - len(self._functions)
 
