@@ -86,7 +86,7 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         Raises:
             ConfigError: as for the constructor.
         """
-        # torch keeps its compiler from tracing this, which imports the compiler: 145 MiB and a second.
+        # torch keeps its compiler from tracing this, and imports it for that: 145 MiB, a second.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         row = len(self.param_groups) - 1
         try:
