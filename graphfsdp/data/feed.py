@@ -1,6 +1,5 @@
 """Batches that are there before they are asked for, on the device before a replay needs them."""
 
-import contextlib
 import copy
 import queue
 import threading
@@ -119,14 +118,20 @@ class _Item:
 
 
 class _Source:
-    """Takes batches from a loader, in a thread if some are to be held."""
+    """Takes batches from a loader, in a thread if some are to be held.
+
+    Note [Signals]: a handler that raises (Ctrl-C) in between the lines of ``queue.Queue`` or of an
+    Event leaves its lock taken, and the other thread waits for ever. ``SimpleQueue`` has none.
+    """
 
     def __init__(self, loader: Any, ahead: int) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
-        self._closed = threading.Event()
-        self._ended = False
-        self._queue: queue.Queue[_Item | None] = queue.Queue(maxsize=max(ahead, 1))
+        self._closed = self._ended = False
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # for so many batches more
+        for _ in range(ahead):
+            self._room.put(None)
         self._thread: threading.Thread | None = None
         if ahead:
             self._thread = threading.Thread(target=self._work, name="graphfsdp-feed", daemon=True)
@@ -148,22 +153,22 @@ class _Source:
             return None
 
     def close(self) -> None:
-        self._closed.set()
-        if self._thread is None:
-            return
-        while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):
-                self._queue.get_nowait()  # it may wait for room
-            self._thread.join(0.01)
+        self._closed = True
+        if self._thread is not None:
+            self._room.put(None)  # it may wait for that
+            self._thread.join()
 
     def _noted(self, item: _Item | None) -> _Item | None:
+        if self._thread is not None:
+            self._room.put(None)
         self._ended = item is None or item.error is not None
         return item
 
     def _work(self) -> None:
         item: _Item | None = _Item()
-        while item is not None and item.error is None and not self._closed.is_set():
+        while item is not None and item.error is None and not self._closed:
             item = self._pull()
+            self._room.get()
             self._queue.put(item)
 
     def _pull(self) -> _Item | None:

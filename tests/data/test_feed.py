@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphfsdp
+from forked import run_source
 from graphfsdp.data import Feed
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
@@ -174,3 +175,34 @@ def test_torchdata_s_loader_resumes_in_the_middle_of_an_epoch(
     second.load_state_dict(state)
     assert begun + [batch.tolist() for batch in second] == whole
     assert len(whole) == 6
+
+
+# In a process of its own, since the time limit of tests has the timer that is the most exact.
+INTERRUPTED = """
+import contextlib, random, signal, time
+from graphfsdp.data import Feed
+
+def interrupt(*_):
+    raise InterruptedError
+
+def endless():
+    while True:
+        time.sleep(2e-4)
+        yield 1
+
+signal.signal(signal.SIGALRM, interrupt)
+for _ in range(1500):
+    batches = iter(Feed(endless(), ahead=2))
+    next(batches)
+    with contextlib.suppress(InterruptedError):
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-4, 2.5e-3))
+        for _ in batches:
+            pass
+    batches.close()  # joins the thread
+"""
+
+
+def test_an_interrupt_at_any_place_lets_it_end() -> None:
+    """A handler that raises leaves a lock of Python's own taken, if it comes at the wrong time."""
+    done = run_source(INTERRUPTED)
+    assert done.returncode == 0, done.stderr

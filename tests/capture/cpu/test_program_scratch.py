@@ -83,7 +83,7 @@ def test_a_recording_is_freed_with_its_last_use_and_not_by_the_collector(
     def noting_trim() -> None:
         trimmed.append(len(freed))
 
-    monkeypatch.setattr(cpu_graph, "_give_back_freed_pages", noting_trim)
+    monkeypatch.setattr(cpu_graph, "give_back_freed_pages", noting_trim)
     x = torch.ones(8)
     graph, _ = record(lambda: [x.sin().cos()])
     assert trimmed[-1] == 1, "its pages are given back while it is still there"
