@@ -130,6 +130,14 @@ class Region:
         return index if index is not None and self._refs[index]() is tensor else None
 
     def _place(self, leaf: Any, function: Callable[..., Any], forms: list[Form]) -> Any:
+        if function is torch._amp_foreach_non_finite_check_and_unscale_:
+            # It writes a flag that no version tells of, and Python decides by it whether to step.
+            raise refusal(
+                "torch.amp.GradScaler reads on the host whether gradients are finite, before the "
+                "step that would compute them",
+                "bfloat16, which needs no scaler; or graphfsdp.capture with "
+                "graphfsdp.optim.DeviceGradScaler, which decides on the device",
+            )
         if not isinstance(leaf, Tensor):
             if isinstance(leaf, CONSTANT) or callable(leaf):
                 return leaf
