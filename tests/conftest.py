@@ -20,6 +20,7 @@ import hypothesis
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cuda_stand_in.cannot import reasons_of
 from cuda_stand_in.library import is_below, take_races
@@ -138,6 +139,19 @@ def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
         if module is not None and not request.node.get_closest_marker("draws"):
             own.setattr(module, "plot_loss", lambda *args, **options: False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_modes_left() -> Iterator[None]:
+    """Let the test fail that left a mode on, and not those that run behind it."""
+    yield
+    left: list[object] = []
+    while (dispatch := _get_current_dispatch_mode()) is not None:
+        dispatch.__exit__(None, None, None)
+        left.append(dispatch)
+    while torch._C._len_torch_function_stack():
+        left.append(torch.overrides._pop_mode())
+    assert not left, left
 
 
 @pytest.fixture(autouse=True)
