@@ -1,6 +1,6 @@
 """Cuts a recording into stretches that are compiled and nodes that run as they were recorded."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,21 +20,33 @@ class Stretch:
     """Nodes that follow one another.
 
     Attributes:
-        start: Index in the recording of the first of them, drawn ones included.
+        start: Index in the recording of the first of them, those ahead included.
         nodes: The nodes that are compiled, or the one that is not.
-        drawn: Nodes that run as recorded before ``nodes``: see Note [Random numbers].
+        ahead: Nodes that run as recorded before ``nodes``, those that draw and those that make
+            memory: see Note [Random numbers] and ``make_ahead``.
         reason: Why it runs as it was recorded; "" if it is to be compiled.
     """
 
     start: int
     nodes: list[Node]
-    drawn: list[Node] = field(default_factory=list)
+    ahead: list[Node] = field(default_factory=list)
     reason: str = ""
 
     @property
     def stop(self) -> int:
         """Index in the recording behind the last node."""
-        return self.start + len(self.nodes) + len(self.drawn)
+        return self.start + len(self.nodes) + len(self.ahead)
+
+    def make_ahead(self, needed: Container[int]) -> None:
+        """Make memory without contents ahead that is needed later, by the ids of storages.
+
+        What nobody has written is the same in no two runs, so as a result of a compiled function
+        it could not be compared with what was recorded.
+        """
+        makes = [is_empty(node.op) and _storage_of(node) in needed for node in self.nodes]
+        made = [node for node, moves in zip(self.nodes, makes, strict=True) if moves]
+        self.ahead += map(_bare, made)
+        self.nodes = [node for node, moves in zip(self.nodes, makes, strict=True) if not moves]
 
 
 class Cutter:
@@ -59,7 +71,7 @@ class Cutter:
 
         def end(next_start: int) -> None:
             nonlocal current
-            if current.nodes or current.drawn:
+            if current.nodes or current.ahead:
                 found.extend(_as_far_as_it_pays(current))
             current = Stretch(next_start, [])
 
@@ -95,12 +107,16 @@ class Cutter:
 
 
 def _as_far_as_it_pays(stretch: Stretch) -> Iterator[Stretch]:
-    computing = [node for node in stretch.nodes if node.effects or not _is_view(node)]
+    computing = [
+        node
+        for node in stretch.nodes
+        if node.effects or not (_is_view(node) or is_empty(node.op))
+    ]
     if len(computing) >= _FEWEST:
         yield stretch
         return
     index = stretch.start
-    for node in (*stretch.drawn, *stretch.nodes):
+    for node in (*stretch.ahead, *stretch.nodes):
         yield Stretch(index, [node], reason="is too little to compile")
         index += 1
 
@@ -126,8 +142,13 @@ def _draw_ahead(stretch: Stretch, node: Node) -> bool:
         if id(value.storage) not in infos or value.geometry[0]:
             return False
     stretch.nodes = [n for n in stretch.nodes if all(n is not each for each in before)]
-    stretch.drawn += [*map(_bare, before), node]
+    stretch.ahead += [*map(_bare, before), node]
     return True
+
+
+def _storage_of(node: Node) -> int:
+    value = node.outputs[0]
+    return 0 if value is None else id(value.storage)
 
 
 def _bare(node: Node) -> Node:

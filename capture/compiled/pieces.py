@@ -99,7 +99,7 @@ class _Needs:
     def __init__(self, stretches: Sequence[Stretch], roots: Sequence[Value]) -> None:
         self._uses: list[tuple[int, Value]] = []
         for index, stretch in enumerate(stretches):
-            for node in (*stretch.drawn, *stretch.nodes):
+            for node in (*stretch.ahead, *stretch.nodes):
                 self._uses += [(index, value) for value in node.values]
         self._uses += [(len(stretches), value) for value in roots]
 
@@ -108,11 +108,13 @@ class _Needs:
 
 
 def _make_piece(stretch: Stretch, index: int, needs: _Needs, bases: Bases) -> Piece:
+    needed = needs.after(index)
+    stretch.make_ahead({id(value.storage) for value in needed})
     here = {id(node) for node in stretch.nodes}
     seen = {id(value) for node in stretch.nodes for value in node.outputs if value is not None}
     results: dict[int, Value] = {}
     views: dict[int, Node] = {}
-    for value in needs.after(index):
+    for value in needed:
         if value.storage.external:
             continue
         base, maker = bases[id(value.storage)]

@@ -25,7 +25,7 @@ from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
 from graphfsdp._capture.trace.values import Node, materialise, values_among
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
-from graphfsdp.base.op_tensors import OpCall
+from graphfsdp.base.op_tensors import OpCall, is_empty
 from graphfsdp.base.progress import say
 from graphfsdp.config import Compile
 
@@ -230,12 +230,12 @@ class _Compiling:
             if stretch.start == self._recorded.commit_node:
                 commit_node = len(nodes)
             if index not in found:
-                nodes += [*stretch.drawn, *stretch.nodes]
+                nodes += [*stretch.ahead, *stretch.nodes]
                 continue
             assert isinstance(item, Piece)
             marks.add(len(nodes))
             views = [view for view in item.views if id(view.outputs[0]) in needed]
-            nodes += [*stretch.drawn, *item.parts, item.node(found[index]), *views]
+            nodes += [*stretch.ahead, *item.parts, item.node(found[index]), *views]
             marks.add(len(nodes))
         commit = self._recorded.commit if final else _nothing
         return self._builder(nodes).build(commit, commit_node, clock, marks)
@@ -245,7 +245,7 @@ class _Compiling:
         values = [*self._program.outputs, *self._program.escapes]
         for index, item in enumerate(self._items):
             stretch = item.stretch if isinstance(item, Piece) else item
-            recorded = stretch.drawn if index in found else (*stretch.drawn, *stretch.nodes)
+            recorded = stretch.ahead if index in found else (*stretch.ahead, *stretch.nodes)
             values += [value for node in recorded for value in node.inputs]
         return {id(value) for value in values}
 
@@ -265,7 +265,7 @@ class _Compiling:
             lines.append(f"as today: {num_slower} pieces, which are no faster compiled")
         reasons = Counter(f"as today: {why}" for why in self._failures.values())
         for stretch in stretches:
-            reasons.update(f"as today: {node.op} draws random numbers" for node in stretch.drawn)
+            reasons.update(f"as today: {node.op} {_why_ahead(node)}" for node in stretch.ahead)
             if stretch.reason:
                 reasons[f"as today: {stretch.nodes[0].op} {stretch.reason}"] += 1
         lines += [f"{why} ({count} times)" if count > 1 else why for why, count in reasons.items()]
@@ -363,6 +363,10 @@ def _digest(tensor: Tensor) -> bytes:
 def _run(replay: Replay) -> list[Tensor]:
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         return list(replay())
+
+
+def _why_ahead(node: Node) -> str:
+    return "makes memory ahead" if is_empty(node.op) else "draws random numbers"
 
 
 def _nothing() -> None:

@@ -22,6 +22,7 @@ from graphfsdp._capture.compiled import worker
 from graphfsdp._capture.compiled.bounds import BOUNDS
 from graphfsdp._capture.compiled.inductor import RefusedError
 from graphfsdp._capture.compiled.stretch_graph import StretchGraph
+from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.optim import FusedAdam
 from helpers import (
     Batch,
@@ -123,9 +124,9 @@ def test_equal_layers_are_compiled_once_and_random_numbers_cut_nothing() -> None
     assert trace.report is not None
     num_pieces = int(trace.report.compiled[0].split(" pieces")[0].split()[-1])
     assert len({graph.text for graph in graphs}) == len(graphs) <= num_pieces - 5
-    drawn = [line for line in trace.report.compiled if "draws random numbers" in line]
-    assert drawn == [
-        "as today: aten.empty_strided.default draws random numbers (6 times)",
+    ahead = [line for line in trace.report.compiled if "ahead" in line or "draws" in line]
+    assert ahead == [
+        "as today: aten.empty_strided.default makes memory ahead (6 times)",
         "as today: aten.bernoulli_.float draws random numbers (6 times)",
     ]
 
@@ -151,6 +152,42 @@ def _fresh(layer: nn.Module) -> nn.Module:
 
 def _rows(generator: torch.Generator) -> Batch:
     return Batch((torch.randn(12, WIDTH, generator=generator),))
+
+
+class Padded(nn.Module):
+    """Goes on with memory that is written in part, behind what is in no compiled piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh().sin()
+        padded = x.new_empty(len(x), WIDTH + 5)
+        padded[:, :WIDTH] = hidden.detach().cos().exp()
+        weight = torch.ops.tests_compiled.doubled(padded)[:, :WIDTH]
+        out: Tensor = self.last(hidden * weight).square().mean()
+        return out
+
+
+def test_memory_that_nobody_has_written_is_no_reason_to_drop_a_piece() -> None:
+    num_runs = itertools.count(1)
+
+    def makes_other_memory(graph: StretchGraph) -> Compiled:
+        class Fills(torch.fx.Interpreter):
+            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+                result = super().call_function(target, args, kwargs)
+                return result.fill_(next(num_runs)) if is_empty(target) else result
+
+        return lambda inputs: list(Fills(nn.Module(), graph=graph._graph).run(*inputs))
+
+    with compiling_by(makes_other_memory):
+        trace = check_against_eager(Case(Padded, _rows), CPU, compile=True, num_steps=NUM_STEPS)
+    assert trace.report is not None
+    first, *others = trace.report.compiled
+    assert " 0 pieces" not in first
+    assert not any("something else" in line for line in others), others
 
 
 class Mixed(nn.Module):
