@@ -108,9 +108,7 @@ class Cutter:
 
 def _as_far_as_it_pays(stretch: Stretch) -> Iterator[Stretch]:
     computing = [
-        node
-        for node in stretch.nodes
-        if node.effects or not (_is_view(node) or is_empty(node.op))
+        node for node in stretch.nodes if node.effects or not (_is_view(node) or is_empty(node.op))
     ]
     if len(computing) >= _FEWEST:
         yield stretch
