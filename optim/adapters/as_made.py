@@ -174,7 +174,7 @@ class TorchAdapter(BakedAdapter):
             try:
                 if not self._is_plain or any(args) or any(kwargs.values()):
                     return super()._run_step(step, args, kwargs)  # as in a closure: theirs
-                with LiveScalars():
+                with LiveScalars(self._live_rates()):
                     return step()
             finally:
                 self._is_stepping = False

@@ -6,8 +6,9 @@ recorded its numbers are objects that note how they are computed. What is filled
 memory that a recording reads, and is computed anew, in Python, before each replay.
 """
 
+import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
 from types import MappingProxyType
@@ -288,7 +289,16 @@ class LiveScalars(TorchFunctionMode):
     The plain path of torch's reads the step count, computes with it in Python and hands the result
     to operators as ``alpha`` or ``value``. A read gives a 0-D tensor in Python's precision here;
     an operator that takes numbers only is called as one that takes tensors: with the same bits.
+
+    A number takes the dtype of the tensor that it meets. 0-D tensors do so where the other has
+    dimensions; where it has none either (an lr that is a tensor, the product of NAdam's momenta)
+    the stand-ins for numbers are known, and cast before they meet it.
     """
+
+    def __init__(self, rates: Iterable[Tensor | None] = ()) -> None:
+        """``rates``: [] each, tensors that stand for numbers of the groups."""
+        super().__init__()
+        self._numbers = {id(rate): rate for rate in rates if rate is not None}
 
     def __torch_function__(
         self,
@@ -300,15 +310,36 @@ class LiveScalars(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "item":
-            return args[0].to(torch.float64, copy=True)
+            return self._number(args[0].to(torch.float64, copy=True))
         factor = kwargs.get(_FACTORS.get(name, ""))
         if not isinstance(factor, Tensor):
-            return func(*args, **kwargs)
+            return self._compute(func, args, kwargs)
         target, *others = args
         factor = factor.to(target.dtype)
         if name == "add_":
             return target.addcmul_(others[0], factor)
         return func(target, others[0] * factor, *others[1:])
+
+    def _compute(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        others = [tensor for tensor in tensors if id(tensor) not in self._numbers]
+        if not tensors or len(others) == len(tensors):
+            return func(*args, **kwargs)
+        if not others:
+            result = func(*args, **kwargs)
+            return self._number(result) if isinstance(result, Tensor) else result
+        if any(tensor.dim() for tensor in others):
+            return func(*args, **kwargs)
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in others))
+        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        met = [arg.to(dtype) if id(arg) in self._numbers else arg for arg in args]
+        return func(*met, **kwargs)
+
+    def _number(self, result: Tensor) -> Tensor:
+        self._numbers[id(result)] = result
+        return result
 
 
 _FACTORS: Mapping[str, str] = MappingProxyType(
