@@ -6,7 +6,6 @@ if __name__ != "graphfsdp.optim":
         "write `from graphfsdp.optim import FusedAdam`"
     )
 
-from graphfsdp.optim.adapters.adam_by_name import make_adam as make_adam
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler as DeviceGradScaler
 from graphfsdp.optim.fused.optimizers import FusedAdam as FusedAdam
 from graphfsdp.optim.fused.optimizers import FusedLion as FusedLion
@@ -27,5 +26,4 @@ __all__ = [
     "Muon",
     "ParamSchedule",
     "ParamScheduler",
-    "make_adam",
 ]

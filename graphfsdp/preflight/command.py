@@ -13,7 +13,6 @@ from rich.console import Console
 
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.precision import rich_table
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.script import ScriptCheck, ScriptError
 
@@ -39,7 +38,6 @@ examples:
   graphfsdp check --json=hazards.json --ignore gradient train.py
   graphfsdp check --device cpu train_on_gpu.py       # on a machine without a GPU
   graphfsdp check -m my_project.train --steps 10
-  graphfsdp check --precision-table                  # optimizers, versions and dtypes
   graphfsdp check my_project.setup:small
 
   # my_project/setup.py
@@ -52,9 +50,6 @@ exit code: 0 no hazard, 1 hazards, 2 the check could not run.
 
 
 def run_check(arguments: Sequence[str], console: Console) -> int:
-    if "--precision-table" in arguments[:1]:
-        console.print(rich_table())
-        return 0
     given = _parse(arguments)
     how = ScriptCheck(
         target=given.target,

@@ -25,7 +25,6 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
 from graphfsdp.optim.adapters.live_numbers import LiveScalars
-from graphfsdp.optim.adapters.precision import TORCH_SGD, Situation, find_row
 from graphfsdp.optim.fused.hyper_table import plain_lr
 
 _LOG = logging.getLogger("graphfsdp")
@@ -111,12 +110,12 @@ class TorchAdapter(BakedAdapter):
         """Refuse what torch's fused SGD cannot do; parameters may lie on several meshes."""
         if not isinstance(self.optimizer, torch.optim.SGD):
             return
-        row = find_row(Situation(TORCH_SGD, dtensor=True))
         for name, param in named_params.items():
             if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
                 raise ConfigError(
-                    f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: "
-                    f"{row.why}. Remedy: {row.remedy}"
+                    f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: torch "
+                    "has no rule for its fused kernel on these. Remedy: graphfsdp.optim.FusedSGD; "
+                    "or fused=False, with an lr that does not change"
                 )
             narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
             if narrow and any(g["fused"] and g["momentum"] for g in self.optimizer.param_groups):

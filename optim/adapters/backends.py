@@ -14,7 +14,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.as_made import TorchAdapter, is_as_made
 from graphfsdp.optim.adapters.baked import Adapter, BakedAdapter, Word
 from graphfsdp.optim.adapters.foreign import ForeignAdamAdapter, foreign_name
-from graphfsdp.optim.adapters.precision import OFFLOAD, OptimizerFacts, Situation, find_row
+from graphfsdp.optim.adapters.precision import OptimizerFacts
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.offload.offload import CPUOffload
@@ -58,11 +58,13 @@ class NativeAdapter(Adapter):
     def _check_inside_graph(
         self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        row = find_row(Situation(OFFLOAD))
-        if isinstance(self._native, CPUOffload) and not row.captured:
+        if isinstance(self._native, CPUOffload):
             raise ConfigError(
                 f"an optimizer whose state is offloaded to the CPU ({self._name}) cannot be part "
-                f"of a graph: {row.why}. Remedy: {row.remedy}"
+                "of a graph: the host waits for the gradients and steps on the CPU, and a replay "
+                "runs nothing there. Remedy: scope='forward_backward', which leaves the optimizer "
+                "outside the graph; or the optimizer itself, with bfloat16 or float8 moments or "
+                "remainders where memory is short"
             )
 
     def prepare_skipping(self, scope: Scope) -> None:

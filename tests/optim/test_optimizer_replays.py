@@ -161,7 +161,7 @@ def test_a_replay_equals_the_eager_step(
         assert_alive(found, "parameter first.weight")
 
 
-# torch's fused SGD knows no DTensors, and is refused; see test_precision_table.py.
+# torch's fused SGD knows no DTensors, and is refused; see test_refused_precisions.py.
 @pytest.mark.parametrize(
     "name", ["adam", "sgd", "remainders", "muon", "adafactor", "offload", "torch adamw"]
 )
