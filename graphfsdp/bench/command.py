@@ -101,8 +101,8 @@ class _Bench:
             self._line(f"wrote {self._folder}: {names}")
             if self._options.profile:
                 self._line(
-                    f"profiles in {self._folder / PROFILES}: a timeline, a summary and its numbers "
-                    "for each contender"
+                    f"profiles in {self._folder / PROFILES}: a timeline and a table of each "
+                    "contender"
                 )
         return 0
 

@@ -449,7 +449,6 @@ class _CaseBench:
         folder.mkdir(parents=True, exist_ok=True)
         profile_contender(
             steps,
-            case=self._setting.case.key,
             contender=item.spec.name,
             device=self._setting.device,
             folder=folder,

@@ -94,7 +94,7 @@ class BenchOptions:
     profile: Annotated[
         bool,
         "then run some more steps of each contender under torch's profiler: a Chrome trace with "
-        "phases and units, the largest kernels and gaps",
+        "phases and units, and a table of what ran how long",
         "store_true",
     ] = False
     out: Annotated[

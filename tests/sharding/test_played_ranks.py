@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 import graphfsdp
 from cuda_stand_in.library import is_below
-from graphfsdp.bench.profile import profiled
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
@@ -126,11 +126,13 @@ def train(variant: str, device: torch.device, name: str) -> Measured:
 
 def kernels_of(step: Callable[[], Tensor]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Return when communication ran, which is what the busiest stream did not run, and the rest."""
-    with profiled(torch.device("cuda")) as profile:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:
         for _ in range(NUM_PROFILED):
             step()
+        torch.cuda.synchronize()
     by_stream: dict[int, list[Span]] = {}
-    for event in profile.events() or ():
+    for event in profiler.events() or ():
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             span = (event.time_range.start, event.time_range.end)
             by_stream.setdefault(event.device_resource_id, []).append(span)
