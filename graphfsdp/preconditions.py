@@ -194,8 +194,7 @@ def refuse_offloaded_shards(model: nn.Module) -> None:
         raise ConfigError(
             "fully_shard was given a CPUOffloadPolicy: its weights and gradients are copied from "
             "and to the CPU's memory in each iteration, and the host waits for that, which no "
-            "graph can hold. Ways out: scope='none', or graphfsdp.optim.CPUOffload, which keeps "
-            "optimizer state there, with scope='forward_backward'"
+            "graph can hold. Remedy: scope='none'"
         )
 
 

@@ -10,7 +10,6 @@ from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler as DeviceGradScal
 from graphfsdp.optim.fused.optimizers import FusedAdam as FusedAdam
 from graphfsdp.optim.fused.optimizers import FusedLion as FusedLion
 from graphfsdp.optim.fused.optimizers import FusedSGD as FusedSGD
-from graphfsdp.optim.offload.offload import CPUOffload as CPUOffload
 from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
 from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler
 from graphfsdp.optim.whole.adafactor import Adafactor as Adafactor
@@ -18,7 +17,6 @@ from graphfsdp.optim.whole.muon import Muon as Muon
 
 __all__ = [
     "Adafactor",
-    "CPUOffload",
     "DeviceGradScaler",
     "FusedAdam",
     "FusedLion",

@@ -54,7 +54,7 @@ def describe_optimizer(
     skipped = skip_counter(optimizer)
     if skipped is not None:  # as the optimizers that count themselves have it
         state_dict.setdefault("control", {"skipped_steps": skipped})
-    kind = _kind_of(optimizer)
+    kind = type(optimizer).__name__
     facts = optimizer_facts({**state_dict, "kind": kind, "param_groups": groups}, store)
     parts: list[NamedPart] = []
     for name, param, index in states_by_index(state_dict, named):
@@ -89,13 +89,6 @@ def optimizer_facts(full: Mapping[str, Any], store: StoreTensor) -> dict[str, Js
     }
 
 
-def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return what optimizers that can load each other's state have in common."""
-    if isinstance(optimizer, DeviceOptimizer):
-        return optimizer.state_kind
-    return type(optimizer).__name__
-
-
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
     """Return what torch's optimizers keep in their groups and ours have once for all of them."""
     if not isinstance(optimizer, DeviceOptimizer):
@@ -115,7 +108,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     if saved is None:
         plan.problems.append("optimizer: the checkpoint was saved without one")
         return
-    kind = _kind_of(optimizer)
+    kind = type(optimizer).__name__
     if kind != saved["kind"] and not {kind, saved["kind"]} <= _ADAMS:
         plan.problems.append(f"optimizer: saved from {saved['kind']}, here a {kind}")
         return
@@ -220,7 +213,6 @@ class _StateReader:
             dtypes = optimizer.settings.state_dtypes(param)
             self._wants_main = MAIN in dtypes
             self._main_dtype = dtypes.get(MAIN, torch.float32)
-            self._device = optimizer.state_device(param)
 
     def read(self) -> dict[str, Any]:
         """Return the state, its tensors yet to be filled; empty if none was saved."""

@@ -19,7 +19,7 @@ from graphfsdp.data.token_file import is_token_file
 from graphfsdp.eight_bit import DelayedScaling, convert_linears
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
-from graphfsdp.optim import CPUOffload, FusedAdam, ParamScheduler
+from graphfsdp.optim import FusedAdam, ParamScheduler
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.config import DeviceChoice, TrainConfig
 from graphfsdp.training.gpt import GPT
@@ -39,7 +39,7 @@ class TrainingRun:
     feed: Feed  # of these
     model: GPT  # of a pipeline on the meta device
     trained: Any  # what is captured, saved and loaded: the model, or the schedule of a pipeline
-    optimizer: FusedAdam | CPUOffload
+    optimizer: FusedAdam
     scheduler: ParamScheduler
     step: graphfsdp.CapturedStep
 
@@ -122,7 +122,7 @@ def _make_program(
     device: torch.device,
     vocab_size: int,
     example: tuple[Tensor, ...] | None,
-) -> tuple[GPT, Any, FusedAdam | CPUOffload, graphfsdp.CapturedStep]:
+) -> tuple[GPT, Any, FusedAdam, graphfsdp.CapturedStep]:
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     if config.fp8_param_gather and not ranks.launched:
         raise ConfigError(
@@ -356,9 +356,7 @@ def _made_up_batch(
     return tuple(made)
 
 
-def make_optimizer(
-    config: TrainConfig, model: nn.Module, *, sharded: bool
-) -> FusedAdam | CPUOffload:
+def make_optimizer(config: TrainConfig, model: nn.Module, *, sharded: bool) -> FusedAdam:
     """Return the optimizer; matrices decay, vectors (norms and biases) do not.
 
     Sharded parameters are main weights already, and need none beside them.
@@ -372,7 +370,7 @@ def make_optimizer(
     if config.weight_decay_incr_style != "constant":
         # Also where the decay begins at 0.
         groups[0]["wd_mult"] = 1.0
-    optimizer = FusedAdam(
+    return FusedAdam(
         groups,
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -380,15 +378,6 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         use_decoupled_grad=config.use_precision_aware_optimizer,
         master_weights=config.master_weights and not sharded,
-    )
-    if not config.optimizer_cpu_offload:
-        return optimizer
-    return CPUOffload(
-        optimizer,
-        offload_fraction=config.optimizer_offload_fraction,
-        pin_cpu_params=config.pin_cpu_params,
-        pin_cpu_grads=config.pin_cpu_grads,
-        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
     )
 
 

@@ -168,20 +168,6 @@ class TrainConfig:
         "largest global norm of the gradient, clipped on the device inside the graph; 0 turns "
         "clipping off",
     ] = 1.0
-    optimizer_cpu_offload: Annotated[
-        bool,
-        "keep optimizer state in the CPU's memory and step there; needs --cuda-graph-scope "
-        "forward_backward",
-        "store_true",
-    ] = False
-    optimizer_offload_fraction: Annotated[
-        float, "share of a rank's weights to which that applies"
-    ] = 1.0
-    overlap_cpu_optimizer_d2h_h2d: Annotated[
-        bool, "copy gradients and weights while others are stepped"
-    ] = True
-    pin_cpu_grads: Annotated[bool, "page-locked memory for the copies of gradients: faster"] = False
-    pin_cpu_params: Annotated[bool, "page-locked memory for the copies of weights: faster"] = False
     # Precision.
     bf16: Annotated[bool, "bfloat16 model weights and arithmetic, float32 main weights"] = False
     main_params_dtype: Annotated[DtypeName, "weights that the optimizer updates"] = "fp32"
@@ -466,7 +452,6 @@ class TrainConfig:
             self._in_range(name, lambda rate: 0 <= rate <= self.lr, f"in [0, --lr {self.lr}]")
         for name in ("adam_beta1", "adam_beta2"):
             self._in_range(name, lambda beta: 0 <= beta < 1, "in [0, 1)")
-        self._in_range("optimizer_offload_fraction", lambda share: 0 <= share <= 1, "in [0, 1]")
         self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
 
     def _check_shape_and_schedule(self) -> None:
@@ -483,13 +468,7 @@ class TrainConfig:
         self.batch(num_ranks=self.pipeline_model_parallel_size)
 
     def _check_together(self) -> None:
-        if self.optimizer_cpu_offload and self.scope is Scope.FULL_ITERATION:
-            raise ConfigError(
-                "--optimizer-cpu-offload steps on the CPU, which waits for the gradients, so that "
-                "the optimizer cannot be in the graph; add --cuda-graph-scope forward_backward"
-            )
         needs = (
-            ("--optimizer-cpu-offload", self.optimizer_cpu_offload, "pin_cpu_"),
             ("--save DIR, which says where to", self.save, ("save_interval", "async_", "keep_")),
             ("--num-experts", self.num_experts, ("moe_", "expert_model_parallel_size")),
             ("--fp8-recipe delayed", self.fp8_recipe == "delayed", ("fp8_margin", "fp8_amax_")),

@@ -1,4 +1,4 @@
 """Any optimizer as the CapturableOptimizer that a capture asks for.
 
-Imports graphfsdp.base, fused, whole and offload.
+Imports graphfsdp.base, fused and whole.
 """

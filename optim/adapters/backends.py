@@ -17,7 +17,6 @@ from graphfsdp.optim.adapters.foreign import ForeignAdamAdapter, foreign_name
 from graphfsdp.optim.adapters.precision import OptimizerFacts
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
-from graphfsdp.optim.offload.offload import CPUOffload
 
 
 def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
@@ -54,18 +53,6 @@ class NativeAdapter(Adapter):
             ),
         )
         self._native = optimizer
-
-    def _check_inside_graph(
-        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
-    ) -> None:
-        if isinstance(self._native, CPUOffload):
-            raise ConfigError(
-                f"an optimizer whose state is offloaded to the CPU ({self._name}) cannot be part "
-                "of a graph: the host waits for the gradients and steps on the CPU, and a replay "
-                "runs nothing there. Remedy: scope='forward_backward', which leaves the optimizer "
-                "outside the graph; or the optimizer itself, with bfloat16 or float8 moments or "
-                "remainders where memory is short"
-            )
 
     def prepare_skipping(self, scope: Scope) -> None:
         """Do nothing: every step can be skipped on the device."""

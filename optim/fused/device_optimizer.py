@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.streams import is_capturing, keep_for_graph
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_buffers, check_params
@@ -73,14 +72,6 @@ class DeviceOptimizer(LiveOptimizer):
     def master_weights(self) -> bool:
         """Whether low-precision parameters have float32 main weights."""
         return self._settings.master_weights
-
-    @property
-    def state_kind(self) -> str:
-        """What a checkpoint calls the state: optimizers of one kind load each other's."""
-        return type(self).__name__
-
-    def state_device(self, param: Tensor) -> torch.device:
-        return local_part(param).device
 
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
         return self._settings.main_weight_dtype(param)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
-from graphfsdp.optim import CPUOffload, FusedAdam, Muon
+from graphfsdp.optim import FusedAdam, Muon
 from ranks import RankPool
 from sharding_helpers import (
     adam,
@@ -48,9 +48,8 @@ def _elsewhere(device: torch.device) -> torch.device:
         (lambda params: FusedAdam(params, exp_avg_dtype=torch.uint8), {}),
         (lambda params: Muon([{"params": params}], lr=0.1), {"evaluates": True}),
         (lambda params: torch.optim.AdamW(params), {"max_grad_norm": 1.0}),
-        (lambda params: CPUOffload(FusedAdam(params)), {"scope": "forward_backward"}),
     ],
-    ids=["adam", "no correction", "scaled", "muon", "torch", "offload"],
+    ids=["adam", "no correction", "scaled", "muon", "torch"],
 )
 def test_a_default_device_changes_no_bit(
     device: torch.device,

@@ -136,7 +136,6 @@ class Quantised(nn.Parameter):
         partial(torch.optim.RMSprop, lr=0.1),
         partial(make_foreign, "transformer_engine"),
         partial(make_foreign, "apex"),
-        lambda params: optim.CPUOffload(FusedAdam(params)),
     ],
 )
 def test_parameters_that_are_8_bit_numbers_are_refused_and_frozen_ones_not(make: Any) -> None:
@@ -180,17 +179,6 @@ def test_apex_is_refused_by_name(refusal: Refusal, mesh_of_one: None) -> None:
     earlier = "gradient's" in refusal.what or "parameters with main" in refusal.what
     with pytest.raises(PrecisionError, match=None if earlier else refusal.what.split("(")[0]):
         use("apex", facts_of(refusal))
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLion"])
-def test_offloaded_state_is_refused_inside_a_graph_alone(name: str) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = optim.CPUOffload(getattr(optim, name)(model.parameters(), lr=0.1))
-    adapter = adapt(optimizer)
-    named = dict(model.named_parameters())
-    adapter.check(named, MixedPrecisionPolicy(), Scope.FORWARD_BACKWARD)
-    with pytest.raises(ConfigError, match=r"CPUOffload.*Remedy: scope='forward_backward'"):
-        adapter.check(named, MixedPrecisionPolicy(), Scope.FULL_ITERATION)
 
 
 def test_apex_main_weights_and_mixed_gradients_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""FusedAdam's step beside torch's AdamW: memory traffic per second; and offloaded state.
+"""FusedAdam's step beside torch's AdamW: memory traffic per second.
 
 Times are judged on a GPU alone; elsewhere the same runs with a small model, for its numbers.
 """
@@ -17,7 +17,7 @@ from cuda_stand_in.library import is_below
 from graphfsdp.base.collector import without_collector
 from graphfsdp.bench.clock import Window, time_window
 from graphfsdp.bench.workloads import find_workload
-from graphfsdp.optim import CPUOffload, FusedAdam
+from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -216,37 +216,6 @@ def test_a_step_is_as_fast_as_memory(
         text, slow = judge(windows, moved, ceiling, by_graph=by_graph)
         record_property(f"{num_params / 1e6:.1f}M parameters, {way}", text)
         assert not slow
-
-
-@pytest.mark.time_limit(300)
-def test_offloaded_steps_overlap_their_copies(
-    device: torch.device, record_property: Callable[[str, object], None]
-) -> None:
-    sizes = sizes_of(shape_of("gpt2-124m", device))
-    pinned = {"pin_cpu_params": True, "pin_cpu_grads": True}
-    kinds: dict[str, dict[str, bool] | None] = {
-        "on the device": None,
-        "offloaded": {"overlap_cpu_optimizer_d2h_h2d": False},
-        "offloaded, pinned": {"overlap_cpu_optimizer_d2h_h2d": False, **pinned},
-        "offloaded, pinned, overlap": pinned,
-    }
-    params = {kind: parameters_of(sizes, device, torch.float32) for kind in kinds}
-    steps: dict[str, Callable[[], object]] = {}
-    for kind, options in kinds.items():
-        optimizer: Any = FusedAdam(params[kind], lr=1e-3)
-        steps[kind] = (optimizer if options is None else CPUOffload(optimizer, **options)).step
-        steps[kind]()  # makes the state, and pins memory
-    windows = interleave(steps, 3, 2, device)
-    # Seven steps of 1e-3 each; a GPU rounds other than a CPU.
-    for kind in kinds:
-        assert largest_gap(params["on the device"], params[kind]) <= TOLERANCE, kind
-    if is_timed(device):
-        ms = {
-            kind: statistics.median(each.mean_ms for each in own) for kind, own in windows.items()
-        }
-        text = ", ".join(f"{kind} {own:.1f} ms" for kind, own in ms.items())
-        record_property("a step of gpt2-124m", text)
-        assert ms["offloaded, pinned, overlap"] <= ms["offloaded"]
 
 
 def test_a_step_is_judged_by_bandwidth_and_speed() -> None:

@@ -49,9 +49,8 @@ MAY_IMPORT = {
     | BACKENDS,
     f"{OPTIM}.fused": BASE,
     f"{OPTIM}.whole": BASE | {f"{OPTIM}.fused"},
-    f"{OPTIM}.offload": BASE | {f"{OPTIM}.fused"},
-    f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.offload", f"{OPTIM}.whole"},
-    OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused", "offload", "whole")},
+    f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.whole"},
+    OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused", "whole")},
 }
 _PROGRAMS = ("bench", "checkpoint", "in_place", "integrations", "planning", "preflight", "training")
 ON_TOP = frozenset({"graphfsdp", *(f"graphfsdp.{program}" for program in _PROGRAMS)})

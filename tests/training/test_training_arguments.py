@@ -145,9 +145,6 @@ def test_precision_flags_become_a_policy() -> None:
         ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be at least 1"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
         ("--train-iters 20 --lr-warmup-iters 20", "--lr-warmup-iters 20"),
-        ("--optimizer-cpu-offload", "add --cuda-graph-scope forward_backward"),
-        ("--optimizer-offload-fraction 2", r"--optimizer-offload-fraction must be in \[0, 1\]"),
-        ("--pin-cpu-params", "--pin-cpu-params needs --optimizer-cpu-offload"),
         ("--num-layers-per-virtual-pipeline-stage 1", "add --pipeline-model-parallel-size"),
         (PIPELINE.rpartition(" ")[0], "needs --untie-embeddings-and-output-weights"),
         (f"{PIPELINE} --num-layers 3", "--num-layers 3 cannot be cut into equal stages"),
@@ -177,10 +174,3 @@ def test_a_short_run_gets_a_warmup_that_fits_unless_one_is_given() -> None:
     assert parse("--preset tiny --train-iters 10").lr_warmup_iters == 1
     assert parse("--train-iters 1").lr_warmup_iters == 0
     assert parse("--train-iters 50 --lr-warmup-iters 20").lr_warmup_iters == 20
-
-
-def test_offload_is_taken_outside_of_the_graph() -> None:
-    scope = "--cuda-graph-scope forward_backward"
-    config = parse(f"--optimizer-cpu-offload {scope} --optimizer-offload-fraction 0.5")
-    assert (config.optimizer_offload_fraction, config.pin_cpu_params) == (0.5, False)
-    assert not parse(f"--optimizer-cpu-offload {scope} --no-pin-cpu-params").pin_cpu_params

@@ -14,7 +14,6 @@ from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.rules.watcher import DispatchMode, Watcher
 from graphfsdp.bench.clock import time_window
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.offload.parts import SideCopies
 from unjoined import leaves_a_stream_unjoined
 from zoo_models import WIDTH, Squared
 
@@ -89,21 +88,6 @@ def test_windows_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(window.step_ms) == 4
     assert all(0 <= time_ms < 1000 for time_ms in window.step_ms)
     assert waits == ["device", "event"]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_copies_of_offloaded_state_use_streams_of_their_own(overlap: bool) -> None:
-    copies = SideCopies(CUDA, overlap=overlap)
-    copies.fork()
-    with copies.downwards():
-        down = torch.cuda.current_stream()
-        arrived = copies.arrival()
-    with copies.upwards():
-        up = torch.cuda.current_stream()
-    arrived()
-    copies.join()
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert len({torch.cuda.default_stream(), down, up}) == (3 if overlap else 1)
 
 
 def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go() -> None:

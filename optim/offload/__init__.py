@@ -1,4 +1,0 @@
-"""Optimizer state in the CPU's memory.
-
-Imports graphfsdp.base and fused.
-"""
