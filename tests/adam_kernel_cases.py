@@ -269,7 +269,7 @@ def assert_kernel_is_tensor_code(
     tensors = [tensor for bundle in expected.bundles for tensor in bundle if tensor is not None]
     assert all(tensor.float().isfinite().all() for tensor in tensors)
     # The interpreter has no fused multiply-add; a GPU may round a sum of ten operations otherwise.
-    exact = device == "cpu" and not flags.te_math
+    exact = device == "cpu"
     codes = () if exact else [name for name in ("exp_avg", "exp_avg_sq") if scaled(dtypes, name)]
     assert_same(
         found, expected, rtol=0 if exact else 16 * 2.0**-23, atol=0 if exact else 1e-6, but=codes

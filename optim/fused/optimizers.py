@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
-from graphfsdp.optim.fused.settings import Flags, StepSettings, check_math, moment_dtype
+from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype, moment_dtype
 
 
 class FusedAdam(DeviceOptimizer):
@@ -47,7 +47,6 @@ class FusedAdam(DeviceOptimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         maximize: bool = False,
-        math: str = "torch",
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
@@ -76,7 +75,6 @@ class FusedAdam(DeviceOptimizer):
             store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
                 that the parameter lacks, in int16: exact, and half of the memory.
             maximize: Climb instead of descending.
-            math: Order of operations: "torch", or "te" for Transformer Engine's.
             skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
                 in float32, is not finite.
             max_grad_norm: Clip the gradients' global norm, inside the update.
@@ -86,9 +84,9 @@ class FusedAdam(DeviceOptimizer):
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
         """
-        check_math(math, master_weight_dtype)
+        check_main_dtype(master_weight_dtype)
         settings = StepSettings(
-            Flags(adam_w_mode, bias_correction, maximize, te_math=math == "te"),
+            Flags(adam_w_mode, bias_correction, maximize),
             use_decoupled_grad,
             master_weights,
             store_param_remainders,

@@ -13,14 +13,12 @@ from graphfsdp.optim.fused.storage import fits_scales, has_scales
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _NORM_TYPES = (2.0, float("inf"))
-MATHS = ("torch", "te")
 
 
 class Flags(NamedTuple):
     adam_w_mode: bool = True  # decoupled weight decay; otherwise decay is added to the gradient
     bias_correction: bool = True
     maximize: bool = False
-    te_math: bool = False  # Transformer Engine's order of operations and float32-rounded betas
     rule: str = "adam"  # a key of RULES
     nesterov: bool = False
 
@@ -100,8 +98,6 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
 
 
-def check_math(math: str, master_weight_dtype: torch.dtype) -> None:
-    if math not in MATHS:
-        raise ConfigError(f"math must be one of {', '.join(map(repr, MATHS))}; got {math!r}")
+def check_main_dtype(master_weight_dtype: torch.dtype) -> None:
     if master_weight_dtype != torch.float32:
         raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")

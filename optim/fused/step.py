@@ -69,7 +69,7 @@ _LIBRARY.define(
     "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
     "Tensor(k!)? scratch, int scratch_bytes, bool dense, bool adam_w_mode, "
-    "bool bias_correction, bool maximize, bool te_math, str rule, bool nesterov) -> ()"
+    "bool bias_correction, bool maximize, str rule, bool nesterov) -> ()"
 )
 
 
@@ -147,7 +147,7 @@ def run_cpu(args: StepArgs) -> None:
     if not args.dense:
         _run_tensor_code(args)
         return
-    if args.flags.te_math or args.flags.rule != "adam":
+    if args.flags.rule != "adam":
         _run_tensor_code(args, _chunks)
         return
     _advance(args)

@@ -108,10 +108,9 @@ def store_weight(
 def coefficients_kernel(
     lanes_ptr,  # [L, 2] int64, address of a float32 step count; row of the table
     hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
-    coefficients_ptr,  # [L, 12] float32, written
+    coefficients_ptr,  # [L, 10] float32, written
     ADAM_W_MODE: tl.constexpr,
     BIAS_CORRECTION: tl.constexpr,
-    TE_MATH: tl.constexpr,
     RULE: tl.constexpr,
 ):
     """One lane's scalars, in float64. Capture: reads the counts and table that a replay finds."""
@@ -122,9 +121,6 @@ def coefficients_kernel(
     beta1 = tl.load(hyper + 1)
     beta2 = tl.load(hyper + 2)
     weight_decay = tl.load(hyper + 4)
-    if TE_MATH:
-        beta1 = beta1.to(tl.float32).to(tl.float64)
-        beta2 = beta2.to(tl.float32).to(tl.float64)
     correction1 = beta1 * 0.0 + 1.0
     correction2 = correction1
     if BIAS_CORRECTION:
@@ -139,7 +135,7 @@ def coefficients_kernel(
     decay = correction1 * 0.0 + 1.0
     if ADAM_W_MODE:
         decay = 1.0 - lr * weight_decay
-    out = coefficients_ptr + lane * 12
+    out = coefficients_ptr + lane * 10
     tl.store(out, decay.to(tl.float32))
     tl.store(out + 1, weight_decay.to(tl.float32))
     tl.store(out + 2, (1.0 - beta1).to(tl.float32))
@@ -150,60 +146,29 @@ def coefficients_kernel(
     tl.store(out + 7, tl.load(hyper + 3).to(tl.float32))
     tl.store(out + 8, lr.to(tl.float32))
     tl.store(out + 9, beta1.to(tl.float32))
-    tl.store(out + 10, correction1.to(tl.float32))
-    tl.store(out + 11, correction2.to(tl.float32))
 
 
 @triton.jit
-def _update_moments(
-    weight,
-    grad,
-    first,
-    second,
-    coefficients_ptr,
-    ADAM_W_MODE: tl.constexpr,
-    TE_MATH: tl.constexpr,
-):
+def _update_moments(weight, grad, first, second, coefficients_ptr, ADAM_W_MODE: tl.constexpr):
     weight_decay = tl.load(coefficients_ptr + 1)
     one_minus_beta1 = tl.load(coefficients_ptr + 2)
     beta2 = tl.load(coefficients_ptr + 3)
     one_minus_beta2 = tl.load(coefficients_ptr + 4)
-    if TE_MATH:
-        if not ADAM_W_MODE:
-            grad = tl.fma(weight, weight_decay, grad)
-        first = tl.fma(grad, one_minus_beta1, tl.load(coefficients_ptr + 9) * first)
-        second = tl.fma(grad, one_minus_beta2 * grad, beta2 * second)
+    if ADAM_W_MODE:
+        weight = weight * tl.load(coefficients_ptr)
     else:
-        if ADAM_W_MODE:
-            weight = weight * tl.load(coefficients_ptr)
-        else:
-            grad = grad + weight * weight_decay
-        first = first + (grad - first) * one_minus_beta1
-        second = second * beta2 + grad * grad * one_minus_beta2
+        grad = grad + weight * weight_decay
+    first = first + (grad - first) * one_minus_beta1
+    second = second * beta2 + grad * grad * one_minus_beta2
     return weight, first, second
 
 
 @triton.jit
-def _update_weight(
-    weight,
-    first,
-    second,
-    coefficients_ptr,
-    ADAM_W_MODE: tl.constexpr,
-    TE_MATH: tl.constexpr,
-):
+def _update_weight(weight, first, second, coefficients_ptr):
     """Return the updated weight; ``second`` is the moment to divide by."""
     eps = tl.load(coefficients_ptr + 7)
-    if TE_MATH:
-        lr = tl.load(coefficients_ptr + 8)
-        denominator = tl.sqrt_rn(tl.div_rn(second, tl.load(coefficients_ptr + 11))) + eps
-        update = tl.div_rn(tl.div_rn(first, tl.load(coefficients_ptr + 10)), denominator)
-        if ADAM_W_MODE:
-            update = tl.fma(weight, tl.load(coefficients_ptr + 1), update)
-        return tl.fma(-update, lr, weight)
-    else:
-        denominator = tl.div_rn(tl.sqrt_rn(second), tl.load(coefficients_ptr + 6)) + eps
-        return weight - tl.div_rn(first, denominator) * tl.load(coefficients_ptr + 5)
+    denominator = tl.div_rn(tl.sqrt_rn(second), tl.load(coefficients_ptr + 6)) + eps
+    return weight - tl.div_rn(first, denominator) * tl.load(coefficients_ptr + 5)
 
 
 @triton.jit
@@ -253,7 +218,6 @@ def _update_block(
     HAS_SCALE: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    TE_MATH: tl.constexpr,
     RULE: tl.constexpr,
     NESTEROV: tl.constexpr,
 ):
@@ -273,7 +237,7 @@ def _update_block(
     if RULE == "adam":
         second = load_moment(second_ptr, second_s, offsets, mask, blocks, blocks_mask, SECOND_TOP)
         weight, first, second = _update_moments(
-            weight, grad, first, second, coefficients_ptr, ADAM_W_MODE, TE_MATH
+            weight, grad, first, second, coefficients_ptr, ADAM_W_MODE
         )
         divisor = second
         if AMSGRAD:
@@ -286,7 +250,7 @@ def _update_block(
                 largest_ptr, largest_s, divisor, offsets, mask, blocks, blocks_mask,
                 SECOND_TOP, SECOND_SMALLEST,
             )  # fmt: skip
-        weight = _update_weight(weight, first, divisor, coefficients_ptr, ADAM_W_MODE, TE_MATH)
+        weight = _update_weight(weight, first, divisor, coefficients_ptr)
         store_moment(
             second_ptr, second_s, second, offsets, mask, blocks, blocks_mask,
             SECOND_TOP, SECOND_SMALLEST,
@@ -337,7 +301,7 @@ def _load_pointers(
 def update_kernel(
     runs_ptr,  # [R, 13] int64, nine addresses, numel, lane, length of a row, first block
     block_to_run_ptr,  # [B] int32
-    coefficients_ptr,  # [L, 12] float32
+    coefficients_ptr,  # [L, 10] float32
     scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
     skip_ptr,  # [] float32, nothing is changed unless it is zero; not read without HAS_SKIP
     PARAM_DTYPE: tl.constexpr,
@@ -358,7 +322,6 @@ def update_kernel(
     HAS_SKIP: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    TE_MATH: tl.constexpr,
     RULE: tl.constexpr,
     NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -375,7 +338,7 @@ def update_kernel(
         run, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
     )
     numel = tl.load(run + 9)
-    coefficients = coefficients_ptr + tl.load(run + 10) * 12
+    coefficients = coefficients_ptr + tl.load(run + 10) * 10
     block -= tl.load(run + 12)
     if HAS_SKIP:
         # A run without elements: every load and store is masked off, so no memory is moved.
@@ -404,7 +367,7 @@ def update_kernel(
         _update_block(
             pointers, offsets, None, blocks, None, coefficients, scale_ptr,
             FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
-            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
+            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, RULE, NESTEROV,
         )  # fmt: skip
     else:
         # In parts: as a whole it would need more registers than all the rest.
@@ -425,5 +388,5 @@ def update_kernel(
             _update_block(
                 pointers, offsets, mask, blocks, blocks_mask, coefficients, scale_ptr,
                 FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
-                HAS_SCALE, ADAM_W_MODE, MAXIMIZE, TE_MATH, RULE, NESTEROV,
+                HAS_SCALE, ADAM_W_MODE, MAXIMIZE, RULE, NESTEROV,
             )  # fmt: skip

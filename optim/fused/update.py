@@ -31,8 +31,6 @@ class AdamCoefficients(NamedTuple):
     eps: Tensor
     lr: Tensor
     beta1: Tensor
-    correction1: Tensor
-    correction2: Tensor
 
 
 def adam_coefficients(
@@ -44,8 +42,6 @@ def adam_coefficients(
 
     Capture: no host sync; replays read the table and the step that they find.
     """
-    if flags.te_math:  # it rounds every number of the table to float32 first
-        hyper_row = hyper_row.float().double()
     lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
     one = torch.ones_like(lr)
     one_minus_beta2 = one - beta2
@@ -64,8 +60,6 @@ def adam_coefficients(
         eps=eps,
         lr=lr,
         beta1=beta1,
-        correction1=correction1,
-        correction2=correction2,
     )
 
 
@@ -108,8 +102,7 @@ def adam_update_(
             _lion_rule_(weight, gradient, first, coefficients)
             continue
         assert second is not None
-        rule = _te_rule_ if flags.te_math else _torch_rule_
-        rule(weight, gradient, first, second, largest, coefficients, flags.adam_w_mode)
+        _adam_rule_(weight, gradient, first, second, largest, coefficients, flags.adam_w_mode)
     store_moments(part, moments)
     store_weights(part, weights)
 
@@ -131,7 +124,7 @@ def _update_unless(
             store.copy_(torch.where(skip, store, copy))
 
 
-def _torch_rule_(
+def _adam_rule_(
     weight: Tensor,
     gradient: Tensor,
     first: Tensor,
@@ -150,31 +143,6 @@ def _torch_rule_(
     denominator = _root(_keep_largest_(largest, second))
     denominator = denominator.div_(coefficients.root_correction2).add_(coefficients.eps)
     weight.sub_((first / denominator).mul_(coefficients.step_size))
-
-
-def _te_rule_(
-    weight: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    largest: Tensor | None,
-    coefficients: AdamCoefficients,
-    adam_w_mode: bool,
-) -> None:
-    """The order of operations of Transformer Engine's multi-tensor Adam.
-
-    Source: transformer_engine/common/multi_tensor/adam.cu, as compiled with fused multiply-add.
-    """
-    at = AdamCoefficients(*(value.to(weight.dtype) for value in coefficients))
-    if not adam_w_mode:
-        gradient = _fma(at.weight_decay, weight, gradient)
-    first.copy_(_fma(at.one_minus_beta1, gradient, at.beta1 * first))
-    second.copy_(_fma(gradient, at.one_minus_beta2 * gradient, at.beta2 * second))
-    denominator = _root(_keep_largest_(largest, second) / at.correction2) + at.eps
-    update = (first / at.correction1) / denominator
-    if adam_w_mode:
-        update = _fma(weight, at.weight_decay, update)
-    weight.copy_(_fma(-update, at.lr, weight))
 
 
 def _keep_largest_(largest: Tensor | None, second: Tensor) -> Tensor:
@@ -216,11 +184,3 @@ def _lion_rule_(
 def _root(value: Tensor) -> Tensor:
     """Return the correctly rounded root, which torch's float32 one on the CPU is not."""
     return value.double().sqrt().to(value.dtype)
-
-
-def _fma(left: Tensor, right: Tensor, add: Tensor) -> Tensor:
-    """Return ``left * right + add`` with an unrounded product.
-
-    The product of two float32 is exact in float64; the sum is rounded to float64 and to float32.
-    """
-    return (left.double() * right.double() + add.double()).to(add.dtype)

@@ -40,10 +40,9 @@ def test_a_kernel_that_nobody_computes_is_refused(capfd: pytest.CaptureFixture[s
         triton_kernels.coefficients_kernel[(1,)](
             tables,
             numbers,
-            torch.empty(1, 12, device=CUDA),
+            torch.empty(1, 10, device=CUDA),
             ADAM_W_MODE=True,
             BIAS_CORRECTION=True,
-            TE_MATH=False,
             RULE="adam",
             num_warps=1,
         )

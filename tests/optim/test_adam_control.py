@@ -31,13 +31,12 @@ from helpers import no_host_sync
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("remainders", [True, False])
-@pytest.mark.parametrize("maths", ["torch", "te"])
 def test_a_skipped_step_changes_nothing_and_is_counted(
-    device: torch.device, dtype: torch.dtype, remainders: bool, maths: str
+    device: torch.device, dtype: torch.dtype, remainders: bool
 ) -> None:
     params = make_params(dtype=dtype, device=device)
     optimizer = FusedAdam(
-        params, master_weights=True, store_param_remainders=remainders, amsgrad=True, math=maths
+        params, master_weights=True, store_param_remainders=remainders, amsgrad=True
     )
     go, skip = torch.zeros((), device=device), torch.ones((), device=device)
     set_grads(params)

@@ -48,17 +48,16 @@ def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -
 
 
 @interpreted
-@pytest.mark.parametrize("te_math", [True, False])
 @pytest.mark.parametrize(
     ("amsgrad", "scale"), [(None, None), (torch.float32, 0.5), (torch.bfloat16, None)]
 )
 def test_interpreted_kernel_knows_every_mode(
-    te_math: bool, amsgrad: torch.dtype | None, scale: float | None
+    amsgrad: torch.dtype | None, scale: float | None
 ) -> None:
     base = FP32 if amsgrad else MIXED
     dtypes = base._replace(exp_avg_sq=amsgrad or torch.float32, max_exp_avg_sq=amsgrad)
     for adam_w_mode, bias_correction, maximize in itertools.product([True, False], repeat=3):
-        flags = Flags(adam_w_mode, bias_correction, maximize, te_math)
+        flags = Flags(adam_w_mode, bias_correction, maximize)
         assert_kernel_is_tensor_code([300, 2048, 0, 3], dtypes, flags, scale)
 
 
@@ -234,11 +233,9 @@ COMPILED = (
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dtypes", COMPILED, ids=dtype_names)
 def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_path: Path) -> None:
-    # Each dtype with either kind of maths, aligned with the one or the other.
-    te_math = aligned == (COMPILED.index(dtypes) % 2 == 0)
     kernels = fresh_kernels()
     constants = step_kernel.constants(
-        dtypes, Flags(te_math=te_math), has_scale=True, has_skip=True, aligned=aligned
+        dtypes, Flags(), has_scale=True, has_skip=True, aligned=aligned
     )
     signature = {
         "runs_ptr": "*i64",
@@ -263,7 +260,7 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_pat
 def test_coefficients_kernel_compiles_for_sm_90_with_float64_maths() -> None:
     kernels = fresh_kernels()
     signature = {"lanes_ptr": "*i64", "hyper_ptr": "*fp64", "coefficients_ptr": "*fp32"}
-    constants = {"ADAM_W_MODE": True, "BIAS_CORRECTION": True, "TE_MATH": True, "RULE": "adam"}
+    constants = {"ADAM_W_MODE": True, "BIAS_CORRECTION": True, "RULE": "adam"}
     compiled = _compile(kernels.coefficients_kernel, signature, constants, 1)
     assert ".target sm_90" in compiled["ptx"]
     assert "fma.rn.f64" in compiled["ptx"]  # exp2 and log2 are not rounded to float32 on the way

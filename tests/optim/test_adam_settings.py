@@ -52,14 +52,13 @@ def test_parameter_and_remainder_are_the_exact_float32(bits: list[int], negative
 
 
 @pytest.mark.parametrize("grad_scale", [None, 0.5])
-@pytest.mark.parametrize("maths", ["torch", "te"])
 def test_remainders_train_as_float32_main_weights_do_bit_for_bit(
-    device: torch.device, grad_scale: float | None, maths: str
+    device: torch.device, grad_scale: float | None
 ) -> None:
     params, twins = make_twins(dtype=torch.bfloat16, device=device)
     settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "master_weights": True}
-    ours = FusedAdam(params, store_param_remainders=True, math=maths, **settings)
-    theirs = FusedAdam(twins, math=maths, **settings)
+    ours = FusedAdam(params, store_param_remainders=True, **settings)
+    theirs = FusedAdam(twins, **settings)
     scale = None if grad_scale is None else torch.tensor(grad_scale, device=device)
     for _ in range(50):
         set_grads(params, twins)
@@ -85,13 +84,12 @@ def _float64_adam(param: Tensor, grads: list[Tensor], lr: float, decay: float) -
     return weight
 
 
-@pytest.mark.parametrize("maths", ["torch", "te"])
-def test_a_thousand_steps_stay_with_float64_and_with_torch(maths: str) -> None:
+def test_a_thousand_steps_stay_with_float64_and_with_torch() -> None:
     param = nn.Parameter(torch.randn(2000) * 0.02)
     twin = nn.Parameter(param.detach().clone())
     grads = [torch.randn(2000) * 1e-3 for _ in range(1000)]
     expected = _float64_adam(param.detach(), grads, 1e-3, 0.1)
-    ours = FusedAdam([param], lr=1e-3, weight_decay=0.1, math=maths)
+    ours = FusedAdam([param], lr=1e-3, weight_decay=0.1)
     theirs = torch.optim.AdamW([twin], lr=1e-3, weight_decay=0.1, fused=True)
     for grad in grads:
         param.grad = twin.grad = grad
@@ -99,24 +97,12 @@ def test_a_thousand_steps_stay_with_float64_and_with_torch(maths: str) -> None:
         theirs.step()
     # torch's 1 - lr * decay, rounded to float32, is off by up to 3e-8 of the weight in each step.
     drift = 1000 * 3e-8 * param.abs().max().item()
-    close = 6e-7 if maths == "te" else 6e-7 + drift
-    torch.testing.assert_close(param.double(), expected, rtol=0, atol=close)
-    torch.testing.assert_close(
-        param.detach(), twin.detach(), rtol=0, atol=1e-6 + drift if maths == "te" else 0
-    )
+    torch.testing.assert_close(param.double(), expected, rtol=0, atol=6e-7 + drift)
+    assert torch.equal(param, twin)
     state, other = ours.state[param], theirs.state[twin]
     torch.testing.assert_close(state["exp_avg"], other["exp_avg"], rtol=1e-4, atol=1e-9)
     # 1 - 0.999 in float32 is off by 1.3e-5.
     torch.testing.assert_close(state["exp_avg_sq"], other["exp_avg_sq"], rtol=1e-4, atol=0)
-
-
-def test_te_math_rounds_the_betas_to_float32() -> None:
-    param = nn.Parameter(torch.ones(1))
-    param.grad = torch.ones(1)
-    optimizer = FusedAdam([param], math="te")
-    optimizer.step()
-    found = optimizer.state[param]["exp_avg_sq"].item()
-    assert found == (1 - torch.tensor(0.999)).item() != torch.tensor(1 - 0.999).item()
 
 
 def adam(**settings: Any) -> Any:
@@ -126,7 +112,6 @@ def adam(**settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (adam(math="fast"), "math must be one of 'torch', 'te'; got 'fast'"),
         (adam(exp_avg_dtype=torch.float8_e5m2), "exp_avg_dtype .* got .*e5m2"),
         (adam(exp_avg_sq_dtype=torch.int8), "exp_avg_sq_dtype .* got torch.int8"),
         (adam(master_weight_dtype=torch.float16), "master_weight_dtype must"),

@@ -53,12 +53,10 @@ MODES: dict[str, dict[str, Any]] = {
     "one narrow moment": {"exp_avg_dtype": torch.bfloat16, "adam_w_mode": False},
     "all narrow": {**HALVES, **NARROW, "amsgrad": True},
     "float8 and float16 moments": {**HALVES, **FP8},
-    "te": {"math": "te"},
-    "te with remainders": {"math": "te", **HALVES},
 }
 # Clipping and skipping are its own, and not those of the capture.
 OWN: dict[str, dict[str, Any]] = {
-    "own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True, "math": "te"},
+    "own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True},
     "own largest": {"max_grad_norm": 0.01, "norm_type": math.inf, "skip_nonfinite": True},
 }
 

@@ -374,13 +374,13 @@ def test_a_main_weight_that_transformer_engine_keeps_beside_float32_parameters_i
 ):
     """Its capturable kernel never updates that one, so it is old."""
     params = make_params()
-    theirs = FusedAdam(params, lr=0.1, math="te", master_weights=True)
+    theirs = FusedAdam(params, lr=0.1, master_weights=True)
     take_steps(1, theirs)
     state = te_state_of(theirs, torch.tensor([1], dtype=torch.int32))
     for param, entries in zip(params, state["state"].values(), strict=True):
         entries["master_param"] = torch.zeros_like(param)
     twins = copies_of(params)
-    ours = FusedAdam(twins, math="te", master_weights=True)
+    ours = FusedAdam(twins, master_weights=True)
     ours.load_state_dict(state)
     assert_equal(params, twins)
     take_steps(1, theirs, ours)
