@@ -547,7 +547,6 @@ class TrainConfig:
             "last stage the other": not self.untie_embeddings_and_output_weights,
             "--num-distributed-optimizer-instances 1": self.num_distributed_optimizer_instances > 1,
             "no --init-model-with-meta-device": self.init_model_with_meta_device,
-            "no --optimizer-cpu-offload": self.optimizer_cpu_offload,
             "no --mllog": self.mllog is not None,
             "no --num-experts": self.num_experts is not None,
             "no --fp8-format and no --fp8-param-gather": self.fp8_param_gather
