@@ -60,11 +60,6 @@ def answering(answer: Callable[..., Any]) -> Iterator[None]:
         _ANSWER.reset(token)
 
 
-def is_checked() -> bool:
-    """Tell whether a check of scripts runs, which answers ``graphfsdp.capture`` itself."""
-    return _ANSWER.get() is not None
-
-
 def _answerable(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphfsdp.api import is_checked
 from graphfsdp.errors import ConfigError
 from graphfsdp.in_place.loop import InPlace
 from graphfsdp.preconditions import as_list, one_module
@@ -65,6 +64,5 @@ def capture_in_place(
             "an iteration does. Remedy: leave it out, or graphfsdp.capture"
         )
     loop = InPlace(as_list(model, "model"), as_list(optimizer, "optimizer"), options)
-    if not is_checked():  # which looks at the loop as it is
-        loop.install()
+    loop.install()
     return loop

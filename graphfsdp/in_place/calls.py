@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.trace.source import user_source_line
+from graphfsdp.base.hazards import HazardKind, SourceLine
 from graphfsdp.errors import CaptureError, first_line
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -123,6 +125,7 @@ class Call:
     forms: list[Form]  # of the tensors that are given to it
     results: list[Any] = field(default_factory=list)  # Result, Own, Given, or the value
     result_spec: pytree.TreeSpec | None = None  # None: the result is one leaf
+    source: SourceLine | None = None  # of the loop
 
     def is_like(self, other: "Call") -> bool:
         return (
@@ -148,7 +151,7 @@ class Call:
         if self.spec is not None:
             args, kwargs = pytree.tree_unflatten(values, self.spec)
         with torch.set_grad_enabled(self.modes.grad):
-            result = self.function(*args, **kwargs)
+            result = _from_line(self.source)(self.function, args, kwargs)
         if self.results:
             for place, leaf in zip(self.results, pytree.tree_leaves(result), strict=True):
                 if isinstance(place, Result):
@@ -215,6 +218,22 @@ def run_calls(calls: Sequence[Call], given: Sequence[Tensor], kind: str) -> dict
     return made
 
 
+_CALL = lambda function, args, kwargs: function(*args, **kwargs)  # noqa: E731 (it is one line)
+
+
+def _from_line(source: SourceLine | None) -> Callable[..., Any]:
+    """Return what calls a function as if from there: what looks for the user's line finds it."""
+    if source is None:
+        return _CALL
+    code = _CALL.__code__.replace(
+        co_filename=source.file,
+        co_firstlineno=source.line,
+        co_name=source.function.rpartition(".")[2],
+        co_qualname=source.function,
+    )
+    return FunctionType(code, {})
+
+
 def name_of(function: Callable[..., Any]) -> str:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
@@ -238,5 +257,5 @@ def lose(tensors: Iterable[Tensor], error: BaseException) -> None:
         tensor.__class__ = lost
 
 
-def refusal(why: str, remedy: str) -> CaptureError:
-    return CaptureError(f"{why}. Remedy: {remedy}", source=user_source_line())
+def refusal(why: str, remedy: str, kind: HazardKind = HazardKind.STATE) -> CaptureError:
+    return CaptureError(f"{why}. Remedy: {remedy}", source=user_source_line(), kind=kind)

@@ -189,7 +189,7 @@ class InPlace:
     def _begin(self) -> Region:
         params = (param for model in self._models for param in model.parameters())
         self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
-        self._region = Region(self._root, self._own, self._device.type, self._attributes)
+        self._region = self._new_region()
         self._handled = sys.exception()
         self._open.enter_context(as_written())  # compiled functions of the loop
         self._open.callback(setattr, nn.utils, "clip_grad_norm_", _CLIP)
@@ -199,6 +199,9 @@ class InPlace:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
         return self._region
+
+    def _new_region(self) -> Region:
+        return Region(self._root, self._own, self._device.type, self._attributes)
 
     def _current(self) -> Region | None:
         """Return where the loop is, if an exception that it handles now has not ended that."""
@@ -359,13 +362,19 @@ class InPlace:
         index = self._program(region.point, region.kept())
         region.check_undrawn()
         if self._step is None:
-            models: Any = [self._as_written(model) for model in self._models]
-            models = models[0] if len(models) == 1 else models
-            optimizers = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
-            self._step = capture(models, optimizers, iteration=self._iterate, **self._options)
+            self._step = capture(*self._arguments(), iteration=self._iterate, **self._options)
         results = self._step(index, *region.given)
         with torch.no_grad():
             region.fill(dict(zip(self._programs[index].kept, results, strict=True)))
+
+    def _arguments(self) -> tuple[Any, Any]:
+        """Return models and optimizers as ``capture`` takes them."""
+        models = [self._as_written(model) for model in self._models]
+        optimizers = self._optimizers
+        return (
+            models[0] if len(models) == 1 else models,
+            optimizers[0] if len(optimizers) == 1 else optimizers,
+        )
 
     def _program(self, end: Point, kept: list[int]) -> int:
         for index, program in enumerate(self._programs):

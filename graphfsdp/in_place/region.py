@@ -22,6 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.rules.refusals import Refusal, for_this_place
+from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.calls import (
@@ -78,7 +79,8 @@ class Region:
         self._given_places: dict[int, int] = {}
         self._versions: list[int] = []
         self._new_at: tuple[Call, Call | None]
-        self._random = _random_states(kind)
+        self._random = _random_states(kind)  # as they were behind the last call that has run
+        self._loop_draws: frozenset[int] = frozenset()
         self._attributes = attributes
         self._written = self._sum_of_versions()
         self._training = self._modes()
@@ -111,10 +113,12 @@ class Region:
             known = self.point.following
             self._new_at = call, known[-1].call if known else None
             self.catch_up(run)
-        before = _random_states(self._kind)
+        before = self._note_draws()
         result = run(call.run, self._made, self.given)
-        draws = self.point.draws | _moved(before, _random_states(self._kind))
+        self._random = _random_states(self._kind)
+        draws = self.point.draws | _moved(before, self._random)
         self._note(call, result)
+        call.source = user_source_line()
         self.point.following.append(Point(call, self.point, draws=draws))
         self.point = self.point.following[-1]
         return result
@@ -137,6 +141,7 @@ class Region:
                 "step that would compute them",
                 "bfloat16, which needs no scaler; or graphfsdp.capture with "
                 "graphfsdp.optim.DeviceGradScaler, which decides on the device",
+                HazardKind.HOST_READ,
             )
         if not isinstance(leaf, Tensor):
             if isinstance(leaf, CONSTANT) or callable(leaf):
@@ -214,8 +219,7 @@ class Region:
                 return leaf
             if is_module:
                 return Unknown()
-            found = for_this_place(_READ.of(name_of(call.function)))
-            raise refusal(found.what, found.remedy)
+            return self.on_read(call, leaf)
         if self.owns(leaf):
             return Own(leaf)
         index = self._index_of(leaf)
@@ -231,6 +235,14 @@ class Region:
         self._made[index] = leaf
         self._made_by[index] = leaf.grad_fn
         return result
+
+    def on_read(self, call: Call, value: Any) -> Any:
+        """Refuse a call that returns a value; return what a replay would return."""
+        raise self.refusal_of_read(call)
+
+    def refusal_of_read(self, call: Call) -> CaptureError:
+        found = for_this_place(_READ.of(name_of(call.function)))
+        return refusal(found.what, found.remedy, found.kind)
 
     def _memory_of(self, index: int, leaf: Tensor) -> tuple[int, int]:
         """Return the place of what has all of a tensor's storage, and where in it this lies."""
@@ -279,7 +291,9 @@ class Region:
         try:
             self.check_unchanged()
             calls = self.point.calls()
+            self._note_draws()
             values = run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
+            self._random = _random_states(self._kind)
             self._take_over(values)
         except BaseException as error:
             self.lose(error)
@@ -364,12 +378,20 @@ class Region:
 
     def check_undrawn(self) -> None:
         """Refuse random numbers of the loop between those of the model: these come last now."""
-        if self.point.draws & _moved(self._random, _random_states(self._kind)):
+        self._note_draws()
+        if self.point.draws & self._loop_draws:
             raise refusal(
                 "the loop draws random numbers between the model's call and the optimizer's step, "
                 "and so does the model; they would come in another order",
                 "draw before the model's call, or from a generator of its own",
+                HazardKind.GENERATOR,
             )
+
+    def _note_draws(self) -> list[Tensor]:
+        """Note what the loop has drawn itself; return the states of the generators."""
+        now = _random_states(self._kind)
+        self._loop_draws |= _moved(self._random, now)
+        return now
 
 
 def _random_states(kind: str) -> list[Tensor]:

@@ -42,6 +42,7 @@ from graphfsdp.preconditions import (
     refuse_parallel_wrapper,
     refuse_several,
     refuse_unreduced_parameters,
+    refuse_unskipped_steps,
     trainable_of_all,
 )
 from graphfsdp.preflight.rehearsal import Rehearsal
@@ -156,6 +157,7 @@ def check_call(
         refuse_several(model, optimizer)
     else:
         refuse_beside_iteration(iteration, options)
+        refuse_unskipped_steps(together, inner, options)
 
     def make_iteration(
         adapted: CapturableOptimizer, gradients: PersistentGradients

@@ -77,7 +77,7 @@ class Rehearsal:
                 error = self._attempt(runs, iterate, judged=True)
                 judged = runs[-1]
                 if error is not None:
-                    self.hazards.add(_hazard_of(error))
+                    self.hazards.add(hazard_of(error))
                     return judged.num_ops
                 self._note_state(state, judged)
                 if not failed:
@@ -189,7 +189,7 @@ def _without_gradient(owner: str, names: list[str]) -> Hazard:
     )
 
 
-def _hazard_of(error: Exception) -> Hazard:
+def hazard_of(error: Exception) -> Hazard:
     if isinstance(error, CaptureError):
         return error.hazard
     if isinstance(error, InvalidLossError):

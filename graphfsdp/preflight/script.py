@@ -21,8 +21,8 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp.api import answering
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError, first_line
-from graphfsdp.preflight.between_steps import BetweenSteps
 from graphfsdp.preflight.check import check_call
+from graphfsdp.preflight.loop import ScriptLoops
 from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
 
@@ -62,7 +62,6 @@ class ScriptCheck:
         One that does not call ``graphfsdp.capture`` runs up to the second step of its optimizer.
         """
         flight = _Flight(self)
-        steps = BetweenSteps(self.target, lambda: flight.num_steps > 0, flight.end)
         folder = "" if is_module else str(Path(name).resolve().parent)
         try:
             with (
@@ -70,7 +69,7 @@ class ScriptCheck:
                 self._device(),
                 answering(flight.answer),
                 nothing_written(),
-                steps.following(),
+                flight.loops.following(),
                 _time_limit(self.limit_s),
             ):
                 if is_module:
@@ -80,15 +79,15 @@ class ScriptCheck:
         except _CheckedExit:
             pass
         except _OverTimeError:
-            _refuse_end(f"was stopped after {self.limit_s:g} seconds", flight, steps)
+            _refuse_end(f"was stopped after {self.limit_s:g} seconds", flight)
         except SystemExit as done:
             if not flight.reports:
-                _refuse_end(f"ended with exit code {done.code}", flight, steps)
+                _refuse_end(f"ended with exit code {done.code}", flight)
         except Exception as error:  # whatever somebody else's program raises
             if not flight.reports:
                 _refuse_failure(error, self)
         if not flight.reports:
-            _refuse_end("ran to its end", flight, steps)
+            _refuse_end("ran to its end", flight)
         return flight.reports[0]
 
     def run_function(self, name: str) -> CheckReport:
@@ -114,7 +113,7 @@ class ScriptCheck:
             _refuse_failure(error, self)
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
-        return CpuInstead() if self.on_cpu else contextlib.nullcontext()
+        return cpu_instead() if self.on_cpu else contextlib.nullcontext()
 
 
 @dataclass
@@ -124,6 +123,9 @@ class _Flight:
     how: ScriptCheck
     num_steps: int = 0
     reports: list[CheckReport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loops = ScriptLoops(self.how.target, self.end)
 
     def end(self, report: CheckReport) -> NoReturn:
         """End the script with what its iterations have shown."""
@@ -137,6 +139,7 @@ class _Flight:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> "_CheckedStep":
         self.num_steps += 1
+        self.loops.leave()
         known = {key: options[key] for key in _OPTIONS if key in options}
         return _CheckedStep(self, partial(check_call, model, optimizer, **known))
 
@@ -234,13 +237,13 @@ def _arguments_of(made: object) -> dict[str, Any]:
     return found
 
 
-def _refuse_end(how: str, flight: _Flight, steps: BetweenSteps) -> NoReturn:
+def _refuse_end(how: str, flight: _Flight) -> NoReturn:
     if flight.num_steps:
         what = "captured a step, but did not call it"
         remedy = "let it run at least one iteration"
     else:
         counts = {0: "stepped no optimizer", 1: "stepped its optimizer once"}
-        count = counts.get(steps.num_steps, "called no model between two steps")
+        count = counts.get(flight.loops.num_steps, "called no model between two steps")
         what = f"did not call graphfsdp.capture, and {count}"
         remedy = (
             "let it run two iterations, or write a function that returns (model, optimizer, "
@@ -260,6 +263,14 @@ def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
             "'cuda'; or choose the device by torch.cuda.is_available()"
         )
     raise ScriptError(message, error) from error
+
+
+@contextlib.contextmanager
+def cpu_instead() -> Iterator[None]:
+    """Run a program that is written for a GPU; its GradScaler scales, as it would there."""
+    tells = "torch.cuda.amp.common.amp_definitely_not_available"
+    with mock.patch(tells, return_value=False), CpuInstead():
+        yield
 
 
 class CpuInstead(TorchFunctionMode):

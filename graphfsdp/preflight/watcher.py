@@ -40,11 +40,6 @@ class PreflightWatcher(Watcher):
         if for_cuda and device.type == "cpu":
             self._on_host = HostTensors(self.storages)
 
-    def note_batch(self, batch: Any) -> None:
-        """Take the tensors of a batch to lie where the model does."""
-        if self._on_host is not None:
-            self._on_host.forget(flat_tensors([batch]))
-
     def varies(self, tensor: Tensor) -> bool:
         """Tell whether a read of a tensor on the host is one that a capture does not permit."""
         if self._on_host is not None and not self._on_host.holds(tensor):

@@ -1,8 +1,10 @@
 """`graphfsdp check`: scripts run unchanged up to their first captured step, and exit codes."""
 
 import json
+import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,62 @@ for iteration in range(100):
     optimizer.zero_grad()
 """
 
+# What a capture in place refuses a check must tell, and it must not tell more.
+LOOP = """
+import sys, torch, graphfsdp
+from contextlib import nullcontext
+from torch import nn
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", enabled="scales" in sys.argv)
+another = torch.Generator()
+loop = nullcontext()
+if "captured" in sys.argv:
+    loop = graphfsdp.capture_in_place(model, optimizer)
+with loop:
+  for iteration in range(12):
+      if "zeroes not" not in sys.argv:
+          optimizer.zero_grad()
+      x = torch.randn(2 if iteration % 2 and "has other shapes" in sys.argv else 8, 4)
+      loss = model(x)
+      if "draws" in sys.argv: torch.randn(3)
+      if "draws by itself" in sys.argv: torch.randn(3, generator=another)
+      if "reads" in sys.argv: print(loss.sum().item())
+      if "reads a copy" in sys.argv: print(x.sum().item())
+      if "masks" in sys.argv: loss = loss[loss > 0]
+      if "counts" in sys.argv: loss = loss * (1 + iteration)
+      if "applies" in sys.argv: loss = Square.apply(loss)
+      if "sets" in sys.argv: model[0].note = iteration
+      scaler.scale(loss.mean()).backward()
+      if "writes" in sys.argv: x[0].mul_(2)
+      scaler.step(optimizer)
+      scaler.update()
+      print("iteration", iteration, loss.sum().item())
+"""
+DOES = {
+    "nothing": "",
+    "draws": "random numbers between",
+    "draws by itself": "",
+    "reads": "item is called between",
+    "reads a copy": "",
+    "masks": "a tensor whose shape depends on values",
+    "counts": "new ones in a row are refused",
+    "applies": "an autograd.Function",
+    "writes": "was written between",
+    "sets": "an attribute of a module was written",
+    "scales": "GradScaler reads on the host",
+    "zeroes not": "gradients were not zeroed",
+    "has other shapes": "",
+}
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -186,6 +244,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "nanogpt.py": LIKE_NANOGPT,
         "gan.py": GAN,
         "beside.py": BESIDE,
+        "loop.py": LOOP,
         "leaving.py": HEAD + "sys.exit(3)",
     }
     for name, text in programs.items():
@@ -274,6 +333,33 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gan.py"]) == 0
     assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("does", DOES)
+def test_a_check_finds_what_a_capture_in_place_refuses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    assert main(["check", "loop.py", does]) == bool(DOES[does])
+    out = capsys.readouterr().out
+    assert "iteration 2" not in out  # as `capture_in_place` never is
+    assert out.count("cannot be captured: 1 hazard") == bool(DOES[does])
+    table = "".join(line.split("|")[-2].strip() + " " for line in out.splitlines() if "|" in line)
+    assert DOES[does].casefold() in table.casefold()
+    assert f'if "{does}" in' in out or does not in ("reads", "masks", "counts")
+    assert ("other shapes:" in out) == (does == "has other shapes")
+    monkeypatch.setattr(sys, "argv", ["loop.py", "captured", does])
+    with pytest.raises(graphfsdp.CaptureError) if DOES[does] else nullcontext():
+        runpy.run_path("loop.py")
+
+
+def test_what_is_captured_already_is_told_no_line_to_add(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "loop.py", "captured"]) == 0
+    assert main(["check", "loop.py", "captured", "reads"]) == 1
+    out = capsys.readouterr().out
+    assert "Fix: put it behind optimizer.step()" in out
+    assert "before the loop" not in out
 
 
 def test_what_is_beside_the_graph_is_not_judged(
