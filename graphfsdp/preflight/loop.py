@@ -52,13 +52,15 @@ class ScriptLoops:
 
         def start_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._loop is None and not self.is_theirs and _trains(module):
-                self._start(*_trained_with(module))
+                models, optimizers = _trained_with(module)
+                if optimizers:
+                    with self.ending():
+                        self._follow(models, optimizers, {}).install()
             return call(module, *args, **kwargs)
 
         def start_theirs(*given: Any) -> _Loop:
             self.leave()
-            self._loop = _Loop(self, *given)
-            return self._loop
+            return self._follow(*given)
 
         handle = register_optimizer_step_post_hook(self._after_step)
         try:
@@ -70,7 +72,7 @@ class ScriptLoops:
         except GraphFSDPError as error:
             if self._loop is None:
                 raise
-            self.end_with(error)
+            self.stop([hazard_of(error)])
         finally:
             handle.remove()
             self._end()
@@ -82,15 +84,10 @@ class ScriptLoops:
 
     def start_again(self, optimizers: _Optimizers) -> None:
         """Follow some of the optimizers alone, from their second iteration on."""
-        assert self._loop is not None
-        models = _owners(self._loop.models, optimizers)
+        before = self._loop
+        assert before is not None
         self._end()
-        self._start(models, optimizers)
-        self._loop.num_iterations = 1
-
-    def end_with(self, error: GraphFSDPError) -> NoReturn:
-        """End the script with what would end a captured loop."""
-        self.stop([hazard_of(error)])
+        self._follow(_owners(before.models, optimizers), optimizers, {}, before).install()
 
     def stop(self, hazards: Sequence[Hazard], report: CheckReport | None = None) -> NoReturn:
         loop = self._loop
@@ -101,13 +98,18 @@ class ScriptLoops:
             hazards = loop.hazards_with(hazards)
         self._stop(replace(report, hazards=tuple(hazards)))
 
-    def _start(self, models: _Models, optimizers: _Optimizers) -> None:
-        if optimizers:
-            try:
-                self._loop = _Loop(self, models, optimizers, {})
-                self._loop.install()
-            except GraphFSDPError as error:
-                self.end_with(error)
+    def _follow(self, *given: Any) -> "_Loop":
+        with self.ending():
+            self._loop = _Loop(self, *given)
+            return self._loop
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the script with what would end a captured loop."""
+        try:
+            yield
+        except GraphFSDPError as error:
+            self.stop([hazard_of(error)])
 
     def _end(self) -> None:
         loop, self._loop = self._loop, None
@@ -153,14 +155,17 @@ class _Loop(InPlace):
         models: _Models,
         optimizers: _Optimizers,
         options: Mapping[str, Any],
+        before: "_Loop | None" = None,
     ) -> None:
+        """``before``: what has followed the first iteration."""
         super().__init__(models, optimizers, options)
         self.models = models
         self.device = str(self._device)
-        self.num_iterations = 0
         self._script = script
-        self._earlier = HazardLog()  # of the first iteration
+        self._is_zeroed = before is None
+        self._is_second = before is not None
         self._hazards = HazardLog()
+        self._earlier = HazardLog() if before is None else before._hazards
         self._stepped: list[torch.optim.Optimizer] = []
         self._begins: SourceLine | None = None
         self._ends: SourceLine | None = None
@@ -210,18 +215,15 @@ class _Loop(InPlace):
 
     @contextmanager
     def _left_if_it_fails(self) -> Iterator[None]:
-        try:
-            with super()._left_if_it_fails():
-                yield
-        except GraphFSDPError as error:  # which the script might catch
-            self._script.end_with(error)
+        with self._script.ending(), super()._left_if_it_fails():  # the script might catch it
+            yield
 
     def _on_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         region = None if self._is_running else self._region
         others: list[torch.optim.Optimizer] = []
         if region is not None:
             self._stepped.append(optimizer)
-            if self.num_iterations == 0 and not self._script.is_theirs:
+            if not self._is_second and not self._script.is_theirs:
                 others = self._others(region, optimizer)
         result = super()._on_step(optimizer, args, kwargs)
         if others:
@@ -252,8 +254,8 @@ class _Loop(InPlace):
                 check()
             except CaptureError as error:
                 self._hazards.add(error.hazard)
-        self.num_iterations += 1
-        if self.num_iterations < 2:
+        if not self._is_second:
+            self._is_second = True
             self._earlier, self._hazards = self._hazards, self._earlier
             return
         self._ends = user_source_line()
@@ -349,18 +351,12 @@ def _place(source: SourceLine | None) -> str:
 
 
 def _names(fallback: str, *values: object) -> str:
-    """Return what the script calls these where it steps; of a module's parts, the module."""
+    """Return what the script calls these where it steps."""
     frame = next((f for f in frames() if is_users_file(f.f_code.co_filename)), None)
     known: dict[int, str] = {}
     if frame is not None:
-        scope = {**frame.f_globals, **frame.f_locals}
-        for name, value in scope.items():
-            known.setdefault(id(value), name)
-        owner = frame.f_locals.get("self")
-        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-            known.setdefault(id(value), f"self.{name}")
-        for name, value in scope.items():
-            for part in value.modules() if isinstance(value, nn.Module) else ():
-                known.setdefault(id(part), name)
+        owner = getattr(frame.f_locals.get("self"), "__dict__", {})
+        scope = {**{f"self.{key}": value for key, value in owner.items()}, **frame.f_globals}
+        known = {id(value): name for name, value in {**scope, **frame.f_locals}.items()}
     names = list(dict.fromkeys(known.get(id(value), fallback) for value in values))
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"

@@ -139,6 +139,46 @@ for _ in range(100):
     D(G(noise)).mean().backward()
     opt_g.step()
 """
+# A critic that steps twice, a look at the model, and optimizers that have nothing to do with it.
+CRITIC = """
+import sys, torch
+from torch import nn
+G, D = nn.Linear(2, 4), nn.Linear(4, 1)
+opt_g, opt_d = (torch.optim.Adam(net.parameters()) for net in (G, D))
+print(D(torch.ones(1, 4)))
+beside = torch.optim.Adam(nn.Linear(3, 3).parameters())
+instead = torch.optim.SGD(D.parameters(), lr=0.1)
+for _ in range(100):
+    for part in range(2):
+        opt_d.zero_grad()
+        (D(torch.randn(3, 4)).mean() - D(G(torch.randn(3, 2)).detach()).mean()).backward()
+        opt_d.step()
+    opt_g.zero_grad()
+    loss = D(G(torch.randn(3, 2))).mean()
+    if "read" in sys.argv:
+        print(loss.item())  # read
+    loss.backward()
+    opt_g.step()
+    print("trained")
+"""
+LBFGS = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.LBFGS(model.parameters())
+loss = lambda: model(torch.ones(8, 4)).square().mean()
+optimizer.step(loss)
+"""
+SCALER = """
+import torch
+model = torch.nn.Linear(4, 1, device="cuda")
+optimizer = torch.optim.SGD(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for _ in range(3):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, 4, device="cuda")).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
 
 # What touches neither model nor weights runs as ever beside a graph.
 BESIDE = """
@@ -243,6 +283,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "plain.py": PLAIN,
         "nanogpt.py": LIKE_NANOGPT,
         "gan.py": GAN,
+        "critic.py": CRITIC,
+        "lbfgs.py": LBFGS,
+        "scaler.py": SCALER,
         "beside.py": BESIDE,
         "loop.py": LOOP,
         "leaving.py": HEAD + "sys.exit(3)",
@@ -333,6 +376,28 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gan.py"]) == 0
     assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in capsys.readouterr().out
+
+
+def test_an_iteration_ends_with_the_last_optimizers_step(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "critic.py"]) == 0
+    out = capsys.readouterr().out
+    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in out
+    assert out.count("trained") == 1
+    assert main(["check", "critic.py", "read"]) == 1
+    out = capsys.readouterr().out
+    assert "Fix: put it behind opt_g.step()" in out
+    assert "cannot be captured: 1 hazard" in out  # the look is before the loop
+
+
+def test_what_no_loop_can_be_captured_with_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "lbfgs.py"]) == 1
+    assert "LBFGS runs the model" in capsys.readouterr().out
+    assert main(["check", "--device", "cpu", "scaler.py"]) == 1
+    assert "GradScaler reads on the host" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("does", DOES)
