@@ -181,7 +181,7 @@ class _Loop(InPlace):
             if (hazard.kind, hazard.source) not in told and not self._is_before(hazard.source)
         ]
         if len(self._optimizers) > 1:
-            last = _names("optimizer", *self._in_order()[-1:])
+            last = _names("the last optimizer", *self._in_order()[-1:])
             later = LATER.replace("optimizer", last)
             found = [replace(hazard, fix=hazard.fix.replace(LATER, later)) for hazard in found]
         return found
@@ -353,10 +353,15 @@ def _place(source: SourceLine | None) -> str:
 def _names(fallback: str, *values: object) -> str:
     """Return what the script calls these where it steps."""
     frame = next((f for f in frames() if is_users_file(f.f_code.co_filename)), None)
-    known: dict[int, str] = {}
+    scope: dict[str, object] = {}
     if frame is not None:
         owner = getattr(frame.f_locals.get("self"), "__dict__", {})
-        scope = {**{f"self.{key}": value for key, value in owner.items()}, **frame.f_globals}
-        known = {id(value): name for name, value in {**scope, **frame.f_locals}.items()}
+        of_owner = {f"self.{name}": value for name, value in owner.items()}
+        scope = {**of_owner, **frame.f_globals, **frame.f_locals}
+    wanted = set(map(id, values))
+    for name, value in scope.items():
+        if isinstance(value, list | tuple) and set(map(id, value)) == wanted:
+            return name
+    known = {id(value): name for name, value in scope.items()}
     names = list(dict.fromkeys(known.get(id(value), fallback) for value in values))
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"

@@ -376,6 +376,9 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gan.py"]) == 0
     assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in capsys.readouterr().out
+    (folder / "gan.py").write_text(GAN.replace("G, D =", "nets = G, D ="))
+    assert main(["check", "gan.py"]) == 0
+    assert "graphfsdp.capture_in_place(nets, [opt_d, opt_g])" in capsys.readouterr().out
 
 
 def test_an_iteration_ends_with_the_last_optimizers_step(
