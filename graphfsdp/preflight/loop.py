@@ -169,6 +169,7 @@ class _Loop(InPlace):
         self._stepped: list[torch.optim.Optimizer] = []
         self._begins: SourceLine | None = None
         self._ends: SourceLine | None = None
+        self._rates = _rates(optimizers)
         self._note = ""
 
     def hazards_with(self, others: Iterable[Hazard]) -> list[Hazard]:
@@ -269,9 +270,13 @@ class _Loop(InPlace):
             iteration=self._iterate,
             target=self._script.target,
         )
-        # A capture leaves out a parameter without gradient, as the loop does.
-        found = [h for h in report.hazards if h.kind is not HazardKind.GRADIENT or h.op is not None]
-        self._script.stop(found, report)
+        self._script.stop([h for h in report.hazards if not self._is_harmless(h)], report)
+
+    def _is_harmless(self, hazard: Hazard) -> bool:
+        if hazard.kind is HazardKind.GRADIENT:  # the loop leaves the parameter out, too
+            return hazard.op is None
+        is_rate = hazard.op is not None and hazard.op.endswith("['lr']")
+        return is_rate and self._rates == _rates(self._optimizers)  # it has not moved
 
     def _replay(self, region: Region) -> None:
         """Do nothing: the check takes its place."""
@@ -344,6 +349,10 @@ def _owners(models: _Models, optimizers: _Optimizers) -> list[nn.Module]:
 
 def _params(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _rates(optimizers: _Optimizers) -> list[Any]:
+    return [group.get("lr") for each in optimizers for group in each.param_groups]
 
 
 def _place(source: SourceLine | None) -> str:

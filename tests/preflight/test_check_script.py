@@ -161,6 +161,26 @@ for _ in range(100):
     opt_g.step()
     print("trained")
 """
+# Of an optimizer that nobody knows a graph bakes in the lr; a parameter has no gradient.
+MINE = """
+import sys, torch
+class Mine(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"])
+model = torch.nn.Linear(4, 1)
+model.unused = torch.nn.Parameter(torch.ones(2))
+optimizer = Mine(model.parameters(), {"lr": 0.1})
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    if "decays" in sys.argv:
+        optimizer.param_groups[0]["lr"] *= 0.9
+"""
 LBFGS = """
 import torch
 model = torch.nn.Linear(4, 1)
@@ -285,6 +305,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "gan.py": GAN,
         "critic.py": CRITIC,
         "lbfgs.py": LBFGS,
+        "mine.py": MINE,
         "scaler.py": SCALER,
         "beside.py": BESIDE,
         "loop.py": LOOP,
@@ -401,6 +422,14 @@ def test_what_no_loop_can_be_captured_with_is_told(
     assert "LBFGS runs the model" in capsys.readouterr().out
     assert main(["check", "--device", "cpu", "scaler.py"]) == 1
     assert "GradScaler reads on the host" in capsys.readouterr().out
+
+
+def test_a_number_of_an_optimizer_is_told_if_it_moves(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "mine.py"]) == 0, capsys.readouterr().out
+    assert main(["check", "mine.py", "decays"]) == 1
+    assert "Mine.param_groups[0]['lr']" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("does", DOES)
