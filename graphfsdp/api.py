@@ -1,11 +1,9 @@
 """`graphfsdp.capture`: checks the arguments and joins the packages into a captured step."""
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,8 +42,6 @@ from graphfsdp.preconditions import (
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 
-P = ParamSpec("P")
-R = TypeVar("R")
 # Belongs to a context, not to the module: other threads and tasks capture as ever.
 _ANSWER: ContextVar[Callable[..., Any] | None] = ContextVar("graphfsdp_capture", default=None)
 
@@ -60,20 +56,6 @@ def answering(answer: Callable[..., Any]) -> Iterator[None]:
         _ANSWER.reset(token)
 
 
-def _answerable(function: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        answer = _ANSWER.get()
-        if answer is None:
-            return function(*args, **kwargs)
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        answered: R = answer(**bound.arguments)
-        return answered
-
-    return call
-
-
-@_answerable
 def capture(
     model: "nn.Module | Sequence[nn.Module] | PipelineSchedule",
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -153,6 +135,19 @@ def capture(
         ConfigError: an argument, or a combination with the optimizer, cannot work.
         PrecisionError: the optimizer would read a casted copy of a gradient.
     """
+    answer = _ANSWER.get()
+    if answer is not None:
+        answered: CapturedStep = answer(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            iteration=iteration,
+            scope=scope,
+            microbatches=microbatches,
+            max_grad_norm=max_grad_norm,
+            mp_policy=mp_policy,
+        )
+        return answered
     options = CaptureOptions(
         scope=Scope.parse(scope),
         warmup_steps=warmup_steps,

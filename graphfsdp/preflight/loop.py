@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphfsdp import in_place
 from graphfsdp._capture.trace.source import frames, is_users_file, user_source_line
@@ -33,18 +32,18 @@ _Models = Sequence[nn.Module]
 _Optimizers = Sequence[torch.optim.Optimizer]
 # From here on others have nothing to do with it; a critic steps less often than that by itself.
 _MOST_STEPS_ALONE = 10
+_STEPPED = "stepped its optimizer once"
 
 
 class ScriptLoops:
     """Finds what a script trains, when it calls a model that an optimizer is for."""
 
     def __init__(self, target: str, stop: Stop) -> None:
-        self.num_steps = 0  # of the optimizer that has stepped first
+        self.came_to = "trained no model with an optimizer"
         self.target = target
         self.is_theirs = False  # the script captures by itself
         self._stop = stop
         self._loop: _Loop | None = None
-        self._first: torch.optim.Optimizer | None = None
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -62,7 +61,6 @@ class ScriptLoops:
             self.leave()
             return self._follow(*given)
 
-        handle = register_optimizer_step_post_hook(self._after_step)
         try:
             with (
                 mock.patch.object(nn.Module, "__call__", start_and_call),
@@ -74,7 +72,6 @@ class ScriptLoops:
                 raise
             self.stop([hazard_of(error)])
         finally:
-            handle.remove()
             self._end()
 
     def leave(self) -> None:
@@ -88,6 +85,7 @@ class ScriptLoops:
         assert before is not None
         self._end()
         self._follow(_owners(before.models, optimizers), optimizers, {}, before).install()
+        self.came_to = _STEPPED
 
     def stop(self, hazards: Sequence[Hazard], report: CheckReport | None = None) -> NoReturn:
         loop = self._loop
@@ -101,6 +99,7 @@ class ScriptLoops:
     def _follow(self, *given: Any) -> "_Loop":
         with self.ending():
             self._loop = _Loop(self, *given)
+            self.came_to = "stepped no optimizer"
             return self._loop
 
     @contextmanager
@@ -115,10 +114,6 @@ class ScriptLoops:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *details: Any) -> None:
-        self._first = self._first or optimizer
-        self.num_steps += optimizer is self._first
 
 
 class _Region(Region):
@@ -256,7 +251,7 @@ class _Loop(InPlace):
             except CaptureError as error:
                 self._hazards.add(error.hazard)
         if not self._is_second:
-            self._is_second = True
+            self._is_second, self._script.came_to = True, _STEPPED
             self._earlier, self._hazards = self._hazards, self._earlier
             return
         self._ends = user_source_line()

@@ -26,7 +26,6 @@ from graphfsdp.preflight.loop import ScriptLoops
 from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
 
-_OPTIONS = ("loss_fn", "iteration", "scope", "microbatches", "max_grad_norm", "mp_policy")
 _NO_CUDA = ("CUDA", "NVIDIA", "accelerator")
 
 
@@ -140,8 +139,7 @@ class _Flight:
     ) -> "_CheckedStep":
         self.num_steps += 1
         self.loops.leave()
-        known = {key: options[key] for key in _OPTIONS if key in options}
-        return _CheckedStep(self, partial(check_call, model, optimizer, **known))
+        return _CheckedStep(self, partial(check_call, model, optimizer, **options))
 
 
 @dataclass
@@ -242,9 +240,7 @@ def _refuse_end(how: str, flight: _Flight) -> NoReturn:
         what = "captured a step, but did not call it"
         remedy = "let it run at least one iteration"
     else:
-        counts = {0: "stepped no optimizer", 1: "stepped its optimizer once"}
-        count = counts.get(flight.loops.num_steps, "called no model between two steps")
-        what = f"did not call graphfsdp.capture, and {count}"
+        what = f"did not call graphfsdp.capture, and {flight.loops.came_to}"
         remedy = (
             "let it run two iterations, or write a function that returns (model, optimizer, "
             "batch, loss_fn) and check MODULE:FUNCTION"

@@ -520,7 +520,7 @@ def test_functions_are_checked(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("without.py", "did not call graphfsdp.capture, and stepped no optimizer. Remedy: let it"),
+        ("without.py", "and trained no model with an optimizer. Remedy: let it run"),
         ("once.py", "did not call graphfsdp.capture, and stepped its optimizer once"),
         ("--limit-s 1 endless.py", "was stopped after 1 seconds and did not call"),
         ("uncalled.py", "captured a step, but did not call it"),
