@@ -78,7 +78,7 @@ class Region:
         self._places: dict[int, int] = {}  # by id of a tensor that was made
         self._given_places: dict[int, int] = {}
         self._versions: list[int] = []
-        self._new_at: tuple[Call, Call | None]
+        self.new_at: tuple[Call, Call | None] | None = None  # and what was known there
         self._random = _random_states(kind)  # as they were behind the last call that has run
         self._loop_draws: frozenset[int] = frozenset()
         self._attributes = attributes
@@ -111,7 +111,7 @@ class Region:
                     self.point = point
                     return self._stand_ins(point.call)
             known = self.point.following
-            self._new_at = call, known[-1].call if known else None
+            self.new_at = call, known[-1].call if known else None
             self.catch_up(run)
         before = self._note_draws()
         result = run(call.run, self._made, self.given)
@@ -255,7 +255,8 @@ class Region:
 
     def refusal_of_new(self) -> CaptureError:
         """Return an error for a loop whose iterations are never the same."""
-        call, other = self._new_at
+        assert self.new_at is not None
+        call, other = self.new_at
         values = [
             f" ({a!r} and {b!r})"
             for a, b in zip(call.leaves, other.leaves if other else (), strict=False)

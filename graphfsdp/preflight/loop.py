@@ -120,17 +120,14 @@ class _Region(Region):
     """Goes on where the loop reads a value, and gives it that."""
 
     on_hazard: Callable[[Hazard], None]
-    new_at: tuple[Call, Call, SourceLine | None] | None = None  # what is new, and what was known
     _has_read = False
 
     def do(self, function: Callable[..., Any], *details: Any, **options: Any) -> Any:
-        point, was_known, self._has_read = self.point, self.is_known, False
+        point, self._has_read = self.point, False
         result = super().do(function, *details, **options)
         if self._has_read:  # no call that a graph could hold
             self.point = point
             point.following.pop()
-        elif was_known and not self.is_known and self._new_at[1] is not None:
-            self.new_at = (self._new_at[0], self._new_at[1], user_source_line())
         return result
 
     def on_read(self, call: Call, value: Any) -> Any:
@@ -255,7 +252,7 @@ class _Loop(InPlace):
             self._earlier, self._hazards = self._hazards, self._earlier
             return
         self._ends = user_source_line()
-        if isinstance(region, _Region) and region.new_at is not None:
+        if region.new_at is not None:
             self._note_other(*region.new_at)
         index = self._program(region.point, region.kept())
         report = check_call(
@@ -276,16 +273,16 @@ class _Loop(InPlace):
     def _replay(self, region: Region) -> None:
         """Do nothing: the check takes its place."""
 
-    def _note_other(self, call: Call, known: Call, source: SourceLine | None) -> None:
+    def _note_other(self, call: Call, known: Call | None) -> None:
         """Note why the second iteration has another call than the first."""
-        if call.function != known.function:
+        if known is None or call.function != known.function:
             return
         pairs = zip(known.leaves, call.leaves, strict=False)
         moved = [pair for pair in pairs if isinstance(pair[0], PLAIN) and not same(*pair)]
         if call.forms != known.forms:  # with which come other numbers
             self._note = (
-                f"\nother shapes:     {_place(source)} has others than in the iteration before: a "
-                f"graph for each,\n{' ' * 18}and {MOST_NEW + 1} new ones in a row are refused"
+                f"\nother shapes:     {_place(call.source)} has others than the iteration before: "
+                f"a graph for each,\n{' ' * 18}and {MOST_NEW + 1} new ones in a row are refused"
             )
         elif moved:
             before, now = moved[0]
@@ -295,7 +292,7 @@ class _Loop(InPlace):
                 f"get a graph of its own, and {MOST_NEW + 1} new ones in a row are refused",
                 "give numbers that change as 0-D tensors on the model's device",
                 op=name_of(call.function),
-                source=source,
+                source=call.source,
             )
             self._hazards.add(hazard)
 
