@@ -313,8 +313,8 @@ def _trained_with(module: nn.Module) -> tuple[list[nn.Module], list[torch.optim.
     gc.collect()  # optimizers that somebody has replaced
     alive = [(each, type(each)) for each in gc.get_objects()]
     optimizers = [each for each, kind in alive if issubclass(kind, torch.optim.Optimizer)]
-    wrapped = [getattr(each, "optimizer", None) for each in optimizers]
-    optimizers = [each for each in optimizers if all(each is not inner for inner in wrapped)]
+    inner = {id(getattr(each, "optimizer", None)) for each in optimizers}  # of wrappers
+    optimizers = [o for o in optimizers if id(o) not in inner and hasattr(o, "param_groups")]
     held = set(map(id, module.parameters()))
     if all(not _params(each) & held for each in optimizers):
         return [], []
