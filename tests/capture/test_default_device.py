@@ -27,12 +27,11 @@ from sharding_helpers import (
 
 @contextmanager
 def _default(device: torch.device | None) -> Iterator[None]:
-    before = torch.get_default_device()
     torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)  # a device by name is a mode, and would stay on
 
 
 def _elsewhere(device: torch.device) -> torch.device:
