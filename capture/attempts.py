@@ -16,7 +16,11 @@ from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
 from graphfsdp._capture.rules.constants import Program, may_run_compiled_code, noting_program
 from graphfsdp._capture.undo.host_state import Attempt, save_random_states
-from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp._capture.undo.interrupts import (
+    DeferredInterrupts,
+    InterruptibleIteration,
+    deliver_waiting,
+)
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
@@ -40,14 +44,16 @@ class Attempts:
         self._recordings = recordings
         self._trains = trains
 
-    @in_turn()
-    def run(
+    def run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
+        """Warm up, or capture; return the results of the iteration, which has taken effect once."""
+        asks = self._engine.backend.device.type == "cpu"  # where an operator begins
+        with InterruptibleIteration(asks=asks), in_turn(deliver_waiting):
+            return self._run_in_turn(recording, captures=captures, notes=notes)
+
+    def _run_in_turn(
         self, recording: Recording, *, captures: bool, notes: bool, tried: bool = False
     ) -> list[Tensor]:
-        """Warm up, or capture; return the results of the iteration, which has taken effect once.
-
-        ``tried``: what the iteration moves in Python was tried further on, and does not matter.
-        """
+        """``tried``: what it moves in Python was tried further on, and does not matter."""
         try:
             results = self._run(recording, captures=captures, notes=notes, tried=tried)
             if recording.graph is not None:
@@ -56,9 +62,9 @@ class Attempts:
         except _PythonMovedError as moved:
             stands_still = self._try_future(recording, moved)
         except _WarmUpOnceMoreError:
-            return self.run(recording, captures=False, notes=True)
+            return self._run_in_turn(recording, captures=False, notes=True)
         # Outside of the clause: nobody holds what was there before while it is recorded.
-        results = self.run(recording, captures=True, notes=notes, tried=True)
+        results = self._run_in_turn(recording, captures=True, notes=notes, tried=True)
         tell_of(stands_still)
         return results
 
@@ -301,8 +307,7 @@ class Evaluator:
             _LOG.info("evaluation: another graph, %s", self._changes(recording)[0])
             recording.close()
         if recording.graph is not None:
-            with DeferredInterrupts():
-                return recording.graph.replay()
+            return recording.graph.replay()
         captures = not eager and recording.num_eager > 0
         return self._attempts.run(recording, captures=captures, notes=True)
 

@@ -20,7 +20,7 @@ from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
-from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp._capture.undo.interrupts import InterruptibleIteration, deliver_waiting
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.nvtx import nvtx_range
@@ -61,7 +61,7 @@ class StepRunner:
         self._backend = engine.backend
         self._options = options
         self.groups = engine.groups
-        self._ranks = Ranks(self.groups)
+        self._ranks = Ranks(self.groups, deliver_waiting)
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs, self.device, options.on_change)
         self._attempts = Attempts(engine, self._ranks, self._recordings, trains=True)
@@ -103,8 +103,7 @@ class StepRunner:
         if self._first_states is not None and self._first_states.are_missing:
             return self._finish_first(recording, self._first_states)
         if recording.graph is not None:
-            with DeferredInterrupts():
-                return self._engine.unpack(recording, self._replay(recording, recording.graph))
+            return self._engine.unpack(recording, self._replay(recording, recording.graph))
         if self.phase is Phase.EAGER:
             self._engine.follow()
         if self.phase is Phase.EAGER or recording not in self._recordings:
@@ -163,7 +162,8 @@ class StepRunner:
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording))
-        with self._together("verification"):
+        asks = self.device.type == "cpu"  # the undo mode does, where an operator begins
+        with InterruptibleIteration(asks=asks), self._together("verification"):
             self._verifier.run(recording, num_iterations, advance_python=advance_python)
 
     def report(self, *, measure: bool) -> CaptureReport:
@@ -238,7 +238,11 @@ class StepRunner:
 
     def _run_eagerly(self, recording: Recording) -> list[Tensor]:
         try:
-            with nvtx_range("eager"), self._backend.on_capture_stream():
+            with (
+                InterruptibleIteration(asks=False),
+                nvtx_range("eager"),
+                self._backend.on_capture_stream(),
+            ):
                 results = self._engine.iterate(recording)
             self._engine.step_outside()
         except BaseException:  # also Ctrl-C, of which torch tells no forward hook

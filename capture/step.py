@@ -16,6 +16,7 @@ from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.rules.watcher import is_watching_mode
 from graphfsdp._capture.runner import StepRunner
 from graphfsdp._capture.undo.copy_on_write import is_undo_mode
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.op_tensors import operator_modes
 from graphfsdp.config import CaptureOptions, at_least
 from graphfsdp.errors import NotCopyableError, PhaseError, broken
@@ -69,7 +70,7 @@ class CapturedStep:
         fails later leaves the step broken, and the way back is the last checkpoint. Signals that
         Python handles, Ctrl-C among them, wait until a replay is over.
         """
-        with self._gate:
+        with DeferredInterrupts(), self._gate:
             return self._runner.run(args, kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +94,7 @@ class CapturedStep:
             CaptureError: the forward pass cannot be captured, or another rank failed.
             PhaseError: as for a training step.
         """
-        with self._gate:
+        with DeferredInterrupts(), self._gate:
             return self._runner.evaluate(args, kwargs)
 
     def verify(self, num_iterations: int = 1, *, advance_python: bool = False) -> None:
@@ -118,7 +119,7 @@ class CapturedStep:
             PhaseError: there is no graph yet.
         """
         at_least("num_iterations", num_iterations, 1)
-        with self._gate:
+        with DeferredInterrupts(), self._gate:
             self._runner.verify(num_iterations, advance_python=advance_python)
 
     @property
@@ -166,7 +167,8 @@ class CapturedStep:
         Raises:
             PhaseError: there is nothing to measure: no graph yet, or one on a GPU.
         """
-        return self._runner.report(measure=measure)
+        with DeferredInterrupts():
+            return self._runner.report(measure=measure)
 
     def debug_dump(self, path: str | os.PathLike[str]) -> None:
         """Write the CUDA driver's own drawing of the graph, with the parameters of every node.
@@ -186,11 +188,12 @@ class CapturedStep:
         """
         if self._runner.phase is Phase.CLOSED or self._gate.is_elsewhere:
             return
-        self._gate.enter("closed")
-        try:
-            self._release()
-        finally:
-            self._gate.leave()
+        with DeferredInterrupts():
+            self._gate.enter("closed")
+            try:
+                self._release()
+            finally:
+                self._gate.leave()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be pickled or copied."""

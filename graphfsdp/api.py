@@ -15,6 +15,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
 from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
@@ -225,20 +226,21 @@ def capture(
             skip_nonfinite=options.skip_nonfinite,
         )
 
-    regions = None
-    if compiles is Compile.ON and graph_backend.device.type == "cuda":
-        regions = CompiledRegions(as_list(model, "model"))
-    engine = Engine(
-        together,
-        adapted,
-        graph_backend,
-        find_params=find_params,
-        make_iteration=make_iteration,
-        policy=policy,
-        options=options,
-        regions=regions,
-    )
-    return CapturedStep(engine, options, _arguments_of(example_batch))
+    with DeferredInterrupts():  # it hooks into parameters and modules
+        regions = None
+        if compiles is Compile.ON and graph_backend.device.type == "cuda":
+            regions = CompiledRegions(as_list(model, "model"))
+        engine = Engine(
+            together,
+            adapted,
+            graph_backend,
+            find_params=find_params,
+            make_iteration=make_iteration,
+            policy=policy,
+            options=options,
+            regions=regions,
+        )
+        return CapturedStep(engine, options, _arguments_of(example_batch))
 
 
 def _arguments_of(example: object) -> ExampleBatch | None:

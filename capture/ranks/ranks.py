@@ -66,8 +66,12 @@ class Ranks:
         lost: Why no rank can go on; empty while all is well.
     """
 
-    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, groups: list[dist.ProcessGroup], ask: Callable[[], None] = lambda: None
+    ) -> None:
+        """``ask`` is called now and then where this rank waits for others, and may raise."""
         self.groups = groups
+        self._ask = ask
         self._store = RankStore(groups, "failures")
         self._attempts = RankAgreement(groups, "attempts")
         self.is_collective = self._store.is_shared
@@ -106,6 +110,7 @@ class Ranks:
 
     def check(self) -> None:
         """RankFailedError if the groups were given up."""
+        self._ask()
         if self._heard:
             raise RankFailedError(self._heard)
 
@@ -122,6 +127,7 @@ class Ranks:
 
     def tell(self, mine: str) -> list[str]:
         """Wait until every rank has come as far; return what each has told, by rank."""
+        self._ask()  # while it can be undone: afterwards the others keep what they have done
         self._num_settled += 1
         told = self._attempts.exchange(
             mine,

@@ -34,7 +34,9 @@ _OURS = (
     *(str(_PACKAGE / folder) for folder in ("base", "in_place", "optim", "sharding")),
     *(str(_PACKAGE.parent / folder) for folder in ("capture", "optim")),
 )
-_SKIPPED = tuple(f"{folder}{os.sep}" for folder in (_TORCH, *_OURS))
+_OUR_FOLDERS = tuple(f"{folder}{os.sep}" for folder in _OURS)
+_TORCHS_FOLDER = f"{_TORCH}{os.sep}"
+_SKIPPED = (_TORCHS_FOLDER, *_OUR_FOLDERS)
 _PYTHON = sysconfig.get_path("stdlib")  # contextlib, copy and the like only pass calls on
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")  # of users, of the system, beside a venv
@@ -54,6 +56,14 @@ def is_users_file(file: str) -> bool:
     if file.startswith(_PYTHON) and not is_installed_file(file):
         return False
     return str(Path(file).parent) != str(_PACKAGE)
+
+
+def is_our_file(file: str) -> bool:
+    return file.startswith(_OUR_FOLDERS)
+
+
+def is_torchs_file(file: str) -> bool:
+    return file.startswith(_TORCHS_FOLDER)
 
 
 def file_of(module: types.ModuleType | None) -> str:

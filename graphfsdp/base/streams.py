@@ -1,7 +1,8 @@
 """Streams and captures of a GPU; without a stream, on a CPU, nothing happens."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from graphfsdp.errors import PhaseError
 
 _TURN_LIMIT_S = 600.0
+_SLICE_S = 0.1
 _kept: ContextVar[list[object] | None] = ContextVar("kept", default=None)
 
 
@@ -21,8 +23,10 @@ def _turn() -> threading.RLock:
 
 
 @contextmanager
-def in_turn() -> Iterator[None]:
+def in_turn(ask: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Run the body while no other thread of this process is in such a body.
+
+    While it waits for that, ``ask`` is called now and then, and may raise.
 
     Warm-ups and captures of all steps share one stream of a device, so what one thread launches
     there would be in the graph that another one captures; and what Python reads is watched on all
@@ -31,12 +35,15 @@ def in_turn() -> Iterator[None]:
     Raises:
         PhaseError: its turn did not come for ten minutes.
     """
-    if not _turn().acquire(timeout=_TURN_LIMIT_S):
-        raise PhaseError(
-            f"another thread has been in a warm-up or a capture for {_TURN_LIMIT_S:g} s, and only "
-            "one at a time can be. Remedy: capture one step after the other; do not wait inside an "
-            "iteration for a thread that calls another step"
-        )
+    deadline = time.monotonic() + _TURN_LIMIT_S
+    while not _turn().acquire(timeout=_SLICE_S):
+        ask()
+        if time.monotonic() > deadline:
+            raise PhaseError(
+                f"another thread has been in a warm-up or a capture for {_TURN_LIMIT_S:g} s, and "
+                "only one at a time can be. Remedy: capture one step after the other; do not wait "
+                "inside an iteration for a thread that calls another step"
+            )
     try:
         yield
     finally:

@@ -1,0 +1,280 @@
+"""Ctrl-C anywhere in a call of the step: nothing of it, or all of it, and training goes on."""
+
+import itertools
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphfsdp
+from faults import World
+from graphfsdp import Phase
+from graphfsdp.optim import FusedAdam
+from interrupting import InterruptAt, Interrupted, Place, batch
+
+# Of each kind of call; a call has thousands of places.
+NUM_TRIED = int(os.environ.get("GRAPHFSDP_INTERRUPTS", "40"))
+EDGES = ("_capture/step.py", "undo/interrupts.py")
+
+
+def chosen(places: dict[Place, list[int]], num: int = NUM_TRIED) -> Iterator[int]:
+    """Of each place one instruction, another time of those at which the call gets there."""
+    all_of_them = sorted(times[rank % len(times)] for rank, times in enumerate(places.values()))
+    return iter(all_of_them[:: max(1, len(all_of_them) // num)])
+
+
+def every(places: dict[Place, list[int]]) -> Iterator[int]:
+    return iter(sorted(itertools.chain.from_iterable(places.values())))
+
+
+def test_a_warm_up_that_is_interrupted_anywhere_leaves_nothing_or_all_of_it() -> None:
+    training = Interrupted(3 * NUM_TRIED, warmup_steps=10**6)
+    training.train()
+    indices = [*chosen(training.places(training.train))]
+    assert sum(training.interrupt(training.train, index) != "" for index in indices) > NUM_TRIED / 2
+    assert training.num_done < len(indices) / 2 + 2  # most are undone
+    training.step.close()
+
+
+def about_to_capture() -> Interrupted:
+    training = Interrupted(4, warmup_steps=1)
+    training.train()
+    return training
+
+
+def test_a_capture_that_is_interrupted_anywhere_leaves_nothing_or_all_of_it() -> None:
+    about_to_capture().train()  # which fills caches
+    counted, counting = about_to_capture(), InterruptAt()
+    with counting:
+        counted.train()
+    training = counted
+    num_interrupted = 0
+    for index in chosen(counting.places, NUM_TRIED // 5):
+        if training.num_done > 1:
+            assert training.step.phase is Phase.REPLAY
+            training.train()
+            training.check("replayed")
+            training.step.close()
+            training = about_to_capture()
+        num_interrupted += training.interrupt(training.train, index) != ""
+    assert num_interrupted > NUM_TRIED / 10
+    training.train()
+    training.step.close()
+
+
+def replaying(num_iterations: int) -> Interrupted:
+    training = Interrupted(num_iterations, warmup_steps=1)
+    for _ in range(3):
+        training.train()
+    assert training.step.phase is Phase.REPLAY
+    return training
+
+
+def test_a_replay_that_is_interrupted_anywhere_is_complete_or_has_not_begun() -> None:
+    training = replaying(20 * NUM_TRIED)
+    places = training.places(training.train)
+    edges = every(training.places(training.train, *EDGES))
+    fired = [training.interrupt(training.train, index) for index in chosen(places)]
+    assert sum(where != "" for where in fired) > NUM_TRIED / 2
+    for index in itertools.islice(edges, 0, None, max(1, 400 // NUM_TRIED)):
+        training.interrupt(training.train, index, *EDGES)
+    training.step.close()
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2], ids=["eager", "captured", "replayed"])
+def test_an_evaluation_that_is_interrupted_anywhere_leaves_no_trace(num_before: int) -> None:
+    training = replaying(5)
+
+    def evaluate() -> Tensor:
+        loss: Tensor = training.step.evaluate(batch(0))
+        return loss
+
+    expected = evaluate()
+    places = training.places(evaluate)
+    for _ in range(num_before):
+        evaluate()
+    for index in chosen(places, NUM_TRIED // 2):
+        training.interrupt(evaluate, index)
+    assert torch.equal(evaluate(), expected)
+    training.train()
+    training.check("after")
+    training.step.close()
+
+
+def test_reports_and_verifications_that_are_interrupted_leave_no_trace() -> None:
+    training = replaying(6)
+
+    def report() -> None:
+        training.step.report(measure=True)
+
+    def verify() -> None:
+        training.step.verify(1)
+
+    for call in (report, verify):
+        for index in chosen(training.places(call), NUM_TRIED // 4):
+            training.interrupt(call, index)
+    training.train()
+    training.check("after")
+    training.step.close()
+
+
+@pytest.mark.parametrize("example", [None, batch(0)], ids=["later", "ahead of time"])
+def test_a_capture_call_or_a_close_that_is_interrupted_anywhere_can_be_repeated(
+    example: Tensor | None,
+) -> None:
+    training = Interrupted(3, warmup_steps=1)
+    training.step.close()
+    steps: list[graphfsdp.CapturedStep] = []
+
+    def capture() -> None:
+        steps.append(training.captured(warmup_steps=1, example_batch=example))
+
+    def close() -> None:
+        steps[-1].close()
+
+    def interrupted(call: Callable[[], None], index: int) -> BaseException | None:
+        try:
+            with InterruptAt(index):
+                call()
+        except KeyboardInterrupt as error:
+            return error
+        return None
+
+    capturing, closing = InterruptAt(), InterruptAt()
+    for _ in range(2):
+        with capturing:
+            capture()
+        with closing:
+            close()
+    num = NUM_TRIED // (4 if example is None else 10)
+    errors = []  # with all frames, and what they hold
+    for index in chosen(capturing.places, num):
+        errors.append(interrupted(capture, index))
+        steps.clear()
+    for index in chosen(closing.places, num):
+        capture()
+        errors.append(interrupted(close, index))
+        close()
+        assert steps[-1].phase is Phase.CLOSED
+    assert sum(error is not None for error in errors) > num / 2
+    training.step = training.captured(warmup_steps=1)
+    for _ in range(3):
+        training.train()
+        training.check("after")
+    training.step.close()
+
+
+class Waiting(nn.Module):
+    """Does something between two operators of its forward."""
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        self.between()
+        loss: Tensor = self.layers[1](x).square().mean()
+        return loss
+
+
+def send(*after_s: float) -> None:
+    """Have SIGINT come after so many seconds each, and not wait for that."""
+
+    def run() -> None:
+        for seconds in after_s:
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", "none"])
+def test_a_model_that_sleeps_hears_ctrl_c_at_once(scope: str) -> None:
+    between: list[Callable[[], object]] = [lambda: None]
+    model = Waiting(lambda: between[0]())
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    with graphfsdp.capture(model, optimizer, scope=scope) as step:
+        step(batch(0))
+        world = World(model, optimizer)
+        between[0] = partial(time.sleep, 40)
+        started = time.monotonic()
+        send(0.2)
+        with pytest.raises(KeyboardInterrupt):
+            step(batch(1))
+        assert time.monotonic() - started < 20
+        world.assert_unchanged(scope, without_gradients=scope == "none")
+        between[0] = lambda: None
+        step(batch(1))
+
+
+def test_what_waits_in_a_library_of_python_hears_the_second_ctrl_c_after_a_second() -> None:
+    """The first one would come in the middle of what that has entered."""
+    never: queue.Queue[None] = queue.Queue()
+    between: list[Callable[[], object]] = [lambda: None]
+    model = Waiting(lambda: between[0]())
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    with graphfsdp.capture(model, optimizer) as step:
+        step(batch(0))
+        world = World(model, optimizer)
+        between[0] = partial(never.get, timeout=40)
+        started = time.monotonic()
+        send(0.2, 0.1, 1.2)
+        with pytest.raises(KeyboardInterrupt):
+            step(batch(1))
+        assert 1.4 < time.monotonic() - started < 20
+        world.assert_unchanged("waiting")
+        between[0] = lambda: None
+        step(batch(1))
+
+
+def test_a_signal_in_an_operator_is_delivered_where_the_next_one_begins() -> None:
+    """And another kind of signal as well, each once."""
+    delivered: list[int] = []
+    names: list[str] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+
+    class Raising(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(str(func))
+            if "addmm" in names[-1]:
+                for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGUSR1):
+                    signal.raise_signal(number)
+            return func(*args, **(kwargs or {}))
+
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: delivered.append(number))
+    try:
+        with graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sum()) as step:
+            with pytest.raises(KeyboardInterrupt), Raising():  # type: ignore[no-untyped-call]
+                step(batch(0))
+            step(batch(0))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert delivered == [signal.SIGUSR1]
+    assert sum("addmm" in name for name in names) == 1
+
+
+def test_on_another_thread_nothing_is_deferred() -> None:
+    between: list[Callable[[], object]] = [lambda: None]
+    model = Waiting(lambda: between[0]())
+    found: list[object] = []
+    between[0] = lambda: found.append(signal.getsignal(signal.SIGINT))
+    with graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1)) as step:
+        thread = threading.Thread(target=step, args=(batch(0),))
+        thread.start()
+        thread.join()
+        step(batch(0))
+    assert found[0] is signal.getsignal(signal.SIGINT) is not found[1]
