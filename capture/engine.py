@@ -11,6 +11,7 @@ from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.hooks import users_hooks
+from graphfsdp._capture.inputs import TensorLeaf
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.messages import messages_as_operators
 from graphfsdp._capture.python.places import Snapshot
@@ -24,7 +25,7 @@ from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import main_grads_of, sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, GuardError
 
 # After such a change there are other gradients to keep.
 _REBUILT = (
@@ -74,6 +75,7 @@ class Engine:
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
         self._trained = list(self._named_params.values())
+        self._forms = list(map(TensorLeaf.of, self._trained))
         self.gradients = PersistentGradients(
             self._named_params,
             dtype_of=lambda param: self.optimizer.main_grad_dtype(param, self._policy),
@@ -98,6 +100,29 @@ class Engine:
         now = self._find_params().values()
         if list(map(id, now)) != list(map(id, self._trained)):
             self.refresh()
+        self._refuse_others(self._named_params)
+
+    def refuse_other_parameters(self) -> None:
+        """GuardError if a parameter was moved, cast or replaced since its gradient was made."""
+        self._refuse_others(dict(self.model.named_parameters()))
+
+    def _refuse_others(self, now: Mapping[str, nn.Parameter]) -> None:
+        others = [
+            (name, was, now.get(name, param))
+            for (name, param), was in zip(self._named_params.items(), self._forms, strict=True)
+            if not was.matches(param) or now.get(name, param) is not param
+        ]
+        if not others:
+            return
+        name, was, param = others[0]
+        more = f", and {len(others) - 1} more are not as they were" if others[1:] else ""
+        raise GuardError(
+            "the model was moved, cast or changed after graphfsdp.capture, which has made its "
+            f"gradients: parameter {name!r} was {was}, and is now "
+            f"{'another one, ' if was.matches(param) else ''}{TensorLeaf.of(param)}{more}"
+            ". Remedy: change the model first, then make the optimizer of its parameters, and "
+            "then capture"
+        )
 
     def iterate(
         self, recording: Recording, watch: AbstractContextManager[None] | None = None

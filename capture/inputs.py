@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from graphfsdp.errors import ConfigError
 
 _NUM_STAGES = 2  # batches that may be on their way to the GPU before the host waits
+_AS_TENSOR = ("torch.tensor(value)", "torch.from_numpy(array)")
 _Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 
 
@@ -261,10 +262,19 @@ def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> st
     remedy = (
         "pad the batch that differs (graphfsdp.Buckets) or drop it (drop_last=True in a "
         "DataLoader), or have a graph for each shape (on_change='recapture')"
-        if isinstance(expected, TensorLeaf)
-        else "a value that is no tensor is baked into the graph: keep it equal, or pass it as a "
-        "tensor"
     )
+    if isinstance(expected, PlainLeaf):
+        remedy = (
+            "a value that is no tensor is baked into the graph: keep it equal, or pass it as a "
+            "tensor"
+        )
+    elif isinstance(got, PlainLeaf):
+        remedy = f"pass a tensor, as before ({_AS_TENSOR[isinstance(leaf, np.ndarray)]})"
+    elif got.shape == expected.shape:
+        remedy = (
+            f"pass it as the first batch was, {name}.to({expected.device.type!r}, "
+            f"{expected.dtype}), or have a graph for each kind (on_change='recapture')"
+        )
     return f"batch leaf {name}: expected {expected}, got {got}. Remedy: {remedy}"
 
 
@@ -296,7 +306,7 @@ def _check_plain(name: str, leaf: object) -> None:
     if isinstance(leaf, np.ndarray):
         raise ConfigError(
             f"batch leaf {name} is a numpy array, which a graph would never read again. Remedy: "
-            "pass a tensor (torch.as_tensor)"
+            "pass a tensor (torch.from_numpy(array))"
         )
     if not isinstance(leaf, nn.Module) and any(isinstance(v, Tensor) for v in _inside(leaf)):
         raise ConfigError(

@@ -99,6 +99,8 @@ class StepRunner:
             self._break(self._ranks.lost)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.phase is Phase.WARMUP:  # later guards notice it
+            self._engine.refuse_other_parameters()
         recording = self._prepare(args, kwargs)
         if self._first_states is not None and self._first_states.are_missing:
             return self._finish_first(recording, self._first_states)

@@ -281,6 +281,9 @@ def _slot_change(kind: str, path: str, old: Any, new: Any) -> Change:
     else:
         remedy = f"change the {kind}s of a model before its capture"
         words = _kind_of(old), _kind_of(new)
+        if isinstance(new, nn.Module) and type(new) is type(old):
+            words = f"a {_head_of(old)}", f"another object, a {_head_of(new)}"
+            remedy += "; give this one other weights in place (load_state_dict, copy_)"
     return Change(ChangeKind.STRUCTURE, f"{kind} {path!r}", *words, remedy)
 
 
@@ -288,6 +291,11 @@ def _order_change(path: str, before: Iterable[str], now: Iterable[str]) -> Chang
     title = f"the order of the modules in {path!r}" if path else "the module order"
     words = ", ".join(list(before)[:8]), ", ".join(list(now)[:8])
     return Change(ChangeKind.STRUCTURE, title, *words, "order modules before the capture")
+
+
+def _head_of(module: nn.Module) -> str:
+    """Return a module's class and settings, as it prints them."""
+    return f"{type(module).__name__}({module.extra_repr()})"
 
 
 def _kind_of(value: object) -> str:

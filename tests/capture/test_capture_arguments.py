@@ -1,5 +1,6 @@
 """Arguments of `graphfsdp.capture` that cannot work are refused before anything runs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,3 +80,40 @@ def test_the_norm_of_scaled_gradients_is_left_to_the_optimizer() -> None:
     optimizer = FusedAdam(model.parameters(), grad_scaler=DeviceGradScaler())
     with pytest.raises(graphfsdp.ConfigError, match=r"FusedAdam\(max_grad_norm"):
         graphfsdp.capture(model, optimizer, max_grad_norm=1.0)
+
+
+def replace_layer(model: nn.Module) -> None:
+    vars(model)["_modules"]["layers"] = nn.Sequential(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "scopes", "message"),
+    [
+        (nn.Module.double, ("full_iteration", "none"), "float32 .*, and is now a torch.float64"),
+        (nn.Module.half, ("forward_backward", "none"), "float32 .*, and is now a torch.float16"),
+        # Eagerly the parameters that there are now are trained.
+        (
+            lambda model: model.to("meta"),
+            ("full_iteration",),
+            "float32 .* on cpu, and is now .* on meta",
+        ),
+        (replace_layer, ("full_iteration",), "float32 .*, and is now another one, a torch.float32"),
+    ],
+    ids=["double", "half", "meta", "replaced"],
+)
+def test_a_model_that_is_changed_before_its_capture_is_refused(
+    num_before: int,
+    change: Callable[[nn.Module], object],
+    scopes: tuple[str, ...],
+    message: str,
+) -> None:
+    for scope in scopes:
+        model = mlp_of_one()
+        with graphfsdp.capture(model, FusedAdam(model.parameters()), scope=scope) as step:
+            for _ in range(num_before):
+                step(torch.ones(2, 1))
+            change(model)
+            text = rf"'layers.0.weight' was a torch.{message}.*1 more.*Remedy: change"
+            with pytest.raises(graphfsdp.GuardError, match=text):
+                step(torch.ones(2, 1))

@@ -64,10 +64,20 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
     "last_batch": (set_x(lambda x: x[:5]), r"args\[0\]\['x'\].*\(8, 4\).*\(5, 4\).*drop_last"),
     "0_dimensional": (set_x(lambda x: x.sum()), r"args\[0\]\['x'\].*shape \(\)"),
     "more_dimensions": (set_x(lambda x: x[None]), r"args\[0\]\['x'\].*shape \(1, 8, 4\)"),
-    "dtype": (set_weights(lambda w: w.double()), r"args\[1\]: .*float32.*got a torch.float64"),
+    "dtype": (
+        set_weights(lambda w: w.double()),
+        r"args\[1\]: .*got a torch.float64.*args\[1\].to\('c.*float32",
+    ),
     "integers": (set_weights(lambda w: w.long()), r"args\[1\]: .*float32.*got a torch.int64"),
     "device": (set_weights(lambda w: w.to("meta")), r"args\[1\]: .*got .* on meta"),
-    "number_for_tensor": (set_weights(lambda w: 1.5), r"args\[1\]: .*got 1\.5 \(float\)"),
+    "number_for_tensor": (
+        set_weights(lambda w: 1.5),
+        r"args\[1\]: .*got 1\.5 \(float\).*Remedy: pass a tensor, .*torch\.tensor",
+    ),
+    "array_for_tensor": (
+        set_weights(lambda w: w.cpu().numpy()),
+        r"args\[1\]: .*\(ndarray\).*Remedy: pass a tensor, .*torch\.from_numpy",
+    ),
     "none_for_tensor": (set_weights(lambda w: None), r"args\[1\]: .*got None \(NoneType\)"),
     "list_for_tensor": (set_weights(lambda w: [w]), r"args\[1\] is missing, args\[1\]\[0\] is new"),
     "plain_value": (set_power(3.0), r"power: expected 2\.0 \(float\), got 3\.0 \(float\).*baked"),

@@ -176,6 +176,11 @@ MODEL_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
         r"module 'body\.dropout' was a Dropout .* now a Identity",
         ChangeKind.STRUCTURE,
     ),
+    "module_replaced_by_one_of_its_kind": (
+        set_attribute("body", "dropout", nn.Dropout(0.75)),
+        r"'body\.dropout' was a Dropout\(p=0.* now another object, a Dropout\(p=0.75.*in place",
+        ChangeKind.STRUCTURE,
+    ),
     "module_added": (
         both(lambda m: m.body.layers.append(nn.Linear(4, 4)), lambda m: m.body.layers.pop(2)),
         r"module 'body\.layers\.2' was absent",

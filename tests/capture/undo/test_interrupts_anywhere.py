@@ -210,12 +210,17 @@ def test_a_model_that_sleeps_hears_ctrl_c_at_once(scope: str) -> None:
         between[0] = partial(time.sleep, 40)
         started = time.monotonic()
         send(0.2)
-        with pytest.raises(KeyboardInterrupt):
+        try:
             step(batch(1))
-        assert time.monotonic() - started < 20
-        world.assert_unchanged(scope, without_gradients=scope == "none")
-        between[0] = lambda: None
-        step(batch(1))
+        except KeyboardInterrupt:  # whose frames hold what they were in
+            assert time.monotonic() - started < 20
+            world.assert_unchanged(scope, without_gradients=scope == "none")
+            between[0] = lambda: None
+            for _ in range(6):
+                step(batch(1))
+            step.close()
+        else:
+            raise AssertionError("nobody has heard of it")
 
 
 def test_what_waits_in_a_library_of_python_hears_the_second_ctrl_c_after_a_second() -> None:
